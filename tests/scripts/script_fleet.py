@@ -18,7 +18,7 @@ from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, O
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import client
-from picker_fleet.state.store import Decision, HeartbeatReply, Store, SweepReply
+from picker_fleet.state.store import Decision, HeartbeatReply, PoolState, Store, SweepReply
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.log import Entry
@@ -181,7 +181,7 @@ class Fleet:
     async def ledger(self) -> Ledger:
         return Ledger.replay(await self.log())
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> PoolState:
         return await self.replicas[0].store.state(60)
 
     async def until_queued(self, count: int) -> None:
@@ -195,14 +195,14 @@ class Fleet:
     async def counts(self) -> tuple[float, int, list[int]]:
         """Stock, queue length, load of each endpoint by address."""
         state = await self.state()
-        return state["stock"], state["queued"], [load for _, load in sorted(state["in_flight"].items())]
+        return state.stock, state.queued, [load for _, load in sorted(state.in_flight.items())]
 
     async def at_rest(self) -> bool:
         """Whether every count is exactly 0 (G6)."""
         state = await self.state()
-        counts = (state["stock"], state["queued"], state["leases"], state["active_flows"])
+        counts = (state.stock, state.queued, state.leases, state.active_flows)
         waiting = [await self.redis.exists(self.keys.prefix + name) for name in ("requests", "timers")]
-        return not any(counts) and not any(waiting) and not any(state["in_flight"].values())
+        return not any(counts) and not any(waiting) and not any(state.in_flight.values())
 
     async def now_ms(self) -> float:
         """The server's clock, the only one that counts."""
@@ -212,10 +212,10 @@ class Fleet:
     async def after(self, wait_ms: float) -> None:
         """Wait until the pool's clock is `wait_ms` further. It stands still while no script runs for a second
         (lua/lib/pool.lua), so the server's own clock would say too much on a busy machine."""
-        end_us = (await self.state())["now_us"] + wait_ms * 1000
+        end_us = (await self.state()).now_us + wait_ms * 1000
 
         async def has_passed() -> bool:
-            return bool((await self.state())["now_us"] > end_us)
+            return (await self.state()).now_us > end_us
 
         await until(has_passed)
 

@@ -45,7 +45,7 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
         assert {verdict.status for verdict in await asyncio.gather(*picks)} == {"placed"}
         # Then no endpoint has more than another
-        assert set((await it.state())["in_flight"].values()) == {125}
+        assert set((await it.state()).in_flight.values()) == {125}
 
 
 async def test_an_endpoint_that_takes_nothing_new_is_not_picked_whatever_its_score(fleet: OpenFleet) -> None:
@@ -91,15 +91,15 @@ async def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(fleet: OpenF
         assert await b.admit("r1") == Decision("placed", E2)
         assert (await b.admit("r2")).status == "queued"
         state = await it.state()
-        assert (state["bounds"]["upper"], state["ready_backends"]) == (2, 1)
-        assert state["in_flight"] == {E1: 1, E2: 1}
+        assert (state.upper, state.ready_backends) == (2, 1)
+        assert state.in_flight == {E1: 1, E2: 1}
         # When the mark is taken away, then what waited goes on, there too
         assert await b.store.mark_endpoint(E1, what, False) == "marked"
         assert events_of(await it.log(), "r2") == ["queued", "granted"]
         assert (await b.place("r2")).status == "placed"
         await a.settle("runs", "r1", "r2")
         assert await it.at_rest()
-        assert (await it.state())["bounds"]["upper"] == 4
+        assert (await it.state()).upper == 4
 
 
 async def test_both_marks_must_go_before_an_endpoint_is_picked(fleet: OpenFleet) -> None:
@@ -122,7 +122,7 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
         # When the same endpoints are published again, then the mark holds
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
-        assert (await it.state())["ready_backends"] == 1
+        assert (await it.state()).ready_backends == 1
         marks = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
         assert marks == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
         # When it leaves and comes back, then it is a new one
@@ -139,7 +139,7 @@ async def test_a_draining_endpoint_that_is_marked_is_counted_once(fleet: OpenFle
         # When it is marked and unmarked, then there is one ready endpoint all along
         for on in (True, False):
             await a.store.mark_endpoint(E1, "down", on)
-            assert (await it.state())["ready_backends"] == 1
+            assert (await it.state()).ready_backends == 1
         assert await a.admit("r", subset=(E1,)) == Decision("refused", "no-endpoints 1")
 
 

@@ -61,7 +61,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.reclaimed) == (2, 0)
         assert await has(it, names) == set(names[2:])
-        assert (await it.state())["stock"] == 4.0
+        assert (await it.state()).stock == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
         # What comes back with a sign of life is counted again; a late end changes nothing.

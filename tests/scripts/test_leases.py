@@ -68,7 +68,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         assert await a.store.renew("r", None, E2, token) == "restored"
         assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()
-        assert (state["stock"], state["leases"], state["in_flight"]) == (1.5, 1, {E1: 0, E2: 1})
+        assert (state.stock, state.leases, state.in_flight) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
         # And its end gives it back; its workload is forgotten in time
         assert await a.store.settle("r", Outcome.COMPLETED) == "settled llama"
@@ -199,7 +199,7 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
             == "restored"
         )
         # Then it has no more than all of it, and gives it back
-        assert (await it.state())["stock"] == taken
+        assert (await it.state()).stock == taken
         await a.settle("r")
         assert await it.at_rest()
 
@@ -212,7 +212,7 @@ async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fl
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), nowhere)) == "unknown"
         # And one that is answers to be served there counts where it was placed
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
-        assert (await it.state())["in_flight"] == {E1: 1}
+        assert (await it.state()).in_flight == {E1: 1}
         await a.settle("r")
         assert await it.at_rest()
 

@@ -121,13 +121,13 @@ async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFlee
         await until(lambda: _accounted(it, 0))
 
         async def published() -> bool:
-            return (await it.state())["ready_backends"] == 2
+            return (await it.state()).ready_backends == 2
 
         await until(published)
         # When its periodic entry comes to another replica, then it is counted where it runs
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until(lambda: _accounted(it, 1))
-        assert (await it.state())["in_flight"][placement.endpoints[0]] == 1
+        assert (await it.state()).in_flight[placement.endpoints[0]] == 1
         # And its final entry ends it
         a.gate.settle(ended("r"))
         await until(it.at_rest)

@@ -94,10 +94,10 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
         await a.settle("running")
         await serve(it, 1)
         # Then a turn of the heaviest is less than what a sum of such numbers shows
-        assert (await it.state())["virtual_times"]["Default"] == 1e12
+        assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
-        assert (await it.state())["virtual_times"]["Default"] == 2**20
+        assert (await it.state()).virtual_times["Default"] == 2**20
         # When two of the heaviest wait, one of half the weight
         for number in range(40):
             await a.admit(f"half {number}", flow="half", weight=5e5)
@@ -238,4 +238,4 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
         if kind == "inbox:a":
             assert await it.redis.hlen(it.keys.prefix + kind) == 0
         state = await it.state()
-        assert (state["stock"], state["queued"], state["leases"]) == (0, 0, 0)
+        assert (state.stock, state.queued, state.leases) == (0, 0, 0)

@@ -5,7 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
-from picker_fleet.state.store import Decision, HeartbeatReply, SweepReply
+from picker_fleet.state.store import Decision, HeartbeatReply, PoolState, SweepReply
+
+POOL = PoolState(
+    born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
+    active_flows=0, virtual_times={}, leases=0, dispatched_total=0, ended_total=0, guard_dispatches_total=0,
+    guard_credit=0.0, overdue=0, drain_rate=0.0, paused=False, tuned_version="", replicas=("r",),
+    in_flight={}, about={},
+)  # fmt: skip
 
 
 class ScriptedStore:
@@ -33,10 +40,10 @@ class ScriptedStore:
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
         self.published: list[dict[str, object]] = []
+        self.pool = POOL
         self.overrides: dict[str, Any] = {}
         self.changes: dict[str, Any] = {}
         self.tunings = 0
-        self.shown: dict[str, Any] = {}
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
 
     async def admit(
@@ -125,10 +132,8 @@ class ScriptedStore:
     async def endpoints(self) -> tuple[Endpoint, ...]:
         return (Endpoint("10.0.0.1:8000"),)
 
-    async def state(self, silence_s: float) -> dict[str, Any]:
-        known = {"bounds": {}, "ready_backends": 2, "queued": 0, "drain_rate": 0.0}
-        known |= {"replicas": ["r"], "in_flight": {}}
-        return {**known, **self.shown}
+    async def state(self, silence_s: float) -> PoolState:
+        return self.pool
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
         return SweepReply(False, 0, 0, False)

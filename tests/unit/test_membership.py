@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from metrics_page import samples
-from scripted_store import ScriptedStore, until
+from scripted_store import POOL, ScriptedStore, until
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig, Settings, parse
@@ -78,7 +79,7 @@ async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
         effective = one.membership.effective
         assert effective.settings.request_queue_controller.watermark_per_backend == 10
         assert effective.weights == {"gold": 3}
-        assert (await one.membership.state())["bounds"]["watermark"] == 20
+        assert (await one.membership.state()).watermark == 20
 
         # It is taken back.
         await store.set_live_config(dict.fromkeys(store.overrides), dict.fromkeys(store.changes))
@@ -143,7 +144,7 @@ async def test_live_changes_that_do_not_fit_are_ignored() -> None:
 )
 async def test_retry_after_is_the_time_to_drain_the_queue(queued: int, rate: float, seconds: int) -> None:
     store = ScriptedStore()
-    store.shown = {"queued": queued, "drain_rate": rate, "paused": True, "active_flows": queued + 1}
+    store.pool = replace(POOL, queued=queued, drain_rate=rate, paused=True, active_flows=queued + 1)
     async with member(store) as one:
         await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == queued + 1)
         await until(lambda: one.gate.retry_after_s == seconds)

@@ -3,10 +3,12 @@
 import asyncio
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from metrics_page import page_of, samples
 from metrics_table import documented, families
+from scripted_store import POOL
 
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
@@ -14,22 +16,11 @@ from picker_fleet.admission.shared_gate import ServiceMeter
 from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, Metrics
 
-STATE = {
-    "stock": 7,
-    "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8},
-    "ready_backends": 4,
-    "queue_length": {"Critical": 0, "Default": 3},
-    "active_flows": 2,
-    "replicas": ["a", "b"],
-    "in_flight": {"10.0.0.1:8000": 2},
-    "degraded": True,
-    "paused": True,
-    "overdue": 1,
-    "leases": 7,
-    "dispatched_total": 50,
-    "guard_dispatches_total": 5,
-    "ended_total": 43,
-}
+STATE = replace(
+    POOL, stock=7, lower=7.2, upper=8.8, ready_backends=4, queue_length={"Critical": 0, "Default": 3},
+    active_flows=2, replicas=("a", "b"), in_flight={"10.0.0.1:8000": 2}, paused=True, overdue=1, leases=7,
+    dispatched_total=50, guard_dispatches_total=5, ended_total=43,
+)  # fmt: skip
 
 
 ENDED = Completion("r", Outcome.COMPLETED, 200, None, 7, 100, 2.0, 0.2)
@@ -130,10 +121,10 @@ def test_queue_events_have_the_specified_names() -> None:
 
 def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
     metrics = Metrics()
-    metrics.pool(STATE)
+    metrics.pool(STATE, 8.0, 0.016)
+    metrics.degraded(True)
     assert samples(metrics)["epp_degraded",] == 1
-    metrics.pool({"in_flight": {"10.0.0.2:8000": 1}})
-    metrics.degraded(False)
+    metrics.pool(replace(STATE, in_flight={"10.0.0.2:8000": 1}), 8.0, 0.016)
     page = samples(metrics)
     gauges = {
         "stock_level": 7, "upper_bound": pytest.approx(8.8), "lower_bound": pytest.approx(7.2),

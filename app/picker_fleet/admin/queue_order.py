@@ -10,10 +10,11 @@ starvation guard, different costs in one flow, and, under `band_policy: weighted
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
+from picker_fleet.state.store import PoolState
 
 _SLACK = 1e-6  # of a share: sums of fractions differ in their last digits
 _MIN_SHARE = 1e-12
@@ -86,13 +87,11 @@ def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) 
     return min(max(count, 0), queue.queued)
 
 
-def request_status(
-    found: RequestStatus, state: Mapping[str, Any], before: int | None, claim_share: float
-) -> str:
+def request_status(found: RequestStatus, state: PoolState, before: int | None, claim_share: float) -> str:
     """One sentence: where a request is and why.
 
     Args:
-        state: the shared state (Membership.state).
+        state: the pool's, at about the same moment.
         before: how many requests are predicted to be served before this one; None: not known.
         claim_share: the part of the upper bound that one request takes at most.
     """
@@ -116,21 +115,21 @@ def _queue_position(found: RequestStatus, before: int | None) -> str:
     return text if before is None or before == rank else f"{text}, and {before} in all are served sooner"
 
 
-def _obstacle(found: RequestStatus, state: Mapping[str, Any], claim_share: float) -> str:
+def _obstacle(found: RequestStatus, state: PoolState, claim_share: float) -> str:
     entry, queue = found.entry, found.queue
-    if state["paused"]:
+    if state.paused:
         return "dispatching is paused"
-    if not state["ready_backends"]:
+    if not state.ready_backends:
         return "no endpoint is ready"
     if queue is not None and queue.parked:
         text = "the endpoints its flow's next request may go to are at their limits"
         if entry.limit:
             text = f"its flow is at its limit of {entry.limit} in flight on each endpoint, or {text}"
         return text
-    stock, bounds = state["stock"], state["bounds"]
-    if stock >= bounds["lower"]:
-        return f"the stock ({stock:g}) is at its bounds ({bounds['lower']:g} to {bounds['upper']:g})"
-    takes = min(entry.cost, claim_share * bounds["upper"])
-    if stock + takes > bounds["upper"]:
+    stock, upper = state.stock, state.upper
+    if stock >= state.lower:
+        return f"the stock ({stock:g}) is at its bounds ({state.lower:g} to {upper:g})"
+    takes = min(entry.cost, claim_share * upper)
+    if stock + takes > upper:
         return f"its cost ({takes:g}) does not fit above the stock ({stock:g}) yet"
     return "it is served when its turn comes"

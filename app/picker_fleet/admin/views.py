@@ -10,6 +10,7 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 import orjson
@@ -129,33 +130,43 @@ class FleetView:
     async def state(self) -> models.State:
         """The shared state at one moment; while it is unavailable, as it was last read."""
         state = await self._membership.state()
-        fleet = self._cache.last if state["degraded"] else await self._cache.get()
+        pool, outage = state.pool, state.outage
+        fleet = await self._cache.get() if outage is None else self._cache.last
         settings = self._membership.effective.settings
         queue = settings.fair_request_queue
         weights = queue.band_weights if queue.band_policy == "weighted" else None
         bands = [
             models.BandState(
                 band=name,
-                queued=state["queue_length"][name],
-                virtual_time=state["virtual_times"][name],
+                queued=pool.queue_length[name],
+                virtual_time=pool.virtual_times[name],
                 active_flows=fleet.totals[band] + fleet.totals[band + len(Band)],
                 oldest_s=fleet.oldest_s(band),
                 weight=None if weights is None else weights[band],
             )
             for band, name in zip(Band, BAND_NAMES, strict=True)
         ]
-        age_s = max(0.0, (state["now_us"] - state["born_us"]) / 1e6) if state["born_us"] else 0.0
+        fields = asdict(pool)
+        del fields["about"]
+        bounds = models.Bounds(
+            lower=fields.pop("lower"), watermark=state.watermark, upper=fields.pop("upper")
+        )
+        if outage is not None:
+            fields["local"] = asdict(outage)
         return models.State(
             **self._identity,
-            **state,
+            **fields,
+            bounds=bounds,
+            queue_fill=state.queue_fill,
+            degraded=outage is not None,
             unit=settings.request_queue_controller.unit,
             queue_enabled=settings.request_queue_controller.enabled,
             bands=bands,
-            pool_age_s=age_s,
+            pool_age_s=max(0.0, (pool.now_us - pool.born_us) / 1e6) if pool.born_us else 0.0,
         )
 
     async def endpoints(self) -> list[models.Endpoint]:
-        in_flight = (await self._membership.state())["in_flight"]
+        in_flight = (await self._membership.state()).pool.in_flight
         readings = self._readings.snapshot()
         return [
             self._endpoint(each, in_flight.get(each.address, 0), readings.get(each.address))
@@ -311,7 +322,7 @@ class FleetLists:
             return models.RequestStatus(
                 id=request_id, state="unknown-to-the-pool", why=why, explanation=explanation
             )
-        state = await self._membership.state()
+        state = (await self._membership.state()).pool
         before: int | None = None
         if found.entry.state in ("queued", "held"):
             before, tag = await self._predicted(found)
@@ -376,8 +387,8 @@ class FleetLists:
         return [_flow(queue, fleet, weights[Band(queue.band)], even=even) for queue in queues]
 
     async def _queue_length(self, band: Band | None) -> int:
-        state = await self._membership.state()
-        return int(state["queued"] if band is None else state["queue_length"][band.label])
+        state = (await self._membership.state()).pool
+        return state.queued if band is None else state.queue_length[band.label]
 
     async def _queued(self, requests: Sequence[PredictedRequest]) -> list[models.Queued]:
         """The requests at these places of the order."""

@@ -366,7 +366,7 @@ class FailoverGate:
         self._transition(FailoverEvent.REDIS_LOST, cause)
         return True
 
-    def update_peers(self, about: Mapping[str, Mapping[str, Any]]) -> None:
+    def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
         """What each live replica says of itself, by id: the JSON objects of its heartbeats."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
         self._peers.update(replicas, shared=self._outage is None)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from picker_fleet.failover.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
@@ -46,10 +46,15 @@ class PeerState:
     answered: frozenset[str] | None = None
 
     @classmethod
-    def read(cls, about: Mapping[str, Any]) -> "PeerState":
-        """From the JSON object of docs/redis-schema.md, `about`."""
-        answered = frozenset(about["told"]) if "told" in about else None
-        return cls(bool(about.get("degraded")), about.get("grpc") or "", about.get("returns") or 0, answered)
+    def read(cls, about: Mapping[str, object]) -> "PeerState":
+        """From the JSON object of docs/redis-schema.md, `about`. What has another type counts as missing."""
+        grpc, resyncs, told = about.get("grpc"), about.get("returns"), about.get("told")
+        return cls(
+            bool(about.get("degraded")),
+            grpc if isinstance(grpc, str) else "",
+            resyncs if isinstance(resyncs, int) else 0,
+            frozenset(map(str, told)) if isinstance(told, list | tuple) else None,
+        )
 
 
 class Peers:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from picker_fleet.errors import ScriptFailed, StateFault
 from picker_fleet.failover.outage import MAX_ENTRIES, unseen_s
@@ -74,7 +73,7 @@ class Tombstones:
         if self._peer_degraded and self._may_publish():
             self._publish_end(request_id, now_s)
 
-    def heartbeat_fields(self) -> dict[str, Any]:
+    def heartbeat_fields(self) -> dict[str, object]:
         """For the other replicas: how often this one has begun to resync, and the resyncs of others before
         whose begin it has published all ends."""
         return {"returns": self._resyncs, "told": sorted(self._answered)}

@@ -12,9 +12,9 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.admission.shared_gate import SharedGate
@@ -25,7 +25,7 @@ from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import LiveConfig, shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
-from picker_fleet.state.store import HeartbeatReply, Store
+from picker_fleet.state.store import HeartbeatReply, PoolState, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Failover(Protocol):
 
     def heartbeat_missed(self) -> None: ...
 
-    def update_peers(self, about: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None: ...
 
     def status(self) -> OutageStatus | None: ...
 
@@ -163,6 +163,17 @@ class LiveConfigFollower:
         self._on_config(self._fleet.config)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The pool's state, with what this replica's configuration adds to it: `queue_fill` is the occupied part
+    of the queue, 0 to 1. With `outage`, it is the last state before that outage, which lasts."""
+
+    pool: PoolState
+    watermark: float
+    queue_fill: float
+    outage: OutageStatus | None = None
+
+
 class StateReader:
     """Reads the whole shared state, or shows the last one during an outage."""
 
@@ -171,7 +182,7 @@ class StateReader:
     ) -> None:
         self._store, self._fleet, self._failover = store, fleet, failover
         self._silence_s = settings.leases.replica_silence
-        self._last: dict[str, Any] = {}
+        self._last: SharedState | None = None
         self._clock = asyncio.get_running_loop().time
         self._read_s = -math.inf
 
@@ -182,29 +193,31 @@ class StateReader:
     def outage(self) -> OutageStatus | None:
         return self._failover.status() if self._failover is not None else None
 
-    async def read(self) -> dict[str, Any]:
-        """As `Store.state`, with what the configuration adds to it. Raises StateUnavailable."""
-        state = await self._store.state(self._silence_s)
+    async def read(self) -> SharedState:
+        """The state now. Raises StateUnavailable."""
+        pool = await self._store.state(self._silence_s)
         settings = self._fleet.config.settings
-        watermark = settings.request_queue_controller.watermark_per_backend
-        state["bounds"]["watermark"] = watermark * state["ready_backends"]
-        state["queue_fill"] = min(state["queued"] / settings.fair_request_queue.total_capacity, 1.0)
-        state["degraded"] = False
-        about = state.pop("about", {})
+        self._last = SharedState(
+            pool,
+            watermark=settings.request_queue_controller.watermark_per_backend * pool.ready_backends,
+            queue_fill=min(pool.queued / settings.fair_request_queue.total_capacity, 1.0),
+        )
+        self._read_s = self._clock()
         if self._failover is not None:
-            self._failover.update_peers(about)
-        self._last, self._read_s = state, self._clock()
-        return state
+            self._failover.update_peers(pool.about)
+        return self._last
 
-    async def show(self) -> dict[str, Any]:
-        """As `read`; during an outage the last state, with the OutageStatus under `local`."""
+    async def show(self) -> SharedState:
+        """The state now; during an outage the last one. Raises StateUnavailable."""
         if (outage := self.outage()) is None:
             try:
                 return await self.read()
             except StateUnavailable:
                 if (outage := self.outage()) is None:  # else the outage has begun meanwhile
                     raise
-        return {**self._last, "degraded": True, "local": asdict(outage)}
+        if self._last is None:
+            raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
+        return replace(self._last, outage=outage)
 
 
 class Sweeper:
@@ -286,7 +299,7 @@ class Heartbeat:
         *,
         endpoints: SnapshotCell,
         metrics: Metrics,
-        replica_info: Callable[[], Mapping[str, Any]],
+        replica_info: Callable[[], Mapping[str, object]],
         fleet: KnownFleet,
         failover: Failover | None,
         trigger: HeartbeatTrigger,
@@ -382,9 +395,10 @@ class Heartbeat:
 
     async def _read_state(self) -> None:
         state = await self._reader.read()
-        self._fleet.live, self._fleet.in_flight = state["replicas"], state["in_flight"]
-        self._metrics.pool(state)
-        self._gate.retry_after_s = _retry_after_s(state["queued"], state["drain_rate"])
+        pool = state.pool
+        self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
+        self._metrics.pool(pool, state.watermark, state.queue_fill)
+        self._gate.retry_after_s = _retry_after_s(pool.queued, pool.drain_rate)
 
 
 class Membership:
@@ -403,7 +417,7 @@ class Membership:
         *,
         endpoints: SnapshotCell,
         metrics: Metrics,
-        replica_info: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        replica_info: Mapping[str, object] | Callable[[], Mapping[str, object]],
         heartbeat_now: HeartbeatTrigger | None = None,
         fleet: KnownFleet | None = None,
         failover: Failover | None = None,
@@ -460,7 +474,7 @@ class Membership:
             return self._endpoints.current.endpoints
         return await self._store.endpoints()
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> SharedState:
         """The shared state now; during an outage the last one. Raises StateUnavailable."""
         return await self._reader.show()
 

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from picker_fleet import version
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
@@ -34,7 +33,7 @@ class ReplicaInfo:
         """Where the others reach this replica, host:port; '' until it listens."""
         return self._reached.get("grpc", "")
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, object]:
         return {
             "host": self._host,
             "version": version(),

@@ -65,6 +65,38 @@ class SweepReply:
     suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more of them
 
 
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The pool's state at one moment, by the names of the admin API. `in_flight` is by endpoint.
+
+    `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
+    `about`: what each of the live `replicas` says of itself, the JSON objects of its heartbeats.
+    """
+
+    born_us: int
+    now_us: int
+    stock: float
+    lower: float
+    upper: float
+    ready_backends: int
+    queued: int
+    queue_length: Mapping[str, int]
+    active_flows: int
+    virtual_times: Mapping[str, float]
+    leases: int
+    dispatched_total: int
+    ended_total: int
+    guard_dispatches_total: int
+    guard_credit: float
+    overdue: int
+    drain_rate: float
+    paused: bool
+    tuned_version: str
+    replicas: Sequence[str]
+    in_flight: Mapping[str, int]
+    about: Mapping[str, Mapping[str, object]]
+
+
 class Store:
     """Typed access to one pool's shared state for one replica.
 
@@ -299,38 +331,39 @@ class Store:
             found.append(Endpoint(address, labels, draining, drained, down, limit))
         return tuple(found)
 
-    async def state(self, silence_s: float) -> dict[str, Any]:
-        """The pool's state, by the names of the admin API's `state`."""
+    async def state(self, silence_s: float) -> PoolState:
+        """The pool's state; replicas without a heartbeat for `silence_s` are not live."""
         reply = await self._client.call("state", int(silence_s * 1000))
         epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
         vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
-        return {
-            "born_us": int(epoch),
-            "now_us": int(now_us),
-            "stock": float(stock),
-            "bounds": {"lower": float(lower), "upper": float(upper)},
-            "ready_backends": ready,
-            "queued": queued,
-            "queue_length": dict(zip(_BANDS, lengths, strict=True)),
-            "active_flows": sum(flows),
-            "virtual_times": {name: float(v) for name, v in zip(_BANDS, vtimes, strict=True)},
-            "leases": inflight,
-            "dispatched_total": int(dispatched),
-            "ended_total": int(ended),
-            "guard_dispatches_total": int(guards),
-            "guard_credit": float(credit),
-            "overdue": overdue,
-            "drain_rate": float(rate),
-            "paused": paused == 1,
-            "tuned_version": tuned_version,
-            "replicas": replicas[::2],
-            "about": {name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
-            "in_flight": {
+        return PoolState(
+            born_us=int(epoch),
+            now_us=int(now_us),
+            stock=float(stock),
+            lower=float(lower),
+            upper=float(upper),
+            ready_backends=ready,
+            queued=queued,
+            queue_length=dict(zip(_BANDS, lengths, strict=True)),
+            active_flows=sum(flows),
+            virtual_times={name: float(v) for name, v in zip(_BANDS, vtimes, strict=True)},
+            leases=inflight,
+            dispatched_total=int(dispatched),
+            ended_total=int(ended),
+            guard_dispatches_total=int(guards),
+            guard_credit=float(credit),
+            overdue=overdue,
+            drain_rate=float(rate),
+            paused=paused == 1,
+            tuned_version=tuned_version,
+            replicas=replicas[::2],
+            in_flight={
                 address: int(float(score) % UNPICKABLE)
                 for address, score in zip(load[::2], load[1::2], strict=True)
             },
-        }
+            about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
+        )
 
     def _take_head(self, head: Sequence[Any]) -> None:
         self.epoch = head[0]
@@ -348,12 +381,12 @@ def _milliseconds(seconds: float) -> int:
     return max(0, int(seconds * 1000))
 
 
-def _info(text: str) -> dict[str, Any]:
+def _info(text: str) -> Mapping[str, object]:
     """The info that a replica publishes; empty if it has another version's shape."""
     try:
         about = json.loads(text)
     except json.JSONDecodeError:
-        about = {}
+        return {}
     return about if isinstance(about, dict) else {}
 
 

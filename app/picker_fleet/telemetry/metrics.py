@@ -13,7 +13,7 @@ to one event loop, find the bucket by bisection, and keep the text of each serie
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.utils import floatToGoString
@@ -21,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
+from picker_fleet.state.store import PoolState
 
 PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the text
 OTHER = "other"
@@ -304,26 +305,24 @@ class Metrics:
         name = LabelCap()  # a new cap: only the present endpoints count, not all that there ever were
         self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
 
-    def pool(self, state: Mapping[str, Any]) -> None:
-        """Show the shared state, as `Membership.state` returns it; a missing key leaves its series as it
-        was."""
-        values = {**state, **state.get("bounds", {})}
-        if "replicas" in state:
-            values["replicas"] = len(state["replicas"])
+    def pool(self, state: PoolState, watermark: float, queue_fill: float) -> None:
+        """Show the shared state; `queue_fill` is the occupied part of the queue, 0 to 1."""
+        others = {
+            "watermark": watermark,
+            "queue_fill": queue_fill,
+            "replicas": len(state.replicas),
+            "degraded": False,
+        }
         for key, gauge in self._pool_gauges.items():
-            if (value := values.get(key)) is not None:
-                gauge.set(float(value))
+            gauge.set(float(others[key] if key in others else getattr(state, key)))
         for key, counter in self._pool_totals.items():
-            if key in state:
-                counter.follow(float(state[key]))
-        if "queue_length" in state:
-            self._band_queues.replace({(str(band),): float(n) for band, n in state["queue_length"].items()})
-        if "in_flight" in state:
-            loads: dict[tuple[str, ...], float] = {}
-            for address, count in state["in_flight"].items():
-                label = (self._endpoint(address),)
-                loads[label] = loads.get(label, 0.0) + count
-            self._in_flight.replace(loads)
+            counter.follow(float(getattr(state, key)))
+        self._band_queues.replace({(band,): float(n) for band, n in state.queue_length.items()})
+        loads: dict[tuple[str, ...], float] = {}
+        for address, count in state.in_flight.items():
+            label = (self._endpoint(address),)
+            loads[label] = loads.get(label, 0.0) + count
+        self._in_flight.replace(loads)
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Redis last answered `seconds` ago; this replica itself was paused for `paused_s` in all."""
