@@ -15,6 +15,7 @@ from picker_fleet.state.store import Store
 
 REPORT_S = 5.0
 CALM: Mapping[str, Any] = {"degraded": False, "returns": 0, "told": []}
+RETURNING = {"degraded": True, "returns": 1}
 
 
 class Told(ScriptedStore):
@@ -79,7 +80,7 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
         bench.ends.add("late")
         assert bench.store.tombstones == []
         # Another replica fails over and resyncs: Redis gets the ends that are not too old.
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.pokes)
         assert bench.store.tombstones == ["late"]
         assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
@@ -91,23 +92,13 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None
         await until(lambda: bench.pokes)
         bench.ends.add("x")
         assert bench.store.tombstones == ["x"]
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.pokes > 1)
         assert bench.store.tombstones == ["x"]
         # The shared state comes back empty.
         bench.store.epoch = "another life"
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.store.tombstones == ["x", "x"])
-
-
-async def test_a_return_that_was_over_before_anybody_saw_it_is_answered_all_the_same() -> None:
-    async with running() as bench:
-        bench.ends.add("x")
-        bench.store.restored = {"x"}
-        # The other has resynced already, and restored a request whose end was received here.
-        bench.say(b={"returns": 1})
-        await until(lambda: bench.store.settled)
-        assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
 async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_done() -> None:
@@ -115,10 +106,17 @@ async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_
         bench.free = False
         bench.ends.add("x")
         bench.store.restored = {"x"}
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.pokes)
         assert bench.store.settled == []
         bench.ends.settle_restored()
+        assert [name for name, _, _ in bench.store.settled] == ["x"]
+    async with running() as bench:
+        # The other has resynced already, and restored a request whose end was received here.
+        bench.ends.add("x")
+        bench.store.restored = {"x"}
+        bench.say(b={"returns": 1})
+        await until(lambda: bench.store.settled)
         assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
@@ -126,12 +124,12 @@ async def test_one_that_is_away_itself_answers_nobody_until_it_is_back() -> None
     async with running() as bench:
         bench.shared = False
         bench.ends.add("x")
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         for _ in range(10):
             await asyncio.sleep(0)
         assert (bench.store.tombstones, bench.ends.heartbeat_fields()["told"]) == ([], [])
         bench.shared = True
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
         assert bench.store.tombstones == ["x"]
 
@@ -140,11 +138,11 @@ async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -
     async with running() as bench:
         bench.ends.add("x")
         bench.store.away = True
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.store.tombstones)
         assert bench.ends.heartbeat_fields()["told"] == []
         bench.store.away = False
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
 
 
@@ -152,7 +150,7 @@ async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
     async with running() as bench:
         bench.ends.add("x")
         del bench.received["x"]
-        bench.say(b={"degraded": True, "returns": 1})
+        bench.say(b=RETURNING)
         await until(lambda: bench.pokes)
         assert bench.store.tombstones == []
 
