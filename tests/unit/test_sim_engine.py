@@ -6,6 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_store import until
 
 from picker_tools.simulator.answer import VOCABULARY, Words
 from picker_tools.simulator.engine import (
@@ -34,26 +35,20 @@ def chat(**keys: object) -> CompletionRequest:
 
 def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
     request = completion()
-    assert (request.max_tokens, request.stream, request.include_usage, request.finish_reason) == (
-        16,
-        False,
-        False,
-        "length",
-    )
+    shape = (request.max_tokens, request.stream, request.include_usage, request.finish_reason)
+    assert shape == (16, False, False, "length")
     assert request.prompt_tokens == len("hello to you") // 4
+    # Unknown keys are ignored.
+    assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == request
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream=True, stream_options={}).include_usage
 
 
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
-        ("", 1),
-        ("abc", 1),
-        ("é" * 8, 4),
-        (["one text"], 2),
-        ([1, 2, 3], 3),
-        ([[4, 5]], 2),
-        ([7], 1),
-        ("x" * 400_000, 100_000),
+        *(("", 1), ("abc", 1), ("é" * 8, 4), ("x" * 400_000, 100_000), (["one text"], 2)),
+        *(([1, 2, 3], 3), ([[4, 5]], 2), ([7], 1)),
     ],
 )
 def test_prompt_tokens_follow_its_bytes_or_ids(prompt: object, tokens: int) -> None:
@@ -82,34 +77,21 @@ def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-def test_unknown_keys_are_ignored() -> None:
-    assert completion(ignore_eos=True, temperature=0.1, n=1, unknown={"a": []}) == completion()
-
-
-def test_usage_is_asked_for_in_stream_options() -> None:
-    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not chat(stream=True, stream_options={}).include_usage
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "not JSON"),
-        (b'{"model": "llama"', "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 5000, "not JSON"),
+        *((body, "not JSON") for body in (b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000)),
         (b"[]", "must be a JSON object"),
-        (b'{"prompt": "x"}', "model must be"),
-        (b'{"model": 7, "prompt": "x"}', "model must be"),
+        *((body, "model must be") for body in (b'{"prompt": "x"}', b'{"model": 7, "prompt": "x"}')),
         (b'{"model": "llama"}', "prompt must be"),
-        (b'{"model": "llama", "prompt": []}', "prompt must be"),
-        (b'{"model": "llama", "prompt": ["a", "b"]}', "prompt must be"),
-        (b'{"model": "llama", "prompt": [1, true]}', "prompt must be"),
-        (b'{"model": "llama", "prompt": "x", "max_tokens": 0}', "max_tokens must be"),
-        (b'{"model": "llama", "prompt": "x", "max_tokens": -1}', "max_tokens must be"),
-        (b'{"model": "llama", "prompt": "x", "max_tokens": 1.5}', "max_tokens must be"),
-        (b'{"model": "llama", "prompt": "x", "max_tokens": "8"}', "max_tokens must be"),
-        (b'{"model": "llama", "prompt": "x", "max_tokens": true}', "max_tokens must be"),
+        *(
+            (b'{"model": "llama", "prompt": %s}' % prompt, "prompt must be")
+            for prompt in (b"[]", b'["a", "b"]', b"[1, true]")
+        ),
+        *(
+            (b'{"model": "llama", "prompt": "x", "max_tokens": %s}' % limit, "max_tokens must be")
+            for limit in (b"0", b"-1", b"1.5", b'"8"', b"true")
+        ),
         (b'{"model": "llama", "prompt": "x", "n": 2}', "n must be 1"),
         (b'{"model": "llama", "prompt": "x", "stream": "yes"}', "stream must be"),
         (b'{"model": "llama", "prompt": "x", "stream_options": 1}', "stream_options must be"),
@@ -124,14 +106,8 @@ def test_a_malformed_completion_is_refused_and_the_key_is_named(body: bytes, mes
 @pytest.mark.parametrize(
     "messages",
     [
-        None,
-        [],
-        "hi",
-        ["hi"],
-        [{"content": "hi"}],
-        [{"role": "user", "content": 7}],
-        [{"role": "user", "content": ["x"]}],
-        [{"role": "user", "content": [{"text": 1}]}],
+        *(None, [], "hi", ["hi"], [{"content": "hi"}], [{"role": "user", "content": 7}]),
+        *([{"role": "user", "content": [part]}] for part in ("x", {"text": 1})),
     ],
 )
 def test_malformed_messages_are_refused(messages: object) -> None:
@@ -350,11 +326,7 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
 
 
 async def until_queue(simulator: Simulator, *, running: int, waiting: int) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            if (simulator.load.running, simulator.load.waiting) == (running, waiting):
-                return
-            await asyncio.sleep(0)
+    await until(lambda: (simulator.load.running, simulator.load.waiting) == (running, waiting))
 
 
 @pytest.mark.parametrize("itl_s", [0.0, 0.0005])
@@ -362,21 +334,10 @@ async def until_queue(simulator: Simulator, *, running: int, waiting: int) -> No
 async def test_all_requests_get_their_tokens_when_memory_forces_preemption(itl_s: float, stride: int) -> None:
     # Memory for fewer than two whole requests, and six at once.
     simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=itl_s, itl_s=itl_s)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride))
-            for _ in range(6)
-        ]
-    assert [task.result() for task in tasks] == [30] * 6
+    asks = (generate(simulator, prompt_tokens=5, max_tokens=30, stride=stride) for _ in range(6))
+    assert await asyncio.gather(*asks) == [30] * 6
     assert (simulator.load.running, simulator.load.waiting, simulator.load.kv_usage) == (0, 0, 0)
-
-
-async def test_too_little_memory_for_two_requests_preempts_one() -> None:
-    simulator = Simulator(Limits(kv_blocks=10, block_size_tokens=4), ttft_s=0, itl_s=0)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(2):
-            group.create_task(generate(simulator, prompt_tokens=5, max_tokens=30))
-    assert simulator.load.preemptions >= 1
+    assert simulator.load.preemptions >= (stride == 1)
 
 
 async def test_without_delays_tokens_come_in_as_few_bursts_as_possible() -> None:
@@ -388,15 +349,11 @@ async def test_without_delays_tokens_come_in_as_few_bursts_as_possible() -> None
 async def test_a_request_that_leaves_queued_or_running_frees_its_slot() -> None:
     # One slot, taken for an hour, and two requests that wait.
     simulator = Simulator(Limits(max_num_seqs=1), ttft_s=3600, itl_s=0)
-    tasks = [
-        asyncio.create_task(generate(simulator, prompt_tokens=1, max_tokens=1), name=str(number))
-        for number in range(3)
-    ]
+    tasks = [asyncio.create_task(generate(simulator, prompt_tokens=1, max_tokens=1)) for _ in range(3)]
     await until_queue(simulator, running=1, waiting=2)
-    tasks[1].cancel()
-    await until_queue(simulator, running=1, waiting=1)
-    tasks[0].cancel()
-    await until_queue(simulator, running=1, waiting=0)
+    for number, waiting in ((1, 1), (0, 0)):
+        tasks[number].cancel()
+        await until_queue(simulator, running=1, waiting=waiting)
     tasks[2].cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)

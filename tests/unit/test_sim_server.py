@@ -52,9 +52,8 @@ async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
 def official(client: httpx.AsyncClient) -> Any:
     import openai  # imported here because it takes half a second
 
-    return openai.AsyncOpenAI(
-        base_url=f"{str(client.base_url).rstrip('/')}/v1", api_key="none", max_retries=0
-    )
+    url = f"{str(client.base_url).rstrip('/')}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
@@ -158,6 +157,15 @@ async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
         await until(client, queue(running=0, waiting=0))
 
 
+async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
+    async with sim(*AT_ONCE) as client:
+        answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
+        health = await client.get("/health")
+        assert (answer.json()["id"], health.status_code) == ("cmpl-r-1", 200)
+        served_by = {each.headers["x-served-by"] for each in (answer, health)}
+        assert served_by == {client.base_url.netloc.decode()}
+
+
 async def test_usage_can_be_limited_to_streams_that_ask_for_it() -> None:
     async with sim(*AT_ONCE, "--no-always-usage") as client:
         answer = await client.post("/v1/completions", json=ask(stream=True))
@@ -205,7 +213,7 @@ async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
         async with sim(*AT_ONCE, "--failure-rate", "0.5", "--seed", "3") as client:
             answers = [await client.post("/v1/completions", json=ask(stream=True)) for _ in range(40)]
         runs.append([answer.status_code for answer in answers])
-        failed = next(answer for answer in answers if answer.status_code == 500)
+        failed = answers[runs[-1].index(500)]
         assert failed.json()["error"]["code"] == "injected_failure"
     # The same requests fail in both runs.
     assert set(runs[0]) == {200, 500}
@@ -228,15 +236,6 @@ async def test_bad_requests_get_errors_in_the_shape_of_openai() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
         # The next valid request is served.
         assert (await client.post("/v1/completions", json=ask())).status_code == 200
-
-
-async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
-    async with sim(*AT_ONCE) as client:
-        answer = await client.post("/v1/completions", json=ask(), headers={"x-request-id": "r-1"})
-        assert answer.json()["id"] == "cmpl-r-1"
-        assert answer.headers["x-served-by"] == client.base_url.netloc.decode()
-        health = await client.get("/health")
-        assert (health.status_code, health.headers["x-served-by"]) == (200, answer.headers["x-served-by"])
 
 
 async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
@@ -270,30 +269,32 @@ async def test_a_signal_ends_the_process_with_0_while_requests_are_in_flight(num
                 assert (await responses).status_code == 503
 
 
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
 def test_a_port_in_use_is_one_line_and_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with process() as (_, url):
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        assert run(parser.parse_args(["--port", url.rpartition(":")[2]])) == 1
+        assert run(parsed("--port", url.rpartition(":")[2])) == 1
     assert capsys.readouterr().err.startswith("picker sim: cannot listen on 127.0.0.1:")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "value"),
     [
-        ["--failure-rate", "2"],
-        ["--itl", "-1"],
-        ["--ttft", "nan"],
-        ["--max-num-seqs", "0"],
-        ["--port", "70000"],
+        ("--failure-rate", "2"),
+        ("--itl", "-1"),
+        ("--ttft", "nan"),
+        ("--max-num-seqs", "0"),
+        ("--port", "70000"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+def test_impossible_arguments_are_refused(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser.parse_args(["--port", "0", *arguments])
-    assert arguments[0] in capsys.readouterr().err
+        parsed("--port", "0", name, value)
+    assert name in capsys.readouterr().err
 
 
 async def test_the_metrics_page_counts_cached_prompt_tokens() -> None:
