@@ -319,6 +319,7 @@ class BatchingClient:
         self._fault = "not connected yet"
         self._not_primary = ""  # the error of a server that is not, or not now, the primary
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
+        self._soon = False  # it is sent in this turn of the event loop
         self.connection_epoch = 0  # connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -434,9 +435,16 @@ class BatchingClient:
         if not self._open:
             return
         if now and not self._in_flight:
-            self._send_pending()
+            # After what else this turn of the event loop has read: decisions that share it share a message.
+            if not self._soon:
+                self._soon = True
+                self._loop.call_soon(self._send_soon)
         elif self._timer is None:
             self._timer = self._loop.call_later(_BATCH_DELAY_S, self._send_pending)
+
+    def _send_soon(self) -> None:
+        self._soon = False
+        self._send_pending()
 
     def _send_pending(self) -> None:
         if self._timer is not None:
