@@ -288,6 +288,7 @@ class ScoringChooser:
         self.needs_prefix_hashes = "prefix-affinity" in weights
         self._gives_tokens = "session-affinity" in weights
         self._shares_routes = not _ROUTE_SCORERS.isdisjoint(weights)
+        self._shares_completions = "latency" in weights
         if self._shares_routes:
             self._routes_needed.set()
 
@@ -324,7 +325,9 @@ class ScoringChooser:
         self._explanations.add(request.id, choice.basis, ())
 
     def ended(self, completion: Completion) -> None:
-        if self._routes is None or not self._shares_routes or completion.outcome is not Outcome.COMPLETED:
+        if not self._shares_completions or self._routes is None:
+            return
+        if completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:
             return  # a refusal is quick, and says nothing about how long answers take

@@ -46,12 +46,18 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview], max_bytes: int
     parts: list[bytes] = []
     room = max_bytes
     for name in _BEFORE_MESSAGES:
-        text = memoryview(members.get(name, b""))
+        member = members.get(name)
+        if member is None:
+            continue
+        text = memoryview(member)
         if room > 0 and text not in _EMPTY:
             parts.append(bytes(text[:room]) + b"\x1e")
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
-        text = memoryview(members.get(name, b""))
+        member = members.get(name)
+        if member is None:
+            continue
+        text = memoryview(member)
         if text not in _EMPTY:
             open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
             parts.append(bytes(open_ended[: max(room, 0)]))

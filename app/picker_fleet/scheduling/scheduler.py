@@ -127,8 +127,7 @@ class Candidate(NamedTuple):
     base: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
+class Ranking(NamedTuple):
     """The result of one pick: the `best` candidates, best first, and how they were found.
 
     `eligible` are all endpoints that passed the filters. In the same order, `totals` are their scores and
@@ -169,29 +168,39 @@ class Scheduler:
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._scorers = [(name, SCORERS[name]) for name in self.weights]
-        self._normalised = tuple(self.weights.values())
-        # Scores that do not depend on the request, and the endpoints that they are of.
-        self._cached_endpoints: Sequence[EndpointState] = ()
-        self._cached_scores: dict[str, list[float]] = {}
+        # Of `_known`: what passes the filters for a request without wishes, the scores that do not depend on
+        # the request, and their weighted sums.
+        self._known: Sequence[EndpointState] = ()
+        self._plain = Filtered([], {}, ())
+        self._eligible: Sequence[EndpointState] = ()
+        self._fixed_scores: dict[str, list[float]] = {}
+        self._fixed_totals: list[float] = []
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
-        """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked."""
-        filtered = apply_filters(pick, endpoints)
+        """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked.
+
+        `endpoints` must not change: what was found about them serves the next picks, too.
+        """
+        if pick.subset is None and not pick.selector and not pick.adapter:
+            if endpoints is not self._known:
+                self._known, self._plain = endpoints, apply_filters(pick, endpoints)
+            filtered = self._plain
+        else:
+            filtered = apply_filters(pick, endpoints)
         eligible = filtered.eligible
-        weights, draw = self._normalised, pick.random
-        if eligible != self._cached_endpoints:
+        if eligible is not self._eligible:
             # The endpoints' states change ten times a second; a replica picks more often than that.
-            self._cached_scores = {
-                name: scorer(pick, eligible)
-                for name, scorer in self._scorers
-                if name in REQUEST_INDEPENDENT_SCORERS
-            }
-            self._cached_endpoints = eligible
-        cached = self._cached_scores
-        parts = {name: cached.get(name) or scorer(pick, eligible) for name, scorer in self._scorers}
-        totals = [0.0] * len(eligible)
-        if parts:
-            totals = [sum(map(mul, weights, scores)) for scores in zip(*parts.values(), strict=True)]
+            self._score_fixed(pick, eligible)
+        fixed, draw = self._fixed_scores, pick.random
+        parts, totals = {}, self._fixed_totals
+        for name, scorer in self._scorers:
+            scores = fixed.get(name)
+            if scores is None:
+                scores = scorer(pick, eligible)
+                if any(scores):
+                    weight = self.weights[name]
+                    totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
+            parts[name] = scores
         drawn = [(total, draw(), at) for at, total in enumerate(totals)]
         first = nlargest(limit, drawn) if len(drawn) > _SORT_LIMIT else sorted(drawn, reverse=True)[:limit]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)
@@ -210,3 +219,15 @@ class Scheduler:
             filtered.waived,
             self.live_weight,
         )
+
+    def _score_fixed(self, pick: PickRequest, eligible: Sequence[EndpointState]) -> None:
+        """Score `eligible` by the scorers that ignore the request."""
+        fixed = {
+            name: scorer(pick, eligible)
+            for name, scorer in self._scorers
+            if name in REQUEST_INDEPENDENT_SCORERS
+        }
+        weights = [self.weights[name] for name in fixed]
+        rows = zip(*fixed.values(), strict=True)
+        self._fixed_totals = [sum(map(mul, weights, row)) for row in rows] if fixed else [0.0] * len(eligible)
+        self._fixed_scores, self._eligible = fixed, eligible

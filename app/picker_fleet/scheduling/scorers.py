@@ -12,7 +12,8 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,11 @@ class LatencyWeights:
 DEFAULT_LATENCY_WEIGHTS: Final = LatencyWeights()
 
 
-@dataclass(frozen=True, slots=True)
-class PickRequest:
+_NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_MATCHES: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class PickRequest(NamedTuple):
     """One request as filters and scorers see it.
 
     Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
@@ -49,10 +53,10 @@ class PickRequest:
 
     subset: frozenset[str] | None = None
     adapter: str = ""
-    selector: Mapping[str, str] = field(default_factory=dict)
+    selector: Mapping[str, str] = _NO_LABELS
     session_endpoint: str = ""
     prefix_blocks: int = 0
-    prefix_matches: Mapping[str, int] = field(default_factory=dict)
+    prefix_matches: Mapping[str, int] = _NO_MATCHES
     latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS
     random: Callable[[], float] = random.random
 
