@@ -94,7 +94,10 @@ SENTENCES = [
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"{error_replies._LOG_LINES_PER_S} lines a second at most"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
-    ("picking", f"each endpoint is probed every {scraper.PROBE_S:g} s"),
+    (
+        "picking",
+        f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest",
+    ),
     ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),
     (
         "picking",

@@ -15,7 +15,7 @@ from picker_fleet.endpoints.readings import (
     decode_reading,
     encode_reading,
 )
-from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, ScrapeCost
+from picker_fleet.endpoints.scraper import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
 from picker_fleet.endpoints.scraping import ReplicaLiveness, assigned_endpoints, assigned_replica
 
 AMOUNTS = st.none() | st.floats(0, 1e12)
@@ -318,3 +318,5 @@ def test_signs_of_life_stay_frequent_until_there_are_too_many_endpoints() -> Non
     pacing = IntervalPolicy(None, lambda: True)
     assert [pacing.tick_s(5.0, owned) for owned in (1, 10, 100)] == [PROBE_S, PROBE_S, pytest.approx(1.0)]
     assert pacing.tick_s(0.1, 1) == 0.1  # the pages themselves are signs of life
+    at_rest = IntervalPolicy(None, lambda: True, busy=lambda: False)
+    assert [at_rest.tick_s(5.0, owned) for owned in (1, 100)] == [REST_PROBE_S, pytest.approx(1.0)]

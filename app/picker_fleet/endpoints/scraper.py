@@ -25,6 +25,7 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.sections import Engine
 
 PROBE_S = 0.2  # between two signs of life of a server
+REST_PROBE_S = 0.5  # while no requests are in flight
 _USED_S = 0.1  # while requests are placed by figures of the page
 _SHOWN_S = 5.0  # while only views and health use them
 _SUSPECT_S = 0.25  # while requests in flight at the endpoint have given no sign of life
@@ -68,10 +69,11 @@ class ScrapeCost:
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
     """`fixed_s` is the configured interval, None for `auto`. `used` says whether requests are being placed by
-    metrics pages."""
+    metrics pages, `busy` whether any are in flight."""
 
     fixed_s: float | None
     used: Callable[[], bool]
+    busy: Callable[[], bool] = lambda: True
 
     def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
         """Between two pages of an endpoint, one of `targets` that this replica scrapes; `suspect` if requests
@@ -85,7 +87,8 @@ class IntervalPolicy:
 
     def tick_s(self, interval_s: float, targets: int) -> float:
         """Between two signs of life of an endpoint whose page is read every `interval_s`."""
-        return min(interval_s, max(PROBE_S, _PROBE_CPU_S * targets / _SHARE))
+        probe_s = PROBE_S if self.busy() else REST_PROBE_S
+        return min(interval_s, max(probe_s, _PROBE_CPU_S * targets / _SHARE))
 
 
 T = TypeVar("T")

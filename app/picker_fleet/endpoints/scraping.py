@@ -125,7 +125,7 @@ class ScrapingTask:
         shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
             engine,
-            pacing=IntervalPolicy(scraping.interval, lambda: picked_by() and busy()),
+            pacing=IntervalPolicy(scraping.interval, lambda: picked_by() and busy(), busy),
             publish=self._publish,
             publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
             speak_s=self._look_s,
