@@ -120,9 +120,14 @@ class ExtProc(Section):
 
 
 class Http(Section):
-    """Mode `http`, Envoy's ext_authz over HTTP; without `listen` a replica does not serve it."""
+    """Checks over HTTP: Envoy's ext_authz (mode `http`), nginx's auth_request and the like.
+
+    Without `listen` a replica does not serve them.
+    """
 
     listen: HostPort | None = None
+    # A request that was checked by headers is counted no longer, if nobody settles it.
+    longest_request: Duration = Field(600.0, ge=1)
 
 
 class Admin(Section):

@@ -36,6 +36,7 @@ from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ConfigError, StartupError
 from picker_fleet.ext_authz.server import CheckServer
+from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import accesslog, budget_transfer, eds
 from picker_fleet.extproc.context import (
     AllowedPaths,
@@ -155,7 +156,11 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     stopping = _on_signal()
 
     port = await grpc_server.start()
-    checks = CheckServer(context, settings.http.listen) if settings.http.listen is not None else None
+    checks: CheckServer | None = None
+    if settings.http.listen is not None:
+        longest_s = settings.http.longest_request
+        placements = Placements(parts.gate, parts.metrics, parts.signing, longest_s, clock)
+        checks = CheckServer(context, settings.http.listen, placements)
     try:
         http_port = await checks.start() if checks is not None else 0
         api_app = api.create(view, lists, controls, parts.metrics, settings, events)

@@ -57,7 +57,8 @@ class ScriptedGate:
         self.placement = PLACEMENT
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
-
+        self.renewed: list[Alive] = []
+        self.renewals: list[str] = []  # the replies to come
         self.suspected: list[str] = []
         self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
 
@@ -99,8 +100,14 @@ class ScriptedGate:
         self.settled.append(completion)
         self.reported.append(completion)
 
-    def renew(self, alive: Alive) -> None:
+    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
+        self.renewed.append(alive)
         self.reported.append(alive)
+        if not self.renewals:
+            return None
+        answer: asyncio.Future[str] = asyncio.Future()
+        answer.set_result(self.renewals.pop(0))
+        return answer
 
     def suspect(self, request_id: str) -> None:
         self.suspected.append(request_id)
@@ -112,6 +119,7 @@ class Counted:
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, str]] = []
         self.waits: list[tuple[str, float, bool, str]] = []
+        self.reports: list[str] = []
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         assert seconds >= 0
@@ -119,6 +127,12 @@ class Counted:
 
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         self.answered(mode, model, "client_gone", seconds, target_model)
+
+    def access_log(self, kind: str, n: int) -> None:
+        self.reports += [kind] * n
+
+    def access_log_rejected(self, reason: str) -> None:
+        self.reports.append(reason)
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         self.waits.append((model, seconds, success, target_model))

@@ -1,6 +1,7 @@
 """The server of mode `http` over real sockets: checks, refusals, clients that leave, and damaged requests."""
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
@@ -20,11 +21,16 @@ from picker_fleet.errors import ExpiredTtl
 from picker_fleet.ext_authz import server as ext_authz
 from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
+from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc.context import STALLED_S, ExchangeContext
+from picker_fleet.request import Outcome, Placement
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
 from picker_tools.local_fleet import network
 
 BODY = b'{"model": "llama", "prompt": "hi"}'
 PATIENT_S = 30.0
+LONGEST_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Stage:
     metrics: Counted
     port: int
     now_s: list[float]
+    keys: Keyring
     connections: list[Connection] = field(default_factory=list)
 
     async def connect(self) -> Connection:
@@ -101,8 +108,10 @@ class Stage:
 async def staged(gate: ScriptedGate | None = None, **config: Any) -> AsyncIterator[Stage]:
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
-    server = CheckServer(context, "127.0.0.1:0")
-    stage = Stage(server, gate, context, metrics, await server.start(), now_s)
+    keys = Keyring()
+    placements = Placements(gate, metrics, keys, LONGEST_S, lambda: now_s[0])
+    server = CheckServer(context, "127.0.0.1:0", placements)
+    stage = Stage(server, gate, context, metrics, await server.start(), now_s, keys)
     try:
         yield stage
     finally:
@@ -184,7 +193,10 @@ async def test_a_refusal_is_what_the_client_gets() -> None:
         (check(content_length="-1"), 400, "bad_request"),
         (check(content_length="99999999999999999999999"), 400, "bad_request"),
         (check(body=b"{" * 100_000, content_length="999999999"), 413, "payload_too_large"),
-        (b"POST /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+        (b"GET /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+        (b"POST /settle/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+        (b"POST /check/../settle HTTP/1.1\r\nhost: a\r\n\r\n", 404, "unknown_path"),
+        (b"POST /check?a=b HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
         (b"GET /check/ HTTP/1.1\r\nx: " + b"a" * 70_000, 400, "bad_request"),
@@ -350,3 +362,170 @@ async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
             await asyncio.sleep(0)
         assert (await connection.reply()).status == 200
         connection.leave()
+
+
+def by_headers(method: str = "POST", path: str = "/v1/completions", **headers: str) -> bytes:
+    """A check as nginx asks for it."""
+    named = {"x-forwarded-method": method, "x-forwarded-uri": path, "x-request-id": "req-1"}
+    named |= {"x-picker-model": "llama"} if method == "POST" else {}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
+    return f"GET /check HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
+
+
+def settled(token: str, **headers: str) -> bytes:
+    named = {"x-picker-settle-token": token, "content-length": "0"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
+    return f"POST /settle HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
+
+
+async def placed(stage: Stage) -> str:
+    """The settle token of a request that was checked by headers and placed with a token of the fleet's."""
+    fields = "\t".join(("red", "1", "1.0", "1.0", "", "3", "llama", "10.0.0.1:8000", "0"))
+    stage.gate.placement = Placement(
+        ("10.0.0.1:8000", "10.0.0.2:8000"), accounting_token.signed(fields, "req-1", stage.keys)
+    )
+    return (await stage.ask(by_headers())).headers["x-picker-settle-token"]
+
+
+async def test_a_check_by_headers_names_the_endpoints_and_a_token_to_settle_with() -> None:
+    async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
+        reply = await stage.ask(by_headers(x_llm_d_inference_fairness_id="red", x_llm_d_inference_ttl="3s"))
+    assert reply.status == 200
+    assert set(reply.headers) == {
+        "x-gateway-destination-endpoint", "x-queue-pressure", "x-picker-settle-token", "content-length"
+    }  # fmt: skip
+    assert reply.headers["x-gateway-destination-endpoint"] == "10.0.0.1:8000,[fd00::2]:8000"
+    [(request, stream_owned)] = stage.gate.admitted
+    assert (request.id, request.model, request.flow, request.ttl_s) == ("req-1", "llama", "red", 3.0)
+    assert not stream_owned
+    assert stage.metrics.answers == [("http", "llama", "ok")]
+
+
+async def test_a_list_of_models_has_nothing_to_settle() -> None:
+    async with staged() as stage:
+        reply = await stage.ask(by_headers("GET", "/v1/models"))
+        assert (reply.status, stage.gate.admitted, len(stage.server.placements)) == (200, [], 0)
+    assert "x-picker-settle-token" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("ask", "status", "part"),
+    [
+        (by_headers(x_picker_model=""), 400, "set x-picker-model"),
+        (by_headers(x_picker_model="a" * 300), 400, "longer than"),
+        (by_headers(x_forwarded_uri=""), 400, "x-forwarded-uri"),
+        (by_headers(x_forwarded_method=""), 400, "x-forwarded-method"),
+        (by_headers(path="/settle"), 404, "no model server is asked this"),
+        (by_headers(path="/v1/models/../completions"), 404, "no model server is asked this"),
+        (by_headers(x_picker_body_bytes="999999999999"), 413, "larger"),
+        (by_headers(content_length="4") + b"{}{}", 400, "has no body"),
+    ],
+)
+async def test_a_check_by_headers_that_lacks_something_says_what(ask: bytes, status: int, part: str) -> None:
+    async with staged() as stage:
+        reply = await stage.ask(ask)
+        assert (reply.status, stage.gate.admitted) == (status, [])
+        assert part in json.loads(reply.body)["error"]["message"]
+
+
+async def test_a_refusal_comes_as_the_proxy_wants_it() -> None:
+    async with staged(ScriptedGate(ExpiredTtl("zu spät", retry_after_s=7))) as stage:
+        plain = await stage.ask(by_headers())
+        carried = await stage.ask(by_headers(x_picker_refuse_as="403"))
+    assert (plain.status, plain.error) == (503, "expired_ttl")
+    assert (carried.status, carried.body) == (403, b"")
+    assert (carried.headers["x-picker-status"], carried.headers["retry-after"]) == ("503", "7")
+    assert json.loads(carried.headers["x-picker-error"]) == json.loads(plain.body)
+
+
+async def test_headers_of_a_check_by_headers_count_nowhere_else() -> None:
+    async with staged() as stage:
+        spoofed = {"x_picker_model": "other", "x_forwarded_uri": "/v1/models", "x_forwarded_method": "GET"}
+        reply = await stage.ask(check(x_picker_refuse_as="403", **spoofed))
+        assert (reply.status, stage.gate.admitted[0][0].model) == (200, "llama")
+        assert "x-picker-settle-token" not in reply.headers
+        refused = await stage.ask(check(body=b"{", x_picker_refuse_as="403", **spoofed))
+        assert refused.status == 400
+
+
+async def test_a_settle_token_ends_its_request_once_its_proxy_says_so() -> None:
+    async with staged() as stage:
+        token = await placed(stage)
+        assert len(stage.server.placements) == 1
+        report = {"x_picker_served": "10.0.0.1:8000, 10.0.0.2:8000", "x_picker_seconds": "1.250"}
+        assert (await stage.ask(settled(token, **report))).status == 200
+        [completion] = stage.gate.settled
+        assert (completion.id, completion.outcome, completion.served) == (
+            "req-1", Outcome.COMPLETED, "10.0.0.2:8000"
+        )  # fmt: skip
+        assert completion.duration_s == 1.25
+        assert len(stage.server.placements) == 0
+        assert stage.metrics.reports == ["ended"]
+
+
+@pytest.mark.parametrize(
+    ("report", "outcome"),
+    [
+        ({}, Outcome.COMPLETED),
+        ({"x_picker_answer_status": "200"}, Outcome.COMPLETED),
+        ({"x_picker_answer_status": "499"}, Outcome.CLIENT_GONE),
+        ({"x_picker_answer_status": "502"}, Outcome.UPSTREAM_FAILED),
+        ({"x_picker_answer_status": "200", "x_picker_outcome": "client_gone"}, Outcome.CLIENT_GONE),
+    ],
+)
+async def test_a_report_says_how_the_request_ended(report: dict[str, str], outcome: Outcome) -> None:
+    async with staged() as stage:
+        assert (await stage.ask(settled(await placed(stage), **report))).status == 200
+        assert stage.gate.settled[0].outcome is outcome
+
+
+async def test_only_the_fleets_own_token_settles() -> None:
+    async with staged() as stage:
+        token = await placed(stage)
+        written = base64.urlsafe_b64decode(token).decode()
+        forged = [
+            written.replace("req-1", "req-2", 1),  # another's request
+            written.replace("\t1.0\t1.0", "\t1.0\t9.0", 1),  # another cost
+            "req-1\n\n\n",
+            "req-1\nx\n\n",
+        ]
+        for text in forged:
+            made = base64.urlsafe_b64encode(text.encode()).decode()
+            assert (await stage.ask(settled(made))).status == 403, text
+        for damaged in ("", "x", token[:-3], "!" * 40, "A" * 20_000):
+            assert (await stage.ask(settled(damaged))).status == 400, damaged
+        assert (await stage.ask(settled(token, x_picker_outcome="perhaps"))).status == 400
+        assert stage.gate.settled == []
+        assert len(stage.server.placements) == 1
+
+
+async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost() -> None:
+    async with staged() as stage:
+        await placed(stage)
+        renewals, replies = stage.server.placements, stage.gate.renewals
+        replies.extend(["renewed", "unknown", "unknown", "renewed", "unknown", "unknown", "unknown"])
+        for number in range(1, 8):
+            assert len(renewals) == 1
+            renewals.renew()
+            await until(lambda number=number: len(stage.gate.renewed) == number)  # type: ignore[misc]
+            await asyncio.sleep(0)
+        assert len(renewals) == 0
+        assert {alive.accounting_token for alive in stage.gate.renewed} == {""}  # nothing is restored
+
+        await placed(stage)
+        stage.now_s[0] = LONGEST_S + 1
+        renewals.renew()
+        assert len(renewals) == 0
+
+
+async def test_an_answer_that_cannot_be_sent_leaves_nothing_to_settle() -> None:
+    async with staged() as stage:
+        stage.gate.open.clear()
+        connection = await stage.connect()
+        connection.send(by_headers())
+        await stage.gate.asked.wait()
+        connection.leave()
+        await until(lambda: stage.gate.cancelled == ["req-1"])
+        assert len(stage.server.placements) == 0

@@ -1,6 +1,7 @@
 """What every gate shares: the interface that Envoy's side uses, a request's wait, and the errors that end
 it."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +76,12 @@ class Gate(Protocol):
         """An entry without an accounting token says that the request's client has gone. Returns at once."""
         ...
 
-    def renew(self, alive: Alive) -> None:
-        """Renew a request's lease. Returns at once; the next batch carries it."""
+    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
+        """Renew a request's lease. Returns at once; the next batch carries it.
+
+        The result will be Redis's reply (lua/renew.lua), or a failure that need not be looked at; None while
+        Redis is away.
+        """
         ...
 
 

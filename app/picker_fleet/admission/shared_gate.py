@@ -454,10 +454,12 @@ class SharedGate:
 
         self._store.tombstone(completion.id).add_done_callback(written)
 
-    def renew(self, alive: Alive) -> None:
+    def renew(self, alive: Alive) -> asyncio.Future[str]:
         # An entry written while this process was paused must not restore a request whose end is lost.
         token = "" if self.pause_detector.resumed_recently else alive.accounting_token
-        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
+        answer = self._store.renew(alive.id, None, alive.served or "", token)
+        _ignore_loss(answer)
+        return answer
 
     def renew_owned_streams(self) -> list[asyncio.Future[str]]:
         """Renew the lease of every owned stream. The answers need not be awaited."""

@@ -69,9 +69,9 @@ class TracedGate:
     def suspect(self, request_id: str) -> None:
         self._gate.suspect(request_id)
 
-    def renew(self, alive: Alive) -> None:
+    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
         own, parent = accounting_token.split_trace(alive.accounting_token)
-        self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
+        return self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
 
 
 class TracedStore(Store):

@@ -1,20 +1,33 @@
-"""One check of a request, as Envoy's `ext_authz` filter asks for it over HTTP (mode `http`).
+"""One check of a request over HTTP: by its body, as Envoy's `ext_authz` filter asks, or by headers alone.
 
-Envoy's request has the client's method, path and body, and the headers that the picker reads. The answer is
-200 with the endpoint and what the access log brings back (docs/protocol.md), or the refusal that the client
-gets. The body is read and dropped before the request waits, since Envoy keeps it: a waiting request costs
-this replica no bytes of its body.
+Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
+The answer is 200 with the endpoint and what the access log brings back (docs/protocol.md), or the refusal
+that the client gets. The body is read and dropped before the request waits, since Envoy keeps it: a waiting
+request costs this replica no bytes of its body.
+
+nginx's `auth_request`, Caddy's `forward_auth` and the like send no body. They say method, path and model in
+headers (docs/proxies.md), and get a settle token in place of what an access log would bring back.
 """
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Final
 
-from picker_fleet.errors import RequestError, Unsupported
+from picker_fleet.errors import BadRequest, PayloadTooLarge, RequestError, Unsupported
+from picker_fleet.ext_authz import settle
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
 from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
-from picker_fleet.intake import CONTENT_LENGTH, FORWARDED_FOR, ROUTE_TIMEOUT, read_body, read_subset
+from picker_fleet.intake import (
+    CONTENT_LENGTH,
+    FORWARDED_FOR,
+    ROUTE_TIMEOUT,
+    Ask,
+    read_body,
+    read_metadata,
+    read_subset,
+)
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
@@ -26,15 +39,31 @@ REFUSAL_HEADERS: Final = ("content-type", "retry-after", codec.PRESSURE, codec.D
 # refusal is carried by a 4xx that nobody else uses, which Envoy's configuration turns back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
 
+# What a check by headers alone is made of. Only the proxy may set these; it asks without the client's own.
+FORWARDED_METHOD: Final = "x-forwarded-method"
+FORWARDED_URI: Final = "x-forwarded-uri"
+MODEL: Final = "x-picker-model"
+BODY_BYTES: Final = "x-picker-body-bytes"  # the body's length, for costs in tokens
+# nginx takes any refusal but 401 and 403 for a failure. So it asks for this status, and the answer has the
+# client's in headers.
+REFUSE_AS: Final = "x-picker-refuse-as"
+STATUS: Final = "x-picker-status"
+ERROR: Final = "x-picker-error"  # the client's body, one line of ASCII
+FORWARDED_HEADERS: Final = (FORWARDED_METHOD, FORWARDED_URI, MODEL, BODY_BYTES, REFUSE_AS)
+_REFUSE_AS: Final = {b"401": 401, b"403": 403}
+
 Headers = list[tuple[str, str]]
 
 _log = logging.getLogger(__name__)
 
 
 class Answer:
-    """What Envoy is told: status, headers, body. `withdraw` takes the placement back if it cannot be sent."""
+    """What Envoy is told: status, headers, body. `withdraw` takes the placement back if it cannot be sent.
 
-    __slots__ = ("_context", "_placement", "_request", "body", "headers", "status")
+    `to_settle` is what the proxy of a check by headers has to settle, None if it has nothing to.
+    """
+
+    __slots__ = ("_context", "_placement", "_request", "body", "headers", "status", "to_settle")
 
     def __init__(
         self,
@@ -44,8 +73,10 @@ class Answer:
         body: bytes = b"",
         request: InferenceRequest | None = None,
         placement: Placement | None = None,
+        to_settle: settle.Placed | None = None,
     ) -> None:
         self._context, self._request, self._placement = context, request, placement
+        self.to_settle = to_settle
         self.status, self.headers, self.body = status, headers, body
 
     def withdraw(self) -> None:
@@ -55,12 +86,14 @@ class Answer:
 
 
 class Check:
-    """One check: `decide` once, with the whole request."""
+    """One check: `decide` or `decide_by_headers` once, with the whole request."""
 
-    __slots__ = ("_context", "_model", "_request", "_started_s", "_target_model")
+    __slots__ = ("_by_headers", "_context", "_model", "_refuse_as", "_request", "_started_s", "_target_model")
 
     def __init__(self, context: ExchangeContext) -> None:
         self._context = context
+        self._by_headers = False
+        self._refuse_as = 0  # the status of every refusal; 0: each has its own
         self._started_s = context.clock()
         self._request: InferenceRequest | None = None
         self._model = self._target_model = ""
@@ -71,8 +104,17 @@ class Check:
         Raises:
             CancelledError: the client left while the request waited.
         """
+        return await self._decide(self._place(method, path, headers, body))
+
+    async def decide_by_headers(self, headers: dict[str, bytes]) -> Answer:
+        """As `decide`, for a proxy that keeps the body and says the rest in `FORWARDED_HEADERS`."""
+        self._by_headers = True
+        self._refuse_as = _REFUSE_AS.get(headers.pop(REFUSE_AS, b""), 0)
+        return await self._decide(self._place_by_headers(headers))
+
+    async def _decide(self, placing: Coroutine[None, None, Answer]) -> Answer:
         try:
-            answer = await self._place(method, path, headers, body)
+            answer = await placing
         except RequestError as error:
             return self.refuse(error)
         except Exception:
@@ -92,28 +134,65 @@ class Check:
         seconds = self._seconds()
         context.metrics.answered(MODE, self._model, error.code, seconds, self._target_model)
         context.lines.refused(self._request, error.code, refusal.status, MODE, seconds)
-        status = CARRIED.get(refusal.status, refusal.status)
-        return Answer(context, status, list(refusal.headers.items()), refusal.body)
+        headers = list(refusal.headers.items())
+        if self._refuse_as:
+            headers += [(STATUS, str(refusal.status)), (ERROR, json.dumps(json.loads(refusal.body)))]
+            return Answer(context, self._refuse_as, headers)
+        status = refusal.status if self._by_headers else CARRIED.get(refusal.status, refusal.status)
+        return Answer(context, status, headers, refusal.body)
 
     async def _place(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
-        context = self._context
-        subset = _subset(headers)
-        if context.is_read(method, path, has_body=body.size_bytes > 0):
-            placement = await context.gate.route(subset)
-            return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
-        forwarded_for = headers.pop(FORWARDED_FOR, b"")
+        if self._context.is_read(method, path, has_body=body.size_bytes > 0):
+            return await self._route(headers)
         headers.pop(CONTENT_LENGTH, None)
-        headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
-        ask = read_body(body.join())
+        forwarded_for = headers.pop(FORWARDED_FOR, b"")
+        request = self._read(read_body(body.join()), headers)
+        body.release()  # a request that waits holds nothing of its body
+        return await self._admit(request, forwarded_for)
+
+    async def _place_by_headers(self, headers: dict[str, bytes]) -> Answer:
+        if headers.pop(CONTENT_LENGTH, b"0") != b"0":
+            raise BadRequest("a check by headers has no body; /check/PATH takes one")
+        method, path = headers.get(FORWARDED_METHOD, b""), headers.get(FORWARDED_URI, b"")
+        if not method or not path:
+            raise BadRequest(f"a check by headers needs {FORWARDED_METHOD} and {FORWARDED_URI}")
+        if self._context.is_read(method, path, has_body=method == b"POST"):
+            return await self._route(headers)
+        model, size = headers.get(MODEL, b""), headers.get(BODY_BYTES, b"")
+        if not model:
+            raise BadRequest(f"no model is known: the proxy has to set {MODEL}")
+        body_bytes = int(size[:20]) if size.isdigit() else 0
+        limit_bytes = self._context.settings.extproc.max_body_bytes
+        if body_bytes > limit_bytes:
+            raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes")
+        try:
+            name = model.decode()
+        except UnicodeDecodeError:
+            raise BadRequest(f"header {MODEL} is not valid UTF-8") from None
+        forwarded_for = headers.pop(FORWARDED_FOR, b"")
+        request = self._read(read_metadata({"model": name}, body_bytes), headers)
+        return await self._admit(request, forwarded_for)
+
+    async def _route(self, headers: Mapping[str, bytes]) -> Answer:
+        """Endpoints without admission, for a request that has no body."""
+        context = self._context
+        placement = await context.gate.route(_subset(headers))
+        return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
+
+    def _read(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
         self._model = ask.model
-        request = context.intake.request(ask, headers, subset=subset, trusted=True)
+        headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
+        subset = _subset(headers)
+        request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request
         if request.target_model != ask.model:
             raise Unsupported(
                 f"http mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
             )
-        del ask  # a request that waits holds nothing of its body
-        body.release()
+        return request
+
+    async def _admit(self, request: InferenceRequest, forwarded_for: bytes) -> Answer:
+        context = self._context
         context.new_flows.check(request.flow, forwarded_for)
         came_s = context.clock()
         placement = await context.drain_gate.admit(request, stream_owned=False)
@@ -128,6 +207,13 @@ class Check:
             (codec.DESTINATION, codec.destinations(placement, tries)),
             (codec.PRESSURE, pressure),
         ]
+        if request is not None and self._by_headers:
+            if placement.session:
+                headers.append((SESSION_HEADER, placement.session))
+            target = "" if placement.waited_s is None else request.target_model
+            to_settle = settle.Placed(request.id, placement.accounting_token, placement.waited_s, target)
+            headers.append((settle.TOKEN, to_settle.token()))
+            return Answer(self._context, 200, headers, b"", request, placement, to_settle)
         if request is not None:
             headers += [(ID_HEADER, request.id), (TOKEN_HEADER, TOKEN_MARK + placement.accounting_token)]
             if placement.session:

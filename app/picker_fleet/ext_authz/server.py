@@ -1,7 +1,12 @@
-"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks it about each request.
+"""The HTTP/1.1 server of mode `http`: a proxy asks it about each request.
 
-    GET /healthz            200 while the replica takes requests, else 503; for Envoy's health check
-    ANY /check/PATH         the check of a client's request for PATH (check.py)
+    GET /healthz            200 while the replica takes requests, else 503; for health checks
+    ANY /check/PATH         Envoy's check of a client's request for PATH, with its body (check.py)
+    ANY /check              the check of a request that headers describe, from nginx and the like
+    POST /settle            the end of a request that was checked by headers (settle.py)
+
+What a client asks for is behind `/check/`, so no client of a proxy reaches the other addresses. Headers that
+only a proxy may set count at the other two alone.
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, and the request
 that waits is cancelled. One periodic task closes connections that stall amid a request, so a request costs no
@@ -11,17 +16,21 @@ timer. docs/protocol.md has the names of headers.
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Final, cast
 
 import httptools
 
 from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
-from picker_fleet.ext_authz.check import Answer, Check
+from picker_fleet.ext_authz import settle
+from picker_fleet.ext_authz.check import FORWARDED_HEADERS, Answer, Check
+from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.context import STALLED_S, BodyBuffer, ExchangeContext
 from picker_fleet.units import split_host_port
 
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
+SETTLE_PATH: Final = b"/settle"
 HEALTH_PATH: Final = b"/healthz"
 MAX_CONNECTIONS: Final = 20_000
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers
@@ -35,16 +44,21 @@ _log = logging.getLogger(__name__)
 
 
 class CheckServer:
-    """Serves checks on `http.listen`; not ready until `set_ready(True)`."""
+    """Serves checks on `http.listen`; not ready until `set_ready(True)`.
 
-    def __init__(self, context: ExchangeContext, listen: str) -> None:
+    `placements` are those that checks by headers have made.
+    """
+
+    def __init__(self, context: ExchangeContext, listen: str, placements: Placements) -> None:
         self.context = context
+        self.placements = placements
         self._listen = listen
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
-        self.wanted = {name.encode(): name for name in (*context.intake.headers, codec.SUBSET)}
+        names = (*context.intake.headers, codec.SUBSET, *FORWARDED_HEADERS, *settle.HEADERS)
+        self.wanted = {name.encode(): name for name in names}
 
     @property
     def ready(self) -> bool:
@@ -68,10 +82,11 @@ class CheckServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def run(self) -> None:
-        """Close connections that stall, until cancelled."""
-        while True:
-            await asyncio.sleep(STALLED_S / _CHECKS)
-            self.close_stalled()
+        """Close connections that stall and renew leases, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_every(STALLED_S / _CHECKS, self.close_stalled), name="stalled-checks")
+            every_s = self.context.settings.leases.access_log_interval
+            tasks.create_task(_every(every_s, self.placements.renew), name="renewed-placements")
 
     def close_stalled(self) -> None:
         """Close each connection whose request does not come, or that has been idle for long."""
@@ -104,6 +119,12 @@ class CheckServer:
     def closed(self, connection: "_Connection") -> None:
         """A connection has ended."""
         self._connections.discard(connection)
+
+
+async def _every(interval_s: float, work: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        work()
 
 
 class _Connection(asyncio.Protocol):
@@ -235,14 +256,15 @@ class _Connection(asyncio.Protocol):
         if url == HEALTH_PATH:
             self._context.open_requests.ended()
             self._write(200 if self._server.ready else 503, [], b"", keep=keep)
-        elif not url.startswith(PREFIX + b"/"):
+        elif url == SETTLE_PATH and method == b"POST":
+            self._context.open_requests.ended()
+            self._settle(keep=keep)
+        elif url == PREFIX or url.startswith(PREFIX + b"/"):
+            self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
+            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
+        else:
             self._arriving = True
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
-        else:
-            check = Check(self._context)
-            path = url[len(PREFIX) :]
-            self._task = asyncio.get_running_loop().create_task(self._answer(check, method, path, keep))
-            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
 
     def _fail(self, error: RequestError) -> None:
         self._failed = error
@@ -250,18 +272,35 @@ class _Connection(asyncio.Protocol):
 
     # Answers.
 
-    async def _answer(self, check: Check, method: bytes, path: bytes, keep: bool) -> None:
+    async def _answer(self, method: bytes, url: bytes, keep: bool) -> None:
+        check = Check(self._context)
         body, self._body = self._body, self._new_body()
         headers, self._headers = self._headers, {}
         try:
-            answer = await check.decide(method, path, headers, body)
+            if url == PREFIX:
+                answer = await check.decide_by_headers(headers)
+            else:
+                answer = await check.decide(method, url[len(PREFIX) :], headers, body)
         finally:
             body.release()
         if self._transport is None or self._transport.is_closing():
             answer.withdraw()
             return
         self._task = None  # Envoy's next request can arrive before this task's callbacks run
+        if answer.to_settle is not None:
+            self._server.placements.began(answer.to_settle)
         self._write_answer(answer, keep=keep)
+
+    def _settle(self, *, keep: bool) -> None:
+        self._body.release()
+        self._body = self._new_body()
+        try:
+            is_signed = self._server.placements.settle(self._headers)
+        except BadRequest as error:
+            self._write(error.status, [], f"{error}\n".encode(), keep=keep)
+            return
+        refusal = b"the fleet has not signed this token for a request\n"
+        self._write(*((200, [], b"") if is_signed else (403, [], refusal)), keep=keep)
 
     def _checked(self, task: asyncio.Task[None]) -> None:
         if self._task is task:

@@ -314,14 +314,13 @@ class FailoverGate:
         if self._state is not _LOCAL:
             self._shared.suspect(request_id)
 
-    def renew(self, alive: Alive) -> None:
+    def renew(self, alive: Alive) -> asyncio.Future[str] | None:
         if alive.id in self._ends:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
         if self._outage is not None and not self._shared.pause_detector.resumed_recently:
             self._outage.journal.alive(alive)
-        if self._state is not _LOCAL:
-            self._shared.renew(alive)
+        return self._shared.renew(alive) if self._state is not _LOCAL else None
 
     def _cost(self, request: InferenceRequest) -> float:
         if not self._fleet.config.settings.request_queue_controller.enabled:

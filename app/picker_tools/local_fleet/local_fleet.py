@@ -231,6 +231,7 @@ class LocalFleet:
                         "pid": self._supervisor.pid(replica),
                         "grpc": replica.announced.grpc,
                         "admin": replica.announced.admin,
+                        **({} if replica.announced.http is None else {"http": replica.announced.http}),
                     }
                     for replica in self._replicas
                 ],

@@ -227,7 +227,7 @@ class Replica:
         tree["extproc"] = {**tree.get("extproc", {}), "listen": self._grpc}
         tree["admin"] = {**tree.get("admin", {}), "listen": self._admin}
         if self._http is not None:
-            tree["http"] = {"listen": self._http}
+            tree["http"] = {**tree.get("http", {}), "listen": self._http}
         self._file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
         return picker_command("serve", "--config", str(self._file))
 

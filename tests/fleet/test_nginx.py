@@ -1,0 +1,257 @@
+"""nginx before the pickers (`examples/nginx`): placement, refusals, ends of each kind, what clients try."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from fleet_load import Caller, at_rest, decisions, fresh
+from own_nginx import nginx
+
+CONFIG = {
+    "decision_log": {"enabled": True},
+    "extproc": {"trusted_headers": ["x-gateway-inference-fairness-id"]},
+    "request_queue_controller": {"watermark_per_backend": 1},
+    "fair_request_queue": {"queue_ttl": "5s", "total_capacity": 20, "flow_capacity": 20},
+}
+SOON_S = 10.0  # less than a lease
+RED, BLUE = ("authorization", "Bearer key-of-red"), ("authorization", "Bearer key-of-blue")
+MODEL = ("x-model", "llama")
+
+
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    options = ("--mode", "http", "--replicas", "2", "--endpoints", "2", "--sim-ttft", "20", "--sim-itl", "20")
+    return shared_fleet(*options, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def url(here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with nginx(here, tmp_path_factory.mktemp("nginx")) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as opened:
+        yield opened
+
+
+def ask(tokens: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"model": "llama", "prompt": "hi", "max_tokens": tokens, **fields}
+
+
+async def streaming(url: str) -> Caller:
+    """A client whose answer streams for 20 s."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    body = json.dumps(ask(1000, stream=True))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\nx-model: llama\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    return Caller(reader, writer)
+
+
+async def ends(fleet: Any) -> list[tuple[str, str]]:
+    """Flow and event of each request's end."""
+    kinds = ("completed", "cancelled", "client_gone", "upstream_failed", "expired", "reclaimed")
+    return [(entry.flow, entry.event) for entry in await decisions(fleet) if entry.event in kinds]
+
+
+async def test_a_request_goes_where_the_picker_says_and_its_end_frees_its_place(
+    here: Any, client: httpx.AsyncClient
+) -> None:
+    before = len(await ends(here))
+    for headers in ([RED, MODEL], [BLUE, MODEL]):
+        answer = await client.post("/v1/completions", json=ask(), headers=headers)
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 1)
+    await at_rest(here, within_s=SOON_S)
+    assert (await ends(here))[before:] == [("red", "completed"), ("blue", "completed")]
+
+
+async def test_requests_wait_for_a_place_and_all_are_served(here: Any, client: httpx.AsyncClient) -> None:
+    asks = [client.post("/v1/completions", json=ask(5), headers=[RED, MODEL]) for _ in range(12)]
+    assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200] * 12
+    await at_rest(here, within_s=SOON_S)
+
+
+async def test_a_list_of_models_needs_no_place(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/v1/models")
+    assert (answer.status_code, answer.json()["data"][0]["id"]) == (200, "llama")
+
+
+async def test_a_client_that_leaves_its_answer_frees_its_place(here: Any, url: str) -> None:
+    caller = await streaming(url)
+    assert b"200 OK" in await caller.first_bytes()
+    before = len(await ends(here))
+    await caller.leave()
+    await at_rest(here, within_s=SOON_S)
+    assert [event for _, event in (await ends(here))[before:]] == ["client_gone"]
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) -> None:
+    running = [await streaming(url) for _ in range(2)]
+    for caller in running:
+        await caller.first_bytes()
+    waiting = [await streaming(url) for _ in range(3)]
+    await here.until_state(queued=3)
+    for caller in waiting:
+        await caller.leave()
+    await here.until_state(queued=0, within_s=4.0)  # before their time is up
+    for caller in running:
+        await caller.leave()
+    await at_rest(here, within_s=SOON_S)
+
+
+async def test_a_refusal_has_its_status_and_its_body(client: httpx.AsyncClient, url: str, here: Any) -> None:
+    unnamed = await client.post("/v1/completions", json=ask(), headers=[RED])
+    assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "bad_request")
+    elsewhere = await client.post("/v1/load_lora_adapter", json=ask(), headers=[RED, MODEL])
+    assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (404, "unknown_path")
+    running = [await streaming(url) for _ in range(2)]
+    for caller in running:
+        await caller.first_bytes()
+    late = await client.post(
+        "/v1/completions", json=ask(), headers=[RED, MODEL, ("x-llm-d-inference-ttl", "100ms")]
+    )
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "expired_ttl")
+    assert int(late.headers["retry-after"]) >= 1
+    for caller in running:
+        await caller.leave()
+    await at_rest(here, within_s=SOON_S)
+
+
+# Headers by which a client could claim another flow, skip its admission, or choose its endpoint.
+SPOOFED = [
+    ("x-gateway-inference-fairness-id", "blue"),
+    ("x-llm-d-inference-fairness-id", "blue"),
+    ("x-gateway-inference-objective", "gold"),
+    ("x-gateway-model-name-rewrite", "other"),
+    ("x-picker-model", "other"),
+    ("x-picker-body-bytes", "1"),
+    ("x-picker-refuse-as", "401"),
+    ("x-picker-settle-token", "spoofed"),
+    ("x-forwarded-method", "GET"),
+    ("x-forwarded-uri", "/v1/models"),
+    ("x-gateway-destination-endpoint", "127.0.0.1:1"),
+    ("x-gateway-destination-endpoint-subset", "127.0.0.1:1"),
+]
+
+
+@pytest.mark.parametrize(("proxy", "flow"), [("nginx", "red"), ("envoy", "llama")])
+async def test_no_header_of_a_client_reaches_the_check(here: Any, url: str, proxy: str, flow: str) -> None:
+    asked = url if proxy == "nginx" else here.url
+    # The Envoy of `picker up` trusts its user with these.
+    spoofed = [pair for pair in SPOOFED if proxy == "nginx" or "-inference-" not in pair[0]]
+    before = len(await ends(here))
+    async with httpx.AsyncClient(base_url=asked, trust_env=False, timeout=60.0) as client:
+        answer = await client.post("/v1/completions", json=ask(), headers=[RED, MODEL, *spoofed])
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith(("x-picker", "x-gateway"))]
+    await at_rest(here, within_s=SOON_S)
+    assert (await ends(here))[before:] == [(flow, "completed")]
+
+
+PATHS = [
+    "/settle",
+    "/check",
+    "/check/v1/completions",
+    "/picker-settle",
+    "/picker-check",
+    "/v1/../settle",
+    "/v1/../picker-settle",
+    "/v1/%2e%2e/settle",
+    "/v1//../../settle",
+    "/v1/..%2fsettle",
+    "/v1/completions/../../../settle",
+    "//settle",
+    "/picker-settle/",
+    "/v1/picker-settle",
+    "http://pickers/settle",
+]
+
+
+@pytest.mark.parametrize("proxy", ["nginx", "envoy"])
+async def test_no_path_of_a_client_reaches_the_settle_address(here: Any, url: str, proxy: str) -> None:
+    asked = url if proxy == "nginx" else here.url
+    token = base64.urlsafe_b64encode(b"a\nb\n\n").decode()  # counted as refused where it arrives
+    before = await settlements(here)
+    assert await posted(f"http://{here.state['replicas'][0]['http']}", "/settle", token) == b"403"
+    assert await settlements(here) == before + 1
+    for path in PATHS:
+        assert await posted(asked, path, token) in (b"400", b"404"), path
+    assert await settlements(here) == before + 1
+
+
+async def posted(url: str, path: str, token: str) -> bytes:
+    """The status of a bodyless POST to `path`, sent as it is written."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nhost: a\r\nx-picker-settle-token: {token}\r\nx-model: llama\r\n"
+        "connection: close\r\ncontent-length: 0\r\n\r\n".encode()
+    )
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    return answer.split()[1]
+
+
+async def page_of(fleet: Any, replica: int) -> str:
+    text: str = (await fleet.admin("/metrics", replica)).text
+    return text
+
+
+async def settlements(fleet: Any) -> float:
+    """Reports that replicas refused for their token: what reached a settle address."""
+    total = 0.0
+    for replica in range(2):
+        page = await fresh(partial(page_of, fleet, replica))
+        lines = [line for line in page.splitlines() if line.startswith("epp_access_log_rejected_total")]
+        lines = [line for line in lines if "no-ticket" not in line]  # Envoy logs refused requests without one
+        total += sum(float(line.rpartition(" ")[2]) for line in lines)
+    return total
+
+
+async def test_a_long_answer_keeps_its_place_longer_than_a_lease(here: Any, url: str) -> None:
+    caller = await streaming(url)  # for 20 s, and a lease lasts 15 s
+    async with asyncio.timeout(60):
+        while b"[DONE]" not in (part := await caller.reader.read(65536)):
+            assert part
+    assert ("llama", "reclaimed") not in await ends(here)
+    await caller.leave()
+    await at_rest(here, within_s=SOON_S)
+
+
+async def test_a_dead_endpoint_is_passed_over(fleet: Any, tmp_path: Path) -> None:
+    own = fleet("--mode", "http", "--replicas", "1", "--endpoints", "2", config=CONFIG, unaudited="a kill")
+    with nginx(own, tmp_path / "nginx") as url:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
+            own.kill_endpoint(0)
+            asks = [client.post("/v1/completions", json=ask(), headers=[RED, MODEL]) for _ in range(6)]
+            assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200] * 6
+        await at_rest(own, within_s=SOON_S)
+
+
+async def test_a_request_that_waits_on_a_replica_that_dies_is_served_by_another(
+    fleet: Any, tmp_path: Path
+) -> None:
+    own = fleet("--mode", "http", "--replicas", "2", "--endpoints", "1", config=CONFIG, unaudited="a kill")
+    with nginx(own, tmp_path / "nginx") as url:
+        running = await streaming(url)
+        await running.first_bytes()
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
+            waiting = [
+                asyncio.create_task(client.post("/v1/completions", json=ask(), headers=[RED, MODEL]))
+                for _ in range(6)
+            ]
+            await own.until_state(queued=6)
+            own.kill_replica(1)
+            await running.leave()
+            answers = await asyncio.gather(*waiting)
+            assert [answer.status_code for answer in answers] == [200] * 6
