@@ -2,18 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import redis
+from direct_calls import arrival, clock_of
 from fake_struct import with_struct
 from packed import counters, doubles
 from pool_model import Reply
-from set_clock import clock_of
 
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import load_library
-from picker_fleet.state.store import pack_arrival
 
 READ_ORDERS = """
 local found = {}
@@ -148,10 +147,8 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
 
 
 def packed_arrival(it: Any) -> bytes:
-    return pack_arrival(
-        (it.id, str(it.attempt), it.flow, it.workload, it.model, it.candidates),
-        (it.band, it.weight, it.cost, it.ttl_ms, it.age_ms, it.criticality, it.limit, it.learn),
-    )
+    fields = asdict(it)
+    return arrival(fields.pop("id"), **fields)
 
 
 def accounting_token(r: Any) -> str:

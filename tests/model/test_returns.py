@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from direct_calls import OPEN, arrival
 from returns import ENDPOINT, Pool, World, search, walk
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
 
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.state.store import pack_arrival
 
 START_US = 1_750_000_000_000_000
 # Replicas, and what they may do. All of the second list takes minutes: PICKER_RETURNS=full adds it.
@@ -88,12 +88,11 @@ def _compare(pool: Pool, side: ScriptSide) -> None:
 
 def _begin(side: ScriptSide) -> None:
     side.clear()
-    about = '{"labels":{},"draining":false}'
-    side.call(START_US, "publish", ["a", "1", "1", json.dumps(SETTINGS), ENDPOINT, about])
+    side.call(START_US, "publish", ["a", "1", "1", json.dumps(SETTINGS), ENDPOINT, OPEN])
     side.call(START_US, "heartbeat", ["a", "{}", SILENCE_MS])
 
 
 def _arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if name == "admit":
-        return (pack_arrival((*args, "1", "flow", "", "m", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0)),)
+        return (arrival(*args),)
     return {"tombstone": (*args, 0), "renew": (*args, 0), "settle": (*args, "", "")}[name]

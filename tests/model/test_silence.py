@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from direct_calls import OPEN, arrival
 from script_fleet import SETTINGS
 from script_side import SILENCE_MS, ScriptSide
-
-from picker_fleet.state.store import pack_arrival
 
 START_US = 1_000_000_000
 
@@ -16,11 +15,10 @@ def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: i
     # Given a's request, which waits behind b's
     side.clear()
     settings = json.dumps({**SETTINGS, "upper_per": 1, "lower_per": 1, "silence_ms": SILENCE_MS})
-    side.call(START_US, "publish", ["b", "1", "1", settings, "e", '{"labels":{},"draining":false}'])
+    side.call(START_US, "publish", ["b", "1", "1", settings, "e", OPEN])
     side.call(START_US, "heartbeat", ["b", "{}", SILENCE_MS])
     for caller, request in (("b", "runs"), ("a", "waits")):
-        asked = pack_arrival((request, "1", "flow", "", "llama", "*"), (1, 1, 1, 60_000, 0, 3, 0, 0))
-        side.call(START_US, "admit", [caller, asked])
+        side.call(START_US, "admit", [caller, arrival(request)])
     side.call(START_US, "heartbeat", ["a", "{}", SILENCE_MS])
     now_us = START_US + silent_ms * 1000
     # When a has been silent, to the millisecond

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import redis
+from direct_calls import DirectPool
 from script_backends import fakeredis, url_of, valkey
 from script_fleet import OpenFleet, running
 
@@ -16,6 +18,17 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server the promises are made on. Where it is missing, the tests fail."""
     with valkey(tmp_path_factory.mktemp("valkey")) as port:
         yield url_of(port)
+
+
+@pytest.fixture(scope="session")
+def client(valkey_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(valkey_url, socket_timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def direct(client: redis.Redis, pool: str) -> DirectPool:
+    return DirectPool(client, pool)
 
 
 @pytest.fixture(scope="session")

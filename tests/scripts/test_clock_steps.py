@@ -1,22 +1,14 @@
 """Redis's clock set forward and back by hours: what the pool calls now goes on as if nothing had happened."""
 
-from collections.abc import Iterator
-
-import pytest
 import redis
+from direct_calls import START_MS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, START_MS, Server
+from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
 HOUR_MS = 3_600_000
 TTL_MS = 6_000
 STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
-
-
-@pytest.fixture(scope="module")
-def client(valkey_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey_url, socket_timeout=10) as client:
-        yield client
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 40), STEPS), max_size=6))
@@ -24,12 +16,12 @@ def client(valkey_url: str) -> Iterator[redis.Redis]:
 def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
-    server = Server(client, "steps")
+    server = TimedPool(client, "steps")
     try:
         # Given one that runs and shows signs of life, one that runs and shows none, one that waits
         for name in ("alive", "silent"):
-            assert server.admit(name).startswith(b"placed")
-        assert server.admit("waits", TTL_MS) == b"queued %d" % TTL_MS
+            assert server.admit(name)[0] == "placed"
+        assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
         ended_ms: dict[str, int] = {}
         swept_ms = at = 0
         # When time goes on by quarters of a second, and the clock is set now and then
@@ -51,21 +43,19 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
         # Then the one that waits expired in its second, and the silent one ended with its lease
         assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
         assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
-        assert server.call("settle", "a", "alive", "completed", "", "")[4] == b"settled m"
-        assert server.call("settle", "a", "silent", "completed", "", "")[4] == b"unknown"
-        assert float(server.call("state", SILENCE_MS)[2]) == 0
+        assert server.settle("alive") == "settled m"
+        assert server.settle("silent") == "unknown"
+        assert server.stock() == 0
     finally:
         server.clear()
 
 
-def test_a_heartbeat_adds_the_time_in_which_nobody_called(
-    client: redis.Redis,
-) -> None:
+def test_a_heartbeat_adds_the_time_in_which_nobody_called(client: redis.Redis) -> None:
     # Given a request that waits behind others, and ten seconds in which nobody calls
-    server = Server(client, "pause")
+    server = TimedPool(client, "pause")
     for name in ("one", "two"):
         server.admit(name)
-    assert server.admit("waits", TTL_MS) == b"queued %d" % TTL_MS
+    assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     server.passes(10_000)
     # When anyone else calls first, then the clock has stood still; a heartbeat brings what has passed
     server.sweep()
@@ -79,7 +69,7 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
     client: redis.Redis,
 ) -> None:
     # Given a replica and a request in flight that a clock an hour ahead has written
-    server = Server(client, "future")
+    server = TimedPool(client, "future")
     server.admit("runs")
     later_ms = START_MS + HOUR_MS
     client.zadd("epp:{future}:replicas", {"gone": later_ms})
@@ -93,5 +83,5 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
         server.sweep()
     # Then both have ended, a silence and a lease later
     assert server.live() == 1
-    assert float(server.call("state", SILENCE_MS)[2]) == 0
+    assert server.stock() == 0
     server.clear()

@@ -8,7 +8,7 @@ import pytest
 import redis
 from decision_ledger import order_of
 from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
-from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, Server
+from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Alive, InferenceRequest, Placement
@@ -210,27 +210,26 @@ HOUR_MS = 3_600_000
 
 
 @pytest.fixture
-def server(valkey_url: str) -> Iterator[Server]:
-    with redis.Redis.from_url(valkey_url, socket_timeout=10) as client:
-        client.flushdb()
-        yield Server(client, "replayed")
-        client.flushdb()
+def server(client: redis.Redis) -> Iterator[TimedPool]:
+    client.flushdb()
+    yield TimedPool(client, "replayed")
+    client.flushdb()
 
 
-def settled(server: Server) -> bool:
+def settled(server: TimedPool) -> bool:
     """The server has been the pool's for long, and nobody has been away."""
     server.calm(WINDOW_MS + SECOND_MS)
     return server.report("nobody", TOKEN) == "unknown"
 
 
 def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(
-    server: Server,
+    server: TimedPool,
 ) -> None:
     assert settled(server)
     # Given a request that has ended, and its accounting token
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
-    assert server.end("r") == "settled m"
+    assert server.settle("r") == "settled m"
     # When it is told again, at once and later, then it is not counted
     for _ in range(10):
         assert server.report("r", TOKEN) == "unknown"
@@ -239,7 +238,9 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
-def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends_once(server: Server) -> None:
+def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends_once(
+    server: TimedPool,
+) -> None:
     assert settled(server)
     server.admit("r")
     # Given a request that nobody could report for a lease
@@ -249,18 +250,18 @@ def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends
     server.calm(HOUR_MS // 2)
     # When it is seen alive, then it counts, and when it has ended it does not come back
     assert server.report("r", TOKEN) == "restored"
-    assert server.end("r") == "settled llama"
+    assert server.settle("r") == "settled llama"
     assert server.report("r", TOKEN) == "unknown"
 
 
-def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Server) -> None:
+def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: TimedPool) -> None:
     assert settled(server)
     for name in ("ends", "stays"):
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
     # When the end of one is heard after all, then a tombstone takes its place
-    assert server.end("ends") == "unknown"
+    assert server.settle("ends") == "unknown"
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("ends", TOKEN) == "unknown"
@@ -268,22 +269,24 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Se
     server.calm(HOUR_MS)
     assert server.sweep()
     assert server.report("stays", TOKEN) == "unknown"
-    assert not server.exists("unheard")
+    assert not server.client.exists(f"{server.prefix}unheard")
 
 
-def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_token(server: Server) -> None:
+def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_token(
+    server: TimedPool,
+) -> None:
     assert settled(server)
     server.admit("r")
     server.damage("r")
     assert server.report("r", TOKEN) == "restored"
 
 
-def test_after_a_loss_running_requests_are_restored_for_a_lease(server: Server) -> None:
+def test_after_a_loss_running_requests_are_restored_for_a_lease(server: TimedPool) -> None:
     assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
     server.flush()
-    server.publish()
+    server.publish_endpoint()
     server.beat()
     # When it is seen alive, then it counts; and past the time by which all that runs has been, no more
     assert server.report("r", TOKEN) == "restored"
@@ -291,7 +294,7 @@ def test_after_a_loss_running_requests_are_restored_for_a_lease(server: Server) 
     assert server.report("late", TOKEN) == "unknown"
 
 
-def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Server) -> None:
+def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: TimedPool) -> None:
     assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
@@ -305,7 +308,7 @@ def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Serve
     assert server.report("late", TOKEN) == "unknown"
 
 
-def test_when_a_replica_returns_its_renewals_restore_requests(server: Server) -> None:
+def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool) -> None:
     assert settled(server)
     # Given the fleet's only replica, which could not reach the server for longer than it is believed
     server.passes(2 * SILENCE_MS)
@@ -317,7 +320,7 @@ def test_when_a_replica_returns_its_renewals_restore_requests(server: Server) ->
     assert server.report("other", TOKEN) == "unknown"
 
 
-def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: Server) -> None:
+def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
     assert settled(server)
     # Given requests let go by a replica that alone is without the shared state
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
@@ -325,7 +328,7 @@ def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
     # When it has ended, and a tombstone is stored, then not again; nor another one
-    assert server.end("r") == "settled llama"
+    assert server.settle("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
     assert server.report("r", token) == "unknown"
     server.calm(WINDOW_MS)

@@ -1,0 +1,90 @@
+"""The scripts of one pool, called without a replica."""
+
+import json
+from typing import Any
+
+import redis
+from script_fleet import SETTINGS
+
+from picker_fleet.state.scripts import Library, load_library
+from picker_fleet.state.store import pack_arrival
+
+OPEN = json.dumps({"labels": {}, "draining": False})  # an endpoint that takes requests
+START_MS = 1_800_000_000_000
+_CLOCK = """
+-- %s
+local now_us, now_ms
+local clock_shift_ms = 0
+local function steady_clock()
+  now_us = tonumber(redis.call('GET', '%s') or 1700000000000000)
+  now_ms = math.floor(now_us / 1000)
+end
+local function advance_clock() end
+local function clock_change() end
+"""
+
+
+def clock_of(key: str, name: str = "") -> str:
+    """A clock in place of that of lua/lib/pool.lua, which `key` sets, in microseconds. Libraries whose clocks
+    have different names are different."""
+    return _CLOCK % (name, key)
+
+
+def arrival(
+    request_id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
+    band: int = 1, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000, age_ms: float = 0,
+    criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
+) -> bytes:  # fmt: skip
+    """A request as `admit` takes it."""
+    texts = (request_id, attempt, flow, workload, model, candidates)
+    return pack_arrival(texts, (band, weight, cost, ttl_ms, age_ms, criticality, limit, learn))
+
+
+class DirectPool:
+    """The pool `pool` on the server of `client`, and the library `library`, by default the present one."""
+
+    def __init__(self, client: redis.Redis, pool: str, library: Library | None = None) -> None:
+        self.client, self.prefix = client, f"epp:{{{pool}}}:"
+        self.library = self.load(library or load_library())
+
+    def load(self, library: Library) -> Library:
+        self.client.function_load(library.source, replace=True)
+        return library
+
+    def call(self, name: str, *args: Any, library: Library | None = None) -> Any:
+        return self.client.fcall((library or self.library).function(name), 1, f"{self.prefix}pool", *args)
+
+    def publish(
+        self, *addresses: str, version: str = "e", library: Library | None = None, **settings: Any
+    ) -> list[bytes]:
+        bounds = {"lower_per": settings["upper_per"]} if "upper_per" in settings else {}
+        text = json.dumps({**SETTINGS, **bounds, **settings})
+        listed = (part for address in addresses for part in (address, OPEN))
+        reply: list[bytes] = self.call("publish", "a", "c", version, text, *listed, library=library)
+        return reply
+
+    def admit(self, request_id: str, *, library: Library | None = None, **fields: Any) -> list[str]:
+        """The words of the answer."""
+        reply = self.call("admit", "a", arrival(request_id, **fields), library=library)
+        return bytes(reply[4]).decode().split()
+
+    def settle(self, request_id: str, library: Library | None = None) -> str:
+        reply = self.call("settle", "a", request_id, "completed", "", "", library=library)
+        return bytes(reply[4]).decode()
+
+    def stock(self) -> float:
+        return float(self.call("state", 60_000)[2])
+
+    def loads(self) -> dict[str, float]:
+        rows = self.client.zrange(f"{self.prefix}load", 0, -1, withscores=True)
+        return {address.decode(): load for address, load in rows}
+
+    def requests(self) -> set[bytes]:
+        return set(self.client.hkeys(f"{self.prefix}requests"))
+
+    def keys(self) -> list[bytes]:
+        return list(self.client.scan_iter(match=self.prefix + "*"))
+
+    def clear(self) -> None:
+        for key in self.keys():
+            self.client.delete(key)
