@@ -21,7 +21,9 @@ from picker_fleet.state.primary import client
 from picker_fleet.state.store import Decision, HeartbeatReply, PoolState, Store, SweepReply
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.audit.auditor import audit
 from picker_tools.audit.log import Entry
+from picker_tools.audit.report import Report
 
 DEADLINE_S = 30.0  # generous: what has not happened by then will not
 SILENCE_S = 5.0
@@ -181,6 +183,9 @@ class Fleet:
     async def ledger(self) -> Ledger:
         return Ledger.replay(await self.log())
 
+    async def audit(self) -> Report:
+        return audit([fields for _, fields in await self.redis.xrange(self.keys.log)])
+
     async def state(self) -> PoolState:
         return await self.replicas[0].store.state(60)
 
@@ -267,6 +272,8 @@ async def running(
     joined: Mapping[str, Any] | None = None,
     silence_s: float = SILENCE_S,
     through: Mapping[str, str] | None = None,
+    full: bool = False,
+    checked: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """A fleet of replicas called `names` on `endpoints` endpoints.
@@ -274,8 +281,12 @@ async def running(
     `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
     nothing happens by itself: the first replica has published SETTINGS with `settings` in their place, and
     each has beaten once. `listening` replicas receive wake-ups. `through` gives the named ones another URL;
-    `silence_s` is theirs alone, so that the others stay patient on a busy machine.
+    `silence_s` is theirs alone, so that the others stay patient on a busy machine. If the fleet is `full`,
+    the last replica has placed `runs` on its endpoint, and there is room for one. At the end the decision log
+    is audited if it is to be `checked`: every promise must have held (G1 to G6).
     """
+    if full:
+        settings = {"upper_per": 1, **settings}
     through = through or {}
     patience_s = dict.fromkeys(through, silence_s)
     async with _client(url, pool) as redis, asyncio.TaskGroup() as tasks:
@@ -307,7 +318,12 @@ async def running(
                         await replica.membership.known()
             if listening:
                 await until(lambda: _listen(fleet))
+            if full:
+                assert (await replicas[-1].admit("runs")).status == "placed"
             yield fleet
+            if checked:
+                report = await fleet.audit()
+                assert report.violations == 0, report.as_json()["promises"]
         finally:
             for task in background:
                 task.cancel()

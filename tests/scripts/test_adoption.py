@@ -11,8 +11,7 @@ from picker_fleet.errors import ClientGone, ExpiredTtl
 
 async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
     # Given 250 waiting by a replica that falls silent, and ten of another among them
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await b.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125, 250)))
@@ -29,8 +28,7 @@ async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet
 
 async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFleet) -> None:
     # Given a replica whose waiting request was held, its walk half done
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await b.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
@@ -39,13 +37,11 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
         assert await it.redis.exists(it.keys.prefix + "orphans") == 0
         assert (await a.admit("q0")).status == "queued"
         assert (await a.beat()).was_known
-        await it.ledger()
 
 
 async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
     # Given a request that waits, and comes again to the same replica over a new stream
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", full=True) as (it, a):
         first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         await it.until_queued(1)
         second = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
@@ -62,8 +58,7 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
     # Given a waiter whose request was adopted elsewhere
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await it.until_queued(1)
         await b.admit("q", attempt=99)
@@ -73,4 +68,3 @@ async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: Ope
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]
         await b.sweep()
         assert await b.store.cancel("q", 99, "cancelled") in ("ended", "unknown")
-        await it.ledger()

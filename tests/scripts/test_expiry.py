@@ -12,8 +12,7 @@ from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
     # Given 50 expired requests of one replica and no capacity
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
         # When another sweeps, then 32 a call
@@ -26,13 +25,11 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
-        await it.ledger()
 
 
 async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
     # Given a full stock and nobody who sweeps
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", full=True) as (it, a):
         # When a request waits past its time, then it is answered and its place is given back
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
@@ -75,8 +72,7 @@ async def _has(it: Fleet, word: str) -> bool:
 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
     # Given a waiter that nobody wakes
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await b.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await until(lambda: _has(it, "q"))
         # When its turn comes before its time is up, though it has not heard of it

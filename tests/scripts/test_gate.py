@@ -32,8 +32,7 @@ async def cancel(task: "asyncio.Task[Placement]") -> None:
 
 async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) -> None:
     # Given a replica that listens and waits
-    async with fleet("a", "b", upper_per=1, listening=True) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = asked(b, "q")
         await queued(it, "q")
         # When another replica frees the capacity, then the waiter is placed
@@ -44,8 +43,7 @@ async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) 
 
 async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: OpenFleet) -> None:
     # Given a replica that never hears wake-ups
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asked(b, "q")
         await queued(it, "q")
         await a.settle("runs")
@@ -90,8 +88,7 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
 
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
     # Given one that waits and one behind it
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await b.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         task = asked(a, "q")
         await queued(it, "q")
         behind = asked(a, "behind")
@@ -103,7 +100,6 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: Ope
         await a.beat()
         assert (await behind).endpoints == (E1,)
         assert events_of(await it.log(), "q") == ["queued", "cancelled"]
-        await it.ledger()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -150,8 +146,7 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
 
 async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
     # Given a waiter whose granted request is taken away before it is placed
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await b.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asked(a, "q")
         await queued(it, "q")
         await b.settle("runs")
@@ -172,15 +167,13 @@ async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> No
         await a.beat()
         await b.beat()
         assert await it.counts() == (1, 0, [1])
-        await it.ledger()
 
 
 async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
     fleet: OpenFleet,
 ) -> None:
     # Given a full stock and one endpoint that drains
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
         # When such a request asks, then it has a ready endpoint of its subset, and holds nothing
         assert (await a.gate.route(None)).endpoints == (E1,)
@@ -193,8 +186,7 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 
 async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet) -> None:
     # Given a queue that holds a request of b's that b knows nothing of, and one behind it
-    async with fleet("a", "b", upper_per=1, listening=True) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), 1, "*")
         waiter = asked(b, "q")
         await queued(it, "q")
@@ -204,13 +196,11 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
         assert events_of(await it.log(), "unknown") == ["queued", "granted", "withdrawn"]
         b.gate.settle(ended("q"))
         await until(it.at_rest)
-        await it.ledger()
 
 
 async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_request(fleet: OpenFleet) -> None:
     # Given a request that was granted and placed, and is not waited for any more
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asked(b, "q")
         await queued(it, "q")
         await a.settle("runs")

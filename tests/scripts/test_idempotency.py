@@ -101,7 +101,6 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
         if name in TURNED_AWAY:
             wanted["workloads"]["w"][0] += 1
         assert found == wanted
-        await it.ledger()
 
 
 def _workload(dump: dict[str, Any]) -> list[float]:

@@ -100,7 +100,6 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         await second
         a.gate.settle(ended("second"))
         await until(it.at_rest)
-        await it.ledger()
 
 
 async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:

@@ -29,7 +29,6 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
         assert set(replies[:150]) == {"settled llama"}
         assert replies[200] == "unknown"
         assert await it.at_rest()
-        await it.ledger()
 
 
 async def _next(call: Callable[[], Awaitable[str]]) -> str:
@@ -84,7 +83,6 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         assert (placed.status, cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
         assert ("granted", "queued") in a.notifications
-        await it.ledger()
 
 
 @pytest.mark.parametrize("forgotten", ["renew", "admit"])
@@ -181,7 +179,6 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
         assert b.notifications == [("granted", "r3")]
         await b.settle("r3")
         assert await it.at_rest()
-        await it.ledger()
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:

@@ -63,7 +63,6 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
             it.replicas[i % 3].gate.settle(ended(f"s{i}"))
         await asyncio.gather(*(one(task, f"q{i}") for i, task in enumerate(waiting)))
         await until(it.at_rest)
-        await it.ledger()
 
 
 async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
@@ -81,7 +80,6 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
         await until(it.at_rest)
         # Then they are served in their old order
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
-        await it.ledger()
 
 
 async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: OpenFleet) -> None:
@@ -180,7 +178,6 @@ async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: Op
         a.gate.settle(ended("s0"))
         a.gate.settle(ended("s1"))
         assert (await waiter).endpoints == addresses(1)
-        await it.ledger()
 
 
 async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:

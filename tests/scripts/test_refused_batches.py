@@ -47,8 +47,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
 
 async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet: OpenFleet) -> None:
     # Given a full pool, and a flow whose queue is of another type
-    async with valkey_fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with valkey_fleet("a", full=True) as (it, a):
         kept = await broken(it, BAD)
         # When requests of it and of others arrive in one message
         _, *others, refused = await in_one_message(
@@ -70,13 +69,11 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
         await a.settle("runs")
         await served(a, "g1", "h", "g2")
         assert await it.at_rest()
-        await it.ledger()
 
 
 async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
     # Given a broken flow
-    async with valkey_fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with valkey_fleet("a", full=True) as (it, a):
         kept = await broken(it, BAD)
         # When one arrives beside one of that flow, and leaves in the same message
         await in_one_message(
@@ -97,8 +94,7 @@ async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
     valkey_fleet: OpenFleet, how: str
 ) -> None:
     # Given two of a flow in the queue, and one of a flow that breaks then
-    async with valkey_fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with valkey_fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
         kept = await broken(it, BAD)
@@ -117,13 +113,11 @@ async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
         await a.settle("runs")
         await served(a, "b", "g2")
         assert await it.at_rest()
-        await it.ledger()
 
 
 async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
     # Given a script that failed after it had put a request into its queue, and is not asked again
-    async with valkey_fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with valkey_fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         await it.redis.zadd(it.keys.prefix + "queue:1:good", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "queue:1:lone", {"stray": 1})
@@ -132,15 +126,13 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
         await a.settle("runs")
         await served(a, "first")
         assert await it.at_rest()
-        await it.ledger()
 
 
 async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
     valkey_fleet: OpenFleet,
 ) -> None:
     # Given a broken flow
-    async with valkey_fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with valkey_fleet("a", full=True) as (it, a):
         await broken(it, BAD)
         await it.redis.config_resetstat()
         # When every item of a batch is of it

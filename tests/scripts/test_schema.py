@@ -159,8 +159,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
     # Given a pool in which each band has served a request
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", full=True) as (it, a):
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band)
         for name in ("runs", "q0", "q1", "q2"):

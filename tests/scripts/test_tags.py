@@ -46,7 +46,7 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
     fleet: OpenFleet, weight: float
 ) -> None:
     # Given a flow whose weight an older version or nobody has checked, and one beside it
-    async with fleet("a", upper_per=1, lower_per=1, weights={"bad": weight}) as (it, a):
+    async with fleet("a", upper_per=1, lower_per=1, weights={"bad": weight}, checked=False) as (it, a):
         await a.admit("running")
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
@@ -199,8 +199,7 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
 
 async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
     # Given an order of candidates with a flow queue that has drained, and without two that wait
-    async with fleet("a", upper_per=1, total_capacity=3) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
         candidates = it.keys.prefix + "victims:2"

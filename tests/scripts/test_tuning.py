@@ -16,8 +16,7 @@ from picker_fleet.serve import Parts, assemble
 
 
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
-    async with fleet("a", "b", upper_per=1) as (it, a, b):
-        await a.admit("runs")
+    async with fleet("a", "b", full=True) as (it, a, b):
         await a.admit("waits")
         assert await b.store.set_live_config({"upper_per": 2, "lower_per": 2}, {"watermark": 2}) == "1"
         assert order_of(await it.log()) == ["waits"]
@@ -66,8 +65,7 @@ async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFle
 
 
 async def test_a_flows_weight_counts_for_what_already_waits(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=1, guard_share=0) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", guard_share=0, full=True) as (it, a):
         for i in range(12):
             for flow in "xy":
                 await a.admit(f"{flow}{i}", flow=flow)
@@ -96,8 +94,7 @@ async def test_policies_change_while_requests_wait(
     fleet: OpenFleet, before: dict[str, str], after: dict[str, str]
 ) -> None:
     # Given requests of several flows, bands and workloads, named or not, that wait under one policy
-    async with fleet("a", upper_per=1, guard_share=0, **before) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", guard_share=0, **before, full=True) as (it, a):
         for i in range(24):
             await a.admit(
                 f"q{i:02}", flow=f"f{i % 3}", band=Band(i % 2), workload=f"w{i % 4}" if i % 4 else "",

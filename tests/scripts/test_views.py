@@ -75,8 +75,7 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     fleet: OpenFleet, page: int
 ) -> None:
     # Given 230 flows in two bands, whose tags are all 0
-    async with fleet("a", upper_per=1, total_capacity=1000) as (_, a):
-        await a.admit("runs")
+    async with fleet("a", total_capacity=1000, full=True) as (_, a):
         names = [f"flow-{i:03d} é" for i in range(115)]
         await asyncio.gather(
             *(a.admit(f"{band}-{name}", flow=name, band=band) for band in (1, 2) for name in names)
@@ -98,8 +97,7 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
 async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
     # Given two flow queues, one of them longer than a call may read
-    async with fleet("a", upper_per=1, ordering=ordering) as (_, a):
-        await a.admit("runs")
+    async with fleet("a", ordering=ordering, full=True) as (_, a):
         # By arrival, and by deadline
         await asyncio.gather(
             *(a.admit(f"q{i:03d}", workload="w", criticality=4, ttl_s=60 + i) for i in range(230))

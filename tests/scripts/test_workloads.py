@@ -106,8 +106,7 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
 
 async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
     # Given a pool that is never at rest, and more idle flow queues with tags above v than are kept
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("runs")
+    async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
         finish = it.keys.prefix + "finish:1"
