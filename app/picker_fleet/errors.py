@@ -33,6 +33,8 @@ Statuses and reasons are those of docs/errors.md; the queue's errors are those o
 
 from typing import ClassVar
 
+_INVALID, _OVERLOADED = "invalid_request_error", "overloaded_error"  # kinds
+
 
 class PickerError(Exception):
     """Base of everything raised on purpose."""
@@ -62,156 +64,109 @@ class RequestError(PickerError):
     kind: ClassVar[str] = "api_error"
     reason: ClassVar[str | None] = None
 
+    def __init_subclass__(cls, **attributes: int | str) -> None:
+        """`attributes` are any of the four above, stated in the head of a class."""
+        for name, value in attributes.items():
+            setattr(cls, name, value)
+
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class BadRequest(RequestError):
-    status = 400
-    code = "bad_request"
-    kind = "invalid_request_error"
+class BadRequest(RequestError, status=400, code="bad_request", kind=_INVALID):
+    pass
 
 
-class BodyStalled(RequestError):
-    status = 408
-    code = "body_stalled"
-    kind = "invalid_request_error"
+class BodyStalled(RequestError, status=408, code="body_stalled", kind=_INVALID):
+    pass
 
 
-class UnknownPath(RequestError):
-    status = 404
-    code = "unknown_path"
-    kind = "invalid_request_error"
+class UnknownPath(RequestError, status=404, code="unknown_path", kind=_INVALID):
+    pass
 
 
-class TooManyReads(RequestError):
+class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):
     """What needs no admission has a bound of its own (`extproc.read_rate`)."""
 
-    status = 429
-    code = "too_many_reads"
-    kind = "rate_limit_error"
+
+class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):
+    pass
 
 
-class PayloadTooLarge(RequestError):
-    status = 413
-    code = "payload_too_large"
-    kind = "invalid_request_error"
+class Unsupported(RequestError, status=500, code="unsupported_processing_mode"):
+    pass
 
 
-class Unsupported(RequestError):
-    status = 500
-    code = "unsupported_processing_mode"
+class BufferFull(
+    RequestError, status=503, code="buffer_full", kind=_OVERLOADED, reason="rejected-buffer-full"
+):
+    pass
 
 
-class BufferFull(RequestError):
-    status = 503
-    code = "buffer_full"
-    kind = "overloaded_error"
-    reason = "rejected-buffer-full"
+class NoEndpoints(
+    RequestError, status=503, code="no_endpoints", kind=_OVERLOADED, reason="rejected-no-endpoints"
+):
+    pass
 
 
-class NoEndpoints(RequestError):
-    status = 503
-    code = "no_endpoints"
-    kind = "overloaded_error"
-    reason = "rejected-no-endpoints"
+class ClientGone(RequestError, status=499, code="client_gone", reason="rejected-context-cancelled"):
+    pass
 
 
-class ClientGone(RequestError):
-    status = 499
-    code = "client_gone"
-    reason = "rejected-context-cancelled"
-
-
-class DeadlineExceeded(RequestError):
+class DeadlineExceeded(
+    RequestError, status=504, code="deadline_exceeded", reason="rejected-context-cancelled"
+):
     """Waited past the client's own deadline (intake.py has the headers)."""
-
-    status = 504
-    code = "deadline_exceeded"
-    reason = "rejected-context-cancelled"
 
 
 class StateFault(RequestError):
     """The shared state did not do what it was asked. Errors of Redis: state/error_replies.py."""
 
 
-class StateUnavailable(StateFault):
+class StateUnavailable(StateFault, status=503, code="state_unavailable", kind=_OVERLOADED):
     """No answer in time, or one that everyone gets: the replica goes on without it (G8)."""
 
-    status = 503
-    code = "state_unavailable"
-    kind = "overloaded_error"
 
-
-class WritesRefused(StateFault):
+class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOADED):
     """Redis is out of memory, or cannot write its file. Ends of requests are still taken."""
 
-    status = 503
-    code = "writes_refused"
-    kind = "overloaded_error"
 
-
-class ScriptFailed(StateFault):
+class ScriptFailed(StateFault, status=500, code="script_failed"):
     """Redis answered what this one request asked with an error; no other request is affected."""
 
-    status = 500
-    code = "script_failed"
 
-
-class Dropped(RequestError):
+class Dropped(RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated"):
     """Refused for overload: `overload_status` of the configuration replaces 503."""
 
-    status = 503
-    kind = "overloaded_error"
-    reason = "rejected-saturated"
 
-
-class Saturated(Dropped):
+class Saturated(Dropped, code="saturated"):
     """No room below the bounds, and this band may not wait (overload policy reject-noncritical)."""
 
-    code = "saturated"
 
-
-class TotalCapacity(Dropped):
+class TotalCapacity(Dropped, code="total_capacity"):
     """The queue's total capacity is in use (docs/fairness.md, "Capacity and preemption")."""
 
-    code = "total_capacity"
 
-
-class TooManyFlows(Dropped):
+class TooManyFlows(Dropped, code="too_many_flows"):
     """Its flow is new, and its source has begun as many as it may, or as many wait as may in all."""
 
-    code = "too_many_flows"
 
-
-class InsufficientFlowCapacity(Dropped):
+class InsufficientFlowCapacity(Dropped, code="insufficient_flow_capacity"):
     """ErrInsufficientFlowCapacity: this flow's part of the queue is in use."""
 
-    code = "insufficient_flow_capacity"
 
-
-class ExpiredTtl(Dropped):
+class ExpiredTtl(Dropped, code="expired_ttl", reason="rejected-ttl-expired"):
     """ErrExpiredTTL: waited past its time to live."""
 
-    code = "expired_ttl"
-    reason = "rejected-ttl-expired"
 
-
-class Preempted(Dropped):
+class Preempted(Dropped, code="preempted", reason="evicted-queue-pressure"):
     """Waited, and had to make room for a higher band."""
 
-    code = "preempted"
-    reason = "evicted-queue-pressure"
 
-
-class Evicted(Dropped):
+class Evicted(Dropped, code="evicted", reason="evicted-queue-pressure"):
     """Waited, and an operator took it out of the queue."""
 
-    code = "evicted"
-    reason = "evicted-queue-pressure"
 
-
-class ShuttingDown(Dropped):
-    code = "shutting_down"
-    reason = "rejected-shutting-down"
+class ShuttingDown(Dropped, code="shutting_down", reason="rejected-shutting-down"):
+    pass

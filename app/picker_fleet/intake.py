@@ -109,7 +109,6 @@ class Ask(NamedTuple):
 
     @property
     def body(self) -> "Body | None":
-        """The body's members."""
         return Body(self.read) if isinstance(self.read, bytes) else self.read
 
     def renamed(self, target: str) -> bytes:
@@ -331,7 +330,6 @@ def _deadline_s(headers: Mapping[str, bytes]) -> float:
 
 
 def _duration_s(name: str, text: str) -> float:
-    """The duration in header `name`, above zero."""
     try:
         seconds = duration_s(text)
     except ValueError as fault:
@@ -417,7 +415,6 @@ def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
 
 
 def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Names and cumulated weights of a model's targets."""
     targets = model.target_models
     return tuple(entry.name for entry in targets), tuple(accumulate(entry.weight for entry in targets))
 

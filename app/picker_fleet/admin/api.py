@@ -111,7 +111,6 @@ def create(
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
-    """The API of one replica over its parts."""
     app = FastAPI(
         title="Picker Fleet",
         summary=f"One replica of pool {settings.pool}.",

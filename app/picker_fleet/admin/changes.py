@@ -52,7 +52,6 @@ class FleetControls:
         self._changing = asyncio.Lock()
 
     async def config(self) -> models.Config:
-        """The configuration in force."""
         tuned = LiveConfig(*await self._store.live_config())
         settings, weights = self._settings, {}
         try:
@@ -89,7 +88,6 @@ class FleetControls:
         return await self.config()
 
     async def pause(self, paused: bool) -> models.Dispatch:
-        """Stop dispatching, or continue."""
         version = await self._tune({"paused": 1 if paused else None}, {})
         return models.Dispatch(paused=paused, tuned_version=version)
 

@@ -323,7 +323,6 @@ def _content_html(document: dict[str, Any], content: dict[str, Any]) -> str:
 
 
 def _example(document: dict[str, Any], media: dict[str, Any]) -> Any:
-    """The example of a media type: its own, or else its schema's."""
     if "example" in media:
         return media["example"]
     schema = media.get("schema", {})

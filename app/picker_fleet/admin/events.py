@@ -34,8 +34,6 @@ _PING = b": ping\n\n"
 
 
 class Event(NamedTuple):
-    """One event of the stream."""
-
     name: str
     data: BaseModel
 
@@ -185,7 +183,6 @@ class Events:
 
     @property
     def listening(self) -> int:
-        """How many streams are open."""
         return len(self._listeners)
 
     def join(self) -> Listener | None:

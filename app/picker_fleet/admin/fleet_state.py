@@ -147,7 +147,6 @@ class FleetState:
         return float(len(self.bands[band].queues)) if even else self.bands[band].weights
 
     def queued(self, band: int | None) -> int:
-        """Requests that wait in these flow queues."""
         return sum(each.queued for each in self.bands) if band is None else self.bands[band].queued
 
     def oldest_s(self, band: int) -> float | None:
@@ -176,7 +175,6 @@ class FleetStateCache:
 
     @property
     def last(self) -> FleetState:
-        """The state as it was last read, however old."""
         return self._state
 
     async def get(self) -> FleetState:

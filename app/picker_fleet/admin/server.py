@@ -61,7 +61,6 @@ class Connection(HttpToolsProtocol):
         return cycle is None or cycle.response_complete or cycle.more_body
 
     def check(self, now_s: float) -> None:
-        """End the connection if the client has taken too long."""
         limits = self._limits
         late = self._waits_for_client and now_s - self._waits_since_s > limits.request_s
         stalled = self._stalled_since_s is not None and now_s - self._stalled_since_s > limits.stalled_s

@@ -391,7 +391,6 @@ class FleetLists:
         return state.queued if band is None else state.queue_length[band.label]
 
     async def _queued(self, requests: Sequence[PredictedRequest]) -> list[models.Queued]:
-        """The requests at these places of the order."""
         by_queue: dict[tuple[int, str], list[PredictedRequest]] = {}
         for request in requests:
             by_queue.setdefault((request.queue.group, request.queue.name), []).append(request)

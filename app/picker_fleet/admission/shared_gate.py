@@ -119,11 +119,9 @@ class SharedGate:
 
     @property
     def waiting(self) -> int:
-        """Requests of this replica that wait for their placement."""
         return len(self._waiting)
 
     async def any_waiting(self) -> None:
-        """Wait until a request of this replica is queued."""
         if not self._waiting:
             self._any_waiting.clear()
         await self._any_waiting.wait()
@@ -406,7 +404,6 @@ class SharedGate:
         return owned.accounting_token if owned is not None else ""
 
     def ended(self, completion: Completion) -> None:
-        """Account for an end in this replica."""
         owned = self._owned_streams.pop(completion.id, None)
         if owned is not None or completion.accounting_token:  # else it was never placed
             self._chooser.ended(completion)
@@ -487,7 +484,6 @@ class ServiceMeter:
         self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
 
     def record(self, band: int, flow: str, cost: float) -> None:
-        """A request of `flow` has been placed."""
         second = int(self._clock_s())
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, {}, [0.0, 0.0, 0.0]))

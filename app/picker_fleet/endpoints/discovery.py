@@ -24,8 +24,6 @@ Report = Callable[[tuple[Endpoint, ...]], None]
 
 
 class Source(Protocol):
-    """One way to learn the pool's endpoints."""
-
     async def watch(self, report: Report) -> None:
         """Call `report` with the whole list as soon as it is known and after each change.
 
@@ -38,8 +36,6 @@ class Source(Protocol):
 
 
 class Static:
-    """The list of the configuration; it never changes."""
-
     def __init__(self, listed: tuple[StaticEndpoint, ...]) -> None:
         self._endpoints = endpoints_of(listed)
 

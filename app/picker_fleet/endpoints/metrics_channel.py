@@ -190,7 +190,6 @@ class MetricsChannel:
         )
 
     async def close(self) -> None:
-        """End the connection that `publish` uses."""
         await self._commands.close()
 
     def _warn(self, faults: Sequence[str]) -> None:

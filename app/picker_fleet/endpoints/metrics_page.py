@@ -301,7 +301,6 @@ class _Exchange(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether another question may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._answer is None
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:

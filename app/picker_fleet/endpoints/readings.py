@@ -7,16 +7,18 @@ compared.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-import orjson
+import msgspec
+from msgspec import Meta
 
 from picker_fleet.errors import PickerError
 
 NONE: frozenset[str] = frozenset()
+_Count = Annotated[int, Meta(ge=0)]
+_Amount = Annotated[float, Meta(ge=0)]
 
 
 class BadReading(PickerError):
@@ -53,41 +55,54 @@ class EndpointMetrics:
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
 
+class _Wire(msgspec.Struct, omit_defaults=True):
+    """A reading as a JSON object, without what is unknown or empty. Further keys are a newer version's."""
+
+    at: _Count
+    waiting: _Amount | None = None
+    running: _Amount | None = None
+    kv: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_adapters: _Count | None = None
+    active: list[str] = []
+    waiting_adapters: list[str] = []
+    fault: str | None = None
+    failures: _Count = 0
+    every: _Count | None = None
+    before: _Count | None = None
+    before_load: _Amount | None = None
+
+
 def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
     """A JSON object without what is unknown or empty; `at` is `scraped_ms` + `shift_ms`."""
-    fields: dict[str, Any] = {"at": metrics.scraped_ms + shift_ms}
-    if metrics.waiting is not None:
-        fields["waiting"] = metrics.waiting
-    if metrics.running is not None:
-        fields["running"] = metrics.running
-    if metrics.kv_utilisation is not None:
-        fields["kv"] = metrics.kv_utilisation
-    if metrics.max_adapters is not None:
-        fields["max_adapters"] = metrics.max_adapters
-    if metrics.active_adapters:
-        fields["active"] = sorted(metrics.active_adapters)
-    if metrics.waiting_adapters:
-        fields["waiting_adapters"] = sorted(metrics.waiting_adapters)
-    if metrics.fault is not None:
-        fields["fault"], fields["failures"] = metrics.fault, metrics.failures
-    if metrics.interval_ms is not None:
-        fields["every"] = metrics.interval_ms
-    if metrics.before is not None:
-        fields["before"], fields["before_load"] = metrics.before[0] + shift_ms, metrics.before[1]
-    return orjson.dumps(fields)
+    before_ms, before_load = (None, None) if metrics.before is None else metrics.before
+    return msgspec.json.encode(
+        _Wire(
+            at=metrics.scraped_ms + shift_ms,
+            waiting=metrics.waiting,
+            running=metrics.running,
+            kv=metrics.kv_utilisation,
+            max_adapters=metrics.max_adapters,
+            active=sorted(metrics.active_adapters),
+            waiting_adapters=sorted(metrics.waiting_adapters),
+            fault=metrics.fault,
+            failures=metrics.failures,
+            every=metrics.interval_ms,
+            before=None if before_ms is None else before_ms + shift_ms,
+            before_load=before_load,
+        )
+    )
 
 
 def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
-    """The reading in `text`, its moment shifted. Keys it does not know are a newer version's and ignored.
+    """The reading in `text`, its moment shifted.
 
     Raises:
         BadReading: not JSON, not an object, or a value of the wrong kind.
     """
     try:
-        fields = orjson.loads(text)
-    except orjson.JSONDecodeError as fault:
+        return reading_of_json(msgspec.json.decode(text), shift_ms)
+    except msgspec.DecodeError as fault:
         raise BadReading(f"a reading is no JSON: {fault}") from None
-    return reading_of_json(fields, shift_ms)
 
 
 def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
@@ -96,62 +111,24 @@ def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
     Raises:
         BadReading: not an object, or a value of the wrong kind.
     """
-    if not isinstance(fields, dict):
-        raise BadReading(f"a reading is an object, not {_short(fields)}")
+    try:
+        wire = msgspec.convert(fields, _Wire)
+    except msgspec.ValidationError as fault:
+        raise BadReading(f"not a reading: {fault}") from None
+    before, load = wire.before, wire.before_load or 0.0
     return EndpointMetrics(
-        scraped_ms=_whole(fields, "at") + shift_ms,
-        waiting=_amount(fields, "waiting", math.inf),
-        running=_amount(fields, "running", math.inf),
-        kv_utilisation=_amount(fields, "kv", 1.0),
-        max_adapters=_whole(fields, "max_adapters") if "max_adapters" in fields else None,
-        active_adapters=_names(fields, "active"),
-        waiting_adapters=_names(fields, "waiting_adapters"),
-        fault=_fault(fields),
-        failures=_whole(fields, "failures") if "failures" in fields else 0,
-        interval_ms=_whole(fields, "every") if "every" in fields else None,
-        before=_before(fields, shift_ms),
+        scraped_ms=wire.at + shift_ms,
+        waiting=wire.waiting,
+        running=wire.running,
+        kv_utilisation=wire.kv,
+        max_adapters=wire.max_adapters,
+        active_adapters=frozenset(wire.active),
+        waiting_adapters=frozenset(wire.waiting_adapters),
+        fault=wire.fault,
+        failures=wire.failures,
+        interval_ms=wire.every,
+        before=None if before is None else (before + shift_ms, load),
     )
-
-
-def _before(fields: dict[str, Any], shift_ms: int) -> tuple[int, float] | None:
-    load = _amount(fields, "before_load", math.inf)
-    return None if load is None else (_whole(fields, "before") + shift_ms, load)
-
-
-def _whole(fields: dict[str, Any], key: str) -> int:
-    value = fields.get(key)
-    if type(value) is not int or value < 0:
-        raise BadReading(f"{key} of a reading is a whole number, not {_short(value)}")
-    return value
-
-
-def _amount(fields: dict[str, Any], key: str, most: float) -> float | None:
-    value = fields.get(key)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value <= most:
-        raise BadReading(f"{key} of a reading is a number from 0 to {most:g}, not {_short(value)}")
-    return float(value)
-
-
-def _names(fields: dict[str, Any], key: str) -> frozenset[str]:
-    value = fields.get(key)
-    if value is None:
-        return NONE
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise BadReading(f"{key} of a reading is a list of names, not {_short(value)}")
-    return frozenset(value)
-
-
-def _fault(fields: dict[str, Any]) -> str | None:
-    value = fields.get("fault")
-    if value is not None and not isinstance(value, str):
-        raise BadReading(f"fault of a reading is a text, not {_short(value)}")
-    return value
-
-
-def _short(value: object) -> str:
-    return repr(value)[:60]
 
 
 _GRAIN_S = 0.01
@@ -191,11 +168,9 @@ class MetricsCache:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """The endpoints it has a reading of."""
         return frozenset(self._newest)
 
     def now_ms(self) -> int:
-        """The moment a reading taken now has."""
         return int(self._clock() * 1000)
 
     def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
@@ -211,7 +186,6 @@ class MetricsCache:
         self._snapshot_s = -1.0
 
     def retain(self, addresses: Iterable[str]) -> None:
-        """Forget every endpoint that is not one of `addresses`."""
         for address in self._newest.keys() - frozenset(addresses):
             del self._newest[address]
         self._snapshot_s = -1.0

@@ -183,7 +183,6 @@ class Scraper:
 
     @property
     def targets(self) -> frozenset[str]:
-        """The addresses it scrapes."""
         return self._targets
 
     def set_targets(self, addresses: Iterable[str]) -> None:
@@ -203,7 +202,6 @@ class Scraper:
         self._suspects = {address: until_s for address in addresses if address in self._targets}
 
     async def run(self) -> None:
-        """Scrape and publish until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 self.set_targets(self._targets)
@@ -340,8 +338,6 @@ class Scraper:
 
 
 class _Target:
-    """One endpoint that is being scraped."""
-
     def __init__(self, address: str, engine: Engine) -> None:
         self.address = address
         self.connection = Connection(address, engine.path, probe_path=engine.probe_path)
@@ -351,7 +347,6 @@ class _Target:
 
     @property
     def failures(self) -> int:
-        """Questions in a row that failed."""
         return self.last.failures if self.last is not None else 0
 
 

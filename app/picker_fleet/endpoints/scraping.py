@@ -65,7 +65,6 @@ class ReplicaLiveness:
             self._seen_s[replica] = now_s
 
     def seen(self, replica: str, now_s: float) -> None:
-        """`replica` published."""
         self._seen_s[replica] = self._newest_s = now_s
 
     def alive(self, live: Sequence[str], now_s: float) -> tuple[str, ...]:

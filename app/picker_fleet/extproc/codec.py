@@ -162,7 +162,6 @@ class Placed(NamedTuple):
     metadata: bytes
 
     def message(self) -> bytes:
-        """The answer by itself."""
         common = _field(b"\x12", self.set_headers) + _CLEAR_ROUTE_CACHE
         return _field(b"\x0a", _field(b"\x0a", common)) + self.metadata
 

@@ -71,7 +71,6 @@ class BodyBudget:
         self.held_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Count `size_bytes` fewer."""
         self.held_bytes -= size_bytes
 
 
@@ -264,12 +263,10 @@ class NewFlowLimit:
 
 
 def read_limit(settings: ExtProc, clock: Callable[[], float]) -> Rates:
-    """The limit of requests that go through without admission: one for all clients of the replica."""
     return Rates(settings.read_rate, max(settings.read_rate * _READ_BURST_S, 1.0), 1, clock)
 
 
 def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLimit:
-    """The limit of flows that clients name."""
     names = {model.name for model in settings.models}
     queue = settings.fair_request_queue
     return NewFlowLimit(queue.new_flows_per_minute, names, settings.extproc.trusted_hops, clock)
@@ -289,7 +286,6 @@ class DrainGate:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for admission."""
         return len(self._waiting)
 
     def close(self) -> None:
@@ -350,7 +346,6 @@ class OpenRequests:
         return self._count
 
     async def none(self) -> None:
-        """Wait until no request is being handled."""
         await self._idle.wait()
 
 

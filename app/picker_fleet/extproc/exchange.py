@@ -216,7 +216,6 @@ class Exchange:
         return self.abandon(BodyStalled("the rest of the body did not come"))
 
     def abandon(self, error: RequestError) -> bytes:
-        """Release everything; the answer to Envoy."""
         self._release()
         return self._refuse(error)
 
@@ -460,11 +459,9 @@ class ExchangeService:
 
     @property
     def bodies(self) -> BodyBudget:
-        """The byte budget of request bodies."""
         return self._context.bodies
 
     async def quiet(self) -> None:
-        """Wait until no request is being handled, in any mode."""
         await self._context.open_requests.none()
 
     async def process(self, stream: Stream) -> bytes | None:

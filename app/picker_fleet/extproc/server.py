@@ -86,13 +86,11 @@ class Server:
         await self._transport.stop(_STOP_S)
 
     async def stop(self) -> None:
-        """Cut everything at once."""
         await self._transport.stop(None)
         if self._health_transport is not None:
             await self._health_transport.stop(None)
 
     async def _quiet(self, limit_s: float) -> None:
-        """Wait until no request is being handled, at most `limit_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._service.quiet()

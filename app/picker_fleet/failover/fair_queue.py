@@ -140,7 +140,6 @@ class ScoredSet(Generic[M]):
         return member in self._entries
 
     def put(self, member: M, score: float, name: str) -> None:
-        """Add a member, or give it another score."""
         self._puts += 1
         entry = self._entries[member] = (score, name, self._puts, member)
         if len(self._heap) > 2 * len(self._entries) + 64:
@@ -157,7 +156,6 @@ class ScoredSet(Generic[M]):
         return self._entries[member][0]
 
     def scores(self) -> dict[str, float]:
-        """By name."""
         return {name: score for score, name, _, _ in self._entries.values()}
 
     def first(self) -> M | None:
@@ -222,7 +220,6 @@ class FlowQueue(Generic[R]):
             self._index_first(line)
 
     def head(self) -> R | None:
-        """The request that is served next."""
         return self._best() if self._by_score else self.requests.first()
 
     def newest(self) -> R:
@@ -321,7 +318,6 @@ class FairQueue(Generic[R]):
         return "" if self.policy.fairness == "none" else r.flow
 
     def length(self, r: R) -> int:
-        """How many wait in r's flow queue."""
         queue = self.bands[r.band].queues.get(self.name_of(r))
         return len(queue.requests) if queue is not None else 0
 
@@ -435,7 +431,6 @@ class FairQueue(Generic[R]):
         return r.flow_queue in self.bands[r.band].turns
 
     def bands_in_order(self) -> list[BandQueue[R]]:
-        """The bands, the next one first."""
         weighted = self.policy.band_policy == "weighted"
         return sorted(self.bands, key=lambda band: band.tag) if weighted else self.bands
 

@@ -246,7 +246,6 @@ class FailoverGate:
     async def _admit_prepaid(
         self, request: InferenceRequest, cost: float, wait: Wait, stream_owned: bool
     ) -> Placement:
-        """Admit through Redis a request whose cost is acquired here."""
         self._prepaid += cost
         try:
             placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
@@ -336,7 +335,6 @@ class FailoverGate:
     # Redis and the other replicas
 
     def heartbeat_fields(self) -> dict[str, object]:
-        """What the heartbeat tells the other replicas."""
         return {"degraded": self.degraded, **self._tombstones.heartbeat_fields()}
 
     def heartbeat_answered(self, pulse: HeartbeatReply) -> None:
@@ -380,7 +378,6 @@ class FailoverGate:
     # Failing over and back
 
     async def run(self) -> None:
-        """Watch, and fail over and back, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(), name="failover-watch")
             tasks.create_task(self._tombstones.run(), name="tombstones")

@@ -96,7 +96,6 @@ class LocalGate:
 
     @property
     def free(self) -> float:
-        """What may still be acquired, in the stock's unit."""
         return self._budget.free
 
     @property
@@ -109,7 +108,6 @@ class LocalGate:
         return min(len(self._queue) / self._queue.capacity, 1.0)
 
     def lengths(self) -> dict[str, int]:
-        """Queued requests by band."""
         return self._queue.lengths()
 
     def limit_budget(self, maximum: float) -> None:
@@ -339,7 +337,6 @@ class LocalPicker:
             self._load[endpoint] -= 1
 
     def failed(self, endpoint: str) -> None:
-        """`endpoint` could not be connected to."""
         self._failed[endpoint] = self._clock() + _FAILED_S
 
 

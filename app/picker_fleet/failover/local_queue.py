@@ -112,11 +112,9 @@ class LocalQueue:
 
     @property
     def capacity(self) -> int:
-        """How many may wait."""
         return self._queue.policy.total_capacity
 
     def lengths(self) -> dict[str, int]:
-        """Queued requests by band."""
         return {band.label: self._queue.bands[band].queued for band in Band}
 
     def offer(

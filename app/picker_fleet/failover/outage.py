@@ -99,7 +99,6 @@ class OutageJournal:
         return placement.cost if placement is not None else accounting_token.cost_of(token)
 
     def knows(self, request_id: str) -> bool:
-        """Whether the request was seen to run and its end was not."""
         return request_id in self._placed or request_id in self._alive
 
     def endpoint_of(self, request_id: str) -> str:
@@ -197,7 +196,6 @@ class Outage:
         self._placed += 1
 
     def withdraw(self, request_id: str) -> None:
-        """The request never ran."""
         self.picker.ended(self.journal.endpoint_of(request_id))
         self.gate.release(self.journal.withdrawn(request_id))
 

@@ -112,7 +112,6 @@ class BudgetTransfer:
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Ask for budget until cancelled."""
         asking: dict[str, asyncio.Task[None]] = {}
         try:
             async with asyncio.TaskGroup() as tasks:

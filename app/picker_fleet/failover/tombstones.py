@@ -64,7 +64,6 @@ class Tombstones:
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
 
     def add(self, request_id: str) -> None:
-        """The end of a request was received."""
         now_s, ends = self._clock(), self._ends
         ends[request_id] = now_s, _UNPUBLISHED
         ends.move_to_end(request_id)
@@ -79,7 +78,6 @@ class Tombstones:
         return {"returns": self._resyncs, "told": sorted(self._answered)}
 
     def update_peers(self, replicas: Mapping[str, PeerState]) -> None:
-        """What each live replica says of itself."""
         self._peers = replicas
         others = [(name, state) for name, state in replicas.items() if name != self._replica]
         self._peer_degraded = any(state.degraded for _, state in others)
@@ -111,7 +109,6 @@ class Tombstones:
         self._heartbeat_now()
 
     def begin_resync(self) -> None:
-        """This replica begins to resync."""
         self._resyncs += 1
 
     async def publish(self) -> None:
@@ -133,7 +130,6 @@ class Tombstones:
         self._published_epoch = epoch
 
     def settle_restored(self) -> None:
-        """Settle the requests that were restored after their end."""
         restored, self._restored = self._restored, set()
         for request_id in restored & self._ends.keys():
             answer = self._store.settle(request_id, Outcome.COMPLETED)

@@ -104,7 +104,6 @@ class Publisher:
         self._discovered_version = ""
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports."""
         self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
         facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
         self._discovered_version = _version(facts)
@@ -194,7 +193,6 @@ class StateReader:
         return self._failover.status() if self._failover is not None else None
 
     async def read(self) -> SharedState:
-        """The state now. Raises StateUnavailable."""
         pool = await self._store.state(self._silence_s)
         settings = self._fleet.config.settings
         self._last = SharedState(
@@ -235,7 +233,6 @@ class Sweeper:
         self._on_suspects = on_suspects
 
     async def run(self) -> None:
-        """Sweep until cancelled."""
         interval_s = self._settings.request_queue_controller.expiry_cleanup_interval
         while True:
             with contextlib.suppress(StateFault):
@@ -269,7 +266,6 @@ class NotificationPoller:
         self._gate = gate
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         pause_s = _MAX_POLL_S
         while True:
             await self._gate.any_waiting()
@@ -320,7 +316,6 @@ class Heartbeat:
         self._lost = False  # the shared state may lack what this replica holds
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled or stopped."""
         interval_s = self._leases.heartbeat
         while True:
             began_s = self._clock()
@@ -341,7 +336,6 @@ class Heartbeat:
                     await self._trigger.wait()
 
     def stop(self) -> None:
-        """Send no more heartbeats."""
         self._left = True
 
     async def _beat(self, full: bool) -> None:

@@ -94,7 +94,6 @@ def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`current` with `changes` made."""
     return {key: value for key, value in {**current, **changes}.items() if value is not None}
 
 

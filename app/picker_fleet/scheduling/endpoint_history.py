@@ -106,7 +106,6 @@ class PrefixIndex:
 
     @property
     def addresses(self) -> Collection[str]:
-        """Endpoints that the index has hashes of."""
         return self._served.keys()
 
     def add(self, address: str, hashes: Sequence[bytes]) -> None:
@@ -138,7 +137,6 @@ class PrefixIndex:
         }
 
     def retain(self, addresses: Collection[str]) -> None:
-        """Forget every endpoint that is not in `addresses`."""
         for gone in self._served.keys() - set(addresses):
             del self._served[gone]
 
@@ -221,7 +219,6 @@ class LatencyTracker:
         self._windows: dict[str, LatencyWindow] = {}
 
     def add(self, address: str, seconds: float) -> None:
-        """Add one completion time of `address`."""
         window = self._windows.pop(address, None)
         if window is None:
             window = LatencyWindow(self._window)
@@ -231,11 +228,9 @@ class LatencyTracker:
         window.add(seconds)
 
     def stats(self, address: str) -> LatencyStats | None:
-        """Of `address`; None without completions."""
         window = self._windows.get(address)
         return window.stats if window else None
 
     def retain(self, addresses: Collection[str]) -> None:
-        """Forget every endpoint that is not in `addresses`."""
         for gone in self._windows.keys() - set(addresses):
             del self._windows[gone]

@@ -185,7 +185,6 @@ def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> 
 
 
 def random_score(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """A random number for each endpoint."""
     draw = pick.random
     return [draw() for _ in candidates]
 

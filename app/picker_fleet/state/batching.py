@@ -111,7 +111,6 @@ class Call:
             on_batch(reply[:HEAD])
 
     def split(self) -> list["Call"]:
-        """One call for each item that has no answer."""
         head = self.command[: self.head]
         return [
             Call(self.name, (*head, *item.args), [item], self.batched, self.head, self.denied)
@@ -124,7 +123,6 @@ class Call:
             item.tried = True
 
     def fail(self, fault: type[StateFault], why: str) -> None:
-        """Fail every item that has no answer."""
         for item in self.items:
             if not item.answer.done():
                 item.answer.set_exception(fault(why, retry_after_s=1))
@@ -338,7 +336,6 @@ class BatchingClient:
         return bool(self._in_flight) or not self._open
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
-        """The arguments of the items of script `name` that Redis cannot have seen."""
         return self._pending.unsent(name)
 
     def submit(
@@ -364,7 +361,6 @@ class BatchingClient:
         return self._submit_call(name, ("FCALL", self._functions[name], 1, self._key, *args))
 
     def command(self, *args: Argument) -> asyncio.Future[Reply]:
-        """Run one plain command."""
         return self._submit_call(str(args[0]).lower(), args)
 
     def _submit_call(self, name: str, command: tuple[Any, ...]) -> asyncio.Future[Reply]:

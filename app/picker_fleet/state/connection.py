@@ -235,7 +235,6 @@ class RetransmissionTimeout:
         self._deviation_s = 0.0  # RTTVAR
 
     def record(self, seconds: float) -> None:
-        """A reply came after so long."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return
@@ -283,12 +282,10 @@ class FailureDetector:
         return min(max(self._floor_s, self._replies.timeout_s) * 2.0**repeats, self._ceiling_s)
 
     def record_failover(self, now_s: float) -> None:
-        """This replica goes on without Redis."""
         again = now_s - self._recovered_s < CALM_S
         self._repeats = min(self._repeats + 1, _MAX_REPEATS) if again else 1
 
     def record_recovery(self, now_s: float) -> None:
-        """This replica uses Redis again."""
         self._recovered_s = now_s
 
     def observe(
@@ -374,7 +371,6 @@ class ConnectionMonitor:
         self.answered_s = 0.0  # when a probe was answered last
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         try:
             while True:
                 await asyncio.sleep(TICK_S)

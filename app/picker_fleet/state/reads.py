@@ -49,7 +49,6 @@ class FlowQueueRow(NamedTuple):
 
     @property
     def order_key(self) -> tuple[int, float, bytes]:
-        """The order in which queues are listed."""
         return self.group, self.start, self.name.encode()
 
     @property
@@ -313,7 +312,6 @@ class Reads:
         return workload_row(page[0], float(now)) if page else None
 
     async def replicas(self) -> list[ReplicaRow]:
-        """The known replicas, live or silent."""
         now, *fields = await self._client.call("view_replicas", MAX_REPLICAS)
         now_s = float(now) / 1e6
         return [

@@ -149,7 +149,6 @@ def _quoted(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A long literal."""
     parts = re.findall(r"(?:\\\w+|[^\\]){1,90}", text)
     return "    " + " ..\n    ".join(_quoted(part) for part in parts)
 

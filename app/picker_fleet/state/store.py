@@ -150,7 +150,6 @@ class Store:
         self.queue_snapshots = QueueSnapshots(self._client, self.reads, self.keys.queue_snapshot)
 
     async def run(self) -> None:
-        """Carry calls until cancelled."""
         await self._client.run()
 
     @property

@@ -51,8 +51,6 @@ async def follow(
 
 
 class _Subscription:
-    """One connection that has subscribed to `channel`."""
-
     def __init__(self, channel: str, on_message: Callable[[bytes], object]) -> None:
         loop = asyncio.get_running_loop()
         self._channel = channel
@@ -147,7 +145,6 @@ class CommandClient:
         return replies
 
     async def close(self) -> None:
-        """End the connection, if there is one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()

@@ -244,11 +244,9 @@ class Metrics:
         self._bodies.follow(held_bytes)
 
     def preempted(self, band: Band) -> None:
-        """A queued request of this replica was preempted for a higher band."""
         self._preemptions.add((band.label,))
 
     def evicted(self, band: Band) -> None:
-        """An operator took a queued request of this replica out."""
         self._evictions.add((band.label,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
@@ -336,7 +334,6 @@ class Metrics:
             self._transitions.add((state, cause))
 
     def degraded(self, on: bool) -> None:
-        """Whether this replica works without the shared state."""
         self._pool_gauges["degraded"].set(float(on))
 
     def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
@@ -443,7 +440,6 @@ class _Writer:
         self._labels = labels
 
     def line(self, name: str, values: Labels, value: float) -> str:
-        """One sample."""
         pairs = ",".join(pair for _, pair in self._pairs(values))
         return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
 
