@@ -204,6 +204,25 @@ def test_a_flow_that_comes_back_still_owes_for_its_service(side: ScriptSide) -> 
     assert pool.serve() == ["y0", "y1", "y2", "y3", "y4", "x1", "y5", "y6", "y7"]
 
 
+def test_a_weight_that_is_changed_counts_for_what_already_waits(side: ScriptSide) -> None:
+    pool = Pool(side, guard_share=0)
+    pool.admit("runs")
+    pool.admit(", ".join(f"x{n}, y{n}" for n in range(9)))
+    pool.tune(weights={"y": 3})
+    assert sum(name.startswith("y") for name in pool.serve(12)) == 9
+
+
+def test_a_paused_pool_queues_and_expires_but_serves_nobody(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.tune(paused=1)
+    pool.admit("brief ttl_ms=20, waits")
+    pool.passes(30)
+    pool.sweep()
+    assert (pool.those("expired"), pool.granted) == (["brief"], [])
+    pool.tune(paused=None)
+    assert pool.granted == ["waits"]
+
+
 def test_a_request_that_leaves_the_queue_leaves_no_gap(side: ScriptSide) -> None:
     pool = Pool(side)
     pool.admit("runs")

@@ -197,6 +197,14 @@ class Fleet:
 
         await until(are_queued)
 
+    async def until_logged(self, event: str, request_id: str) -> None:
+        """Wait until the decision log has `event` of the request."""
+
+        async def is_logged() -> bool:
+            return any((entry.event, entry.request) == (event, request_id) for entry in await self.log())
+
+        await until(is_logged)
+
     async def counts(self) -> tuple[float, int, list[int]]:
         """Stock, queue length, load of each endpoint by address."""
         state = await self.state()

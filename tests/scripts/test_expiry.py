@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from decision_ledger import events_of
 from script_backends import wire
-from script_fleet import Fleet, OpenFleet, ask, until
+from script_fleet import OpenFleet, ask, until
 
 from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
@@ -54,27 +54,22 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
         await b.admit("runs")
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), stream_owned=False))
         await until(lambda: a.gate.waiting == 1)
-        await until(lambda: _has(it, "q"))
+        await it.until_logged("queued", "q")
         between.mute()
         # When its time is up, then it is answered, and Redis learns of it when it returns
         with pytest.raises(ExpiredTtl):
             await waiter
         between.unmute()
-        await until(lambda: _has(it, "expired"))
+        await it.until_logged("expired", "q")
         await b.settle("runs")
         await until(it.at_rest)
-
-
-async def _has(it: Fleet, word: str) -> bool:
-    """Whether the log tells of `word`, a request or an event."""
-    return any(word in (entry.request, entry.event) for entry in await it.log())
 
 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
     # Given a waiter that nobody wakes
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
-        await until(lambda: _has(it, "q"))
+        await it.until_logged("queued", "q")
         # When its turn comes before its time is up, though it has not heard of it
         await b.settle("runs")
         # Then its own timer finds the grant

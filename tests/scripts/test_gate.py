@@ -13,15 +13,15 @@ from picker_fleet.state.store import Decision
 E1, E2 = addresses(2)
 
 
-async def queued(it: Fleet, request_id: str) -> None:
-    async def is_queued() -> bool:
-        return "queued" in events_of(await it.log(), request_id)
-
-    await until(is_queued)
-
-
 def asked(replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
     return asyncio.create_task(replica.gate.admit(ask(request_id), stream_owned=False))
+
+
+async def waiting(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
+    """A request that waits in the queue."""
+    task = asked(replica, request_id)
+    await it.until_logged("queued", request_id)
+    return task
 
 
 async def cancel(task: "asyncio.Task[Placement]") -> None:
@@ -33,8 +33,7 @@ async def cancel(task: "asyncio.Task[Placement]") -> None:
 async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) -> None:
     # Given a replica that listens and waits
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
-        waiter = asked(b, "q")
-        await queued(it, "q")
+        waiter = await waiting(it, b, "q")
         # When another replica frees the capacity, then the waiter is placed
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
@@ -44,8 +43,7 @@ async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) 
 async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: OpenFleet) -> None:
     # Given a replica that never hears wake-ups
     async with fleet("a", "b", full=True) as (it, a, b):
-        waiter = asked(b, "q")
-        await queued(it, "q")
+        waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
         # When it beats, then its waiter is placed, and nothing is left in its inbox
@@ -89,10 +87,8 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
     # Given one that waits and one behind it
     async with fleet("a", "b", full=True) as (it, a, b):
-        task = asked(a, "q")
-        await queued(it, "q")
-        behind = asked(a, "behind")
-        await queued(it, "behind")
+        task = await waiting(it, a, "q")
+        behind = await waiting(it, a, "behind")
         # When the first leaves, then the other is served
         await cancel(task)
         await a.beat()
@@ -120,8 +116,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = asked(a, "q")
-        await queued(it, "q")
+        task = await waiting(it, a, "q")
         await a.settle("runs")
         await placing.wait()
         # When its client leaves, then all it held is given back
@@ -147,8 +142,7 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
 async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
     # Given a waiter whose granted request is taken away before it is placed
     async with fleet("a", "b", full=True) as (it, a, b):
-        waiter = asked(a, "q")
-        await queued(it, "q")
+        waiter = await waiting(it, a, "q")
         await b.settle("runs")
         await b.settle("q")
         # When it is notified of its grant, then it is admitted again
@@ -188,8 +182,7 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
     # Given a queue that holds a request of b's that b knows nothing of, and one behind it
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), 1, "*")
-        waiter = asked(b, "q")
-        await queued(it, "q")
+        waiter = await waiting(it, b, "q")
         # When its turn comes, then b gives its grant back, and the next is served
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
@@ -201,8 +194,7 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
 async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_request(fleet: OpenFleet) -> None:
     # Given a request that was granted and placed, and is not waited for any more
     async with fleet("a", "b", full=True) as (it, a, b):
-        waiter = asked(b, "q")
-        await queued(it, "q")
+        waiter = await waiting(it, b, "q")
         await a.settle("runs")
         await b.beat()
         await waiter

@@ -72,12 +72,8 @@ async def whole_but_open(exchange: Exchange) -> None:
 async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
     """A request that waits in the queue."""
     task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), stream_owned=False))
-    await until(lambda: _queued(it, request_id))
+    await it.until_logged("queued", request_id)
     return task
-
-
-async def _queued(it: Fleet, request_id: str) -> bool:
-    return "queued" in events_of(await it.log(), request_id)
 
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
@@ -118,7 +114,7 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         # When its end is answers
         clock.now_s = 20.0
         answers: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
-        await until(lambda: _queued(it, "upload-1"))
+        await it.until_logged("queued", "upload-1")
         # Then it waits, as old as it is, before those who came second
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9

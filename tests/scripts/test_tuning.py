@@ -51,34 +51,6 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
         assert order_of(await it.log()) == ["r0", "r1"]
 
 
-async def test_a_paused_pool_queues_and_expires_but_serves_nobody(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=2) as (it, a):
-        await a.store.set_live_config({"paused": 1}, {"paused": True})
-        assert (await a.beat()).paused
-        assert (await a.admit("waits")).status == "queued"
-        assert (await a.admit("brief", ttl_s=0.02)).status == "queued"
-        await it.after(30)
-        await a.sweep()
-        assert a.notifications == [("expired", "brief")]
-        await a.store.set_live_config({"paused": None}, {"paused": None})
-        assert ("granted", "waits") in a.notifications
-
-
-async def test_a_flows_weight_counts_for_what_already_waits(fleet: OpenFleet) -> None:
-    async with fleet("a", guard_share=0, full=True) as (it, a):
-        for i in range(12):
-            for flow in "xy":
-                await a.admit(f"{flow}{i}", flow=flow)
-        # When one flow's weight is trebled, then it has three of four
-        await a.store.set_live_config({"weights": {"y": 3}}, {"weights": {"y": 3}})
-        await a.settle("runs")
-        for _ in range(11):
-            await a.settle(order_of(await it.log())[-1])
-        order = order_of(await it.log())
-        assert len(order) == 12
-        assert sum(name.startswith("y") for name in order) == 9
-
-
 POLICIES = [
     {"fairness": fairness, "ordering": ordering}
     for fairness in ("weighted-fair", "round-robin", "none")
