@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-versions hostile faults pulses soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-versions compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -74,6 +74,10 @@ bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels a
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)
+
+compose-test: $(VENV)/.installed ## the real Dockerfile and compose file on Docker or podman, under load (ARGS=--once)
+	bash .ci/containers $(VENV)/containers
+	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.compose --tools $(VENV)/containers $(ARGS)
 
 hostile: $(VENV)/.installed ## every attack at once for ten minutes, honest clients beside them (ARGS='--minutes 1')
 	PYTHONPATH=tests/fleet $(BIN)/python -m bench.hostile $(ARGS)

@@ -1,0 +1,295 @@
+"""`make compose-test`: the real Dockerfile and docker-compose.yml on a container engine, under load.
+
+Builds every image, examines them, starts the whole fleet, scales it, kills a picker and Redis while clients
+ask, reads the admin API, and removes every container, whatever happens. Prints each step with its time and
+the errors that clients saw, and writes bench/results/compose.md. Exit status 0 if all held, else 1.
+"""
+
+import argparse
+import asyncio
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from bench.compose.engine import BASE, ROOT, Engine, EngineFault, enter_namespace, find_engine, restrict
+from bench.compose.fleet import REQUESTS, Broken, Fleet, is_allowed
+from bench.compose.images import PROMETHEUS, REDIS, Quality, differences, examine, fetch_or_make
+from bench.rig.machine import describe_machine
+from picker_tools.load.client_history import ClosedLoop, closed_loop
+
+RESULT = ROOT / "bench" / "results" / "compose.md"
+_PORTS = (8080, 8081, 8089, 9090, 3000)
+_IMAGES = {"picker": "picker-fleet", "edge": "picker-fleet-edge", "load": "picker-fleet-load"}
+_SERVICES = ("redis", "simulator", "picker", "envoy", "prometheus", "locust")
+_HEALTHY_S = 180.0
+_READY_LINE = "picker_fleet.serve ready"
+_READY_MOST_S = 1.5
+_CLIENTS = 12
+_OUTAGE_S = 3.0
+
+
+@dataclass(slots=True)
+class Log:
+    """The steps, as they are printed and written."""
+
+    lines: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[list[str]]:
+        """Time a step; what is appended to the yielded list is told beside it."""
+        print(f"{name} …", flush=True)
+        told: list[str] = []
+        began_s = time.monotonic()
+        yield told
+        took_s = time.monotonic() - began_s
+        self.lines.append(f"| {name} | {took_s:.1f} | {'; '.join(told)} |")
+        print(f"  {took_s:.1f} s  {'; '.join(told)}", flush=True)
+
+    def fault(self, text: str) -> None:
+        self.faults.append(text)
+        print(f"  FAULT: {text}", flush=True)
+
+
+def _images(engine: Engine, log: Log, *, twice: bool) -> None:
+    for name, what in ((BASE, "base image"), (REDIS, "Redis"), (PROMETHEUS, "Prometheus")):
+        with log.step(f"image: {what}") as told:
+            told.append(fetch_or_make(engine, name))
+        if name == BASE and (restricted := restrict(engine)):
+            print(f"  {restricted}", flush=True)
+    for target, name in _IMAGES.items():
+        with log.step(f"build {target}"):
+            engine.build(target, name)
+    with log.step("examine the images") as told:
+        for target, name in _IMAGES.items():
+            quality = examine(engine, name, is_small=target == "picker")
+            told.append(_described(target, quality))
+            for fault in quality.faults[:10]:
+                log.fault(f"image {target}: {fault}")
+    if twice:
+        with log.step("build picker again from nothing") as told:
+            again = f"{_IMAGES['picker']}-again"
+            engine.build("picker", again, fresh=True)
+            differ = differences(engine, _IMAGES["picker"], again)
+            told.append(f"{len(differ)} files differ from the first build's")
+            if differ:
+                log.fault(f"two builds differ in {len(differ)} files: {', '.join(differ[:10])}")
+
+
+def _described(target: str, quality: Quality) -> str:
+    return f"{target} {quality.above_base_bytes / 1e6:.0f} MB above the base, {quality.packages} packages"
+
+
+async def _under_load(fleet: Fleet, log: Log) -> None:
+    engine = fleet.engine
+    with log.step("40 requests through Envoy") as told:
+        async with closed_loop(REQUESTS, clients=8, seed=2) as few:
+            await few.wait_for_served(40)
+        served_by = {record.endpoint for record in few.history if record.served}
+        told.append(f"served by {len(served_by)} model servers")
+        _judge(few, (0.0, 0.0), log, told)
+        if len(served_by) != 4:
+            log.fault(f"of 4 model servers {len(served_by)} served")
+    with log.step("all under load") as all_told:
+        async with closed_loop(REQUESTS, clients=_CLIENTS) as load:
+            await load.wait_for_served(50)
+            for count in (2, 5):
+                with log.step(f"scale to {count} pickers") as told:
+                    before = load.served
+                    await asyncio.to_thread(engine.scale_pickers, count)
+                    await fleet.until_live(count)
+                    told.append(f"{load.served - before} served meanwhile")
+                await load.wait_for_served(50)
+            with log.step("kill a picker container") as told:
+                victim = engine.containers("picker")[0]
+                await asyncio.to_thread(engine.kill, victim)
+                await fleet.until_live(4)
+                before = load.served
+                await load.wait_for_served(100)
+                told.append("4 live")
+            with log.step("start it again") as told:
+                await asyncio.to_thread(engine.start, victim)
+                await fleet.until_live(5)
+                ready_s = await asyncio.to_thread(engine.seconds_to, victim, _READY_LINE)
+                told.append(
+                    "5 live; log line `ready` "
+                    + ("not found" if ready_s is None else f"after {ready_s:.2f} s")
+                )
+            with log.step(f"kill the Redis container, start it {_OUTAGE_S:g} s later") as told:
+                redis = engine.containers("redis")[0]
+                before, began_s = load.served, time.monotonic()
+                await asyncio.to_thread(engine.kill, redis)
+                await asyncio.sleep(_OUTAGE_S)
+                await asyncio.to_thread(engine.start, redis)
+                await fleet.until_state("shared again", lambda state: not state["degraded"])
+                await fleet.until_live(5)
+                outage = (began_s, time.monotonic())
+                told.append(f"{load.served - before} served meanwhile")
+            await load.wait_for_served(100)
+        _judge(load, outage, log, all_told)
+    with log.step("at rest") as told:
+        await fleet.until_state(
+            "all counts 0", lambda s: not s["stock"] and not s["queued"] and not s["leases"]
+        )
+        told.append("stock, queue and leases are 0")
+
+
+def _judge(load: ClosedLoop, outage: tuple[float, float], log: Log, told: list[str]) -> None:
+    """Count the errors of clients; those that G8 allows apart."""
+    failed = load.failed
+    bad = [record for record in failed if not is_allowed(record, outage)]
+    left = sum(record.left for record in load.history)
+    told.append(
+        f"{len(load.history)} requests: {load.served} served, {left} left by their client, "
+        f"{len(failed) - len(bad)} refused as G8 allows, **{len(bad)} errors**"
+    )
+    for record in bad[:5]:
+        log.fault(f"status {record.status}, {record.reason or record.fault or 'half an answer'}")
+
+
+async def _fleet(engine: Engine, log: Log, token: str) -> None:
+    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+        fleet = Fleet(engine, client, token)
+        with log.step("up with 5 pickers") as told:
+            began_s = time.monotonic()
+            await asyncio.to_thread(engine.up, _SERVICES, 5)
+            told.append(
+                f"{len(engine.containers())} containers created after {time.monotonic() - began_s:.1f} s"
+            )
+            await asyncio.to_thread(engine.wait_healthy, engine.containers(), _HEALTHY_S)
+            told.append("all healthy")
+            await fleet.until_live(5)
+        with log.step("start to ready") as told:
+            waits = [engine.seconds_to(name, _READY_LINE) for name in engine.containers("picker")]
+            told.append(
+                "five at once: " + ", ".join("?" if wait is None else f"{wait:.2f} s" for wait in waits)
+            )
+            alone_s = await _ready_alone(fleet, log)
+            told.append(f"one by itself: {alone_s:.2f} s")
+        await _under_load(fleet, log)
+        with log.step("admin API through Envoy") as told:
+            told.append(await fleet.admin_api())
+        with log.step("Prometheus") as told:
+            told.append(await fleet.prometheus(Counter(picker=5, simulator=4, envoy=1)))
+        with log.step("Locust by its page") as told:
+            told.append(await fleet.locust(60))
+
+
+async def _ready_alone(fleet: Fleet, log: Log) -> float:
+    """Seconds from start to ready of one picker while nothing else starts."""
+    name = fleet.engine.containers("picker")[-1]
+    await asyncio.to_thread(fleet.engine.run, "restart", "--time", "10", name)
+    await fleet.until_live(5)
+    ready_s = await asyncio.to_thread(fleet.engine.seconds_to, name, _READY_LINE)
+    if ready_s is None:
+        raise Broken(f"no log line `ready` of {name}")
+    if ready_s > _READY_MOST_S:
+        log.fault(f"start to ready took {ready_s:.2f} s, more than {_READY_MOST_S} s")
+    return ready_s
+
+
+def _free_ports() -> None:
+    for port in _PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as fault:
+                raise EngineFault(
+                    f"port {port} of 127.0.0.1, which docker-compose.yml publishes: {fault}"
+                ) from None
+
+
+def _write(log: Log, engine: Engine) -> None:
+    machine = describe_machine("bench.compose")
+    version = engine.run("--version").strip()
+    text = [
+        "# The compose file on a container engine",
+        "",
+        f"`make compose-test`, {machine.date}, {machine.cores} cores, {version}. Grafana was not started.",
+        "",
+        "| step | seconds | |",
+        "|---|---|---|",
+        *log.lines,
+        "",
+        *(f"- {fault}" for fault in log.faults),
+        "" if log.faults else "All held.",
+    ]
+    RESULT.write_text("\n".join(text).rstrip() + "\n")
+
+
+def _interrupted(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.compose", description=__doc__)
+    parser.add_argument(
+        "--tools", type=Path, default=Path(".venv/containers"), help="where podman-compose is"
+    )
+    parser.add_argument("--images", action="store_true", help="build and examine the images only")
+    parser.add_argument(
+        "--once", action="store_true", help="without the second build that must equal the first"
+    )
+    parser.add_argument("--no-build", action="store_true", help="with the images of a run before")
+    args = parser.parse_args()
+    enter_namespace()
+    signal.signal(signal.SIGTERM, _interrupted)
+    log = Log()
+    try:
+        engine = find_engine(args.tools)
+        _free_ports()
+        if args.no_build:
+            restrict(engine)
+        else:
+            _images(engine, log, twice=not args.once)
+        if not args.images:
+            _run_fleet(engine, log)
+    except (EngineFault, Broken, TimeoutError, httpx.HTTPError) as fault:
+        log.fault(str(fault) or type(fault).__name__)
+    except ExceptionGroup as faults:
+        log.fault("; ".join(str(fault) for fault in faults.exceptions))
+    except KeyboardInterrupt:
+        return 130
+    else:
+        _write(log, engine)
+    print("all held" if not log.faults else f"{len(log.faults)} faults", flush=True)
+    return 1 if log.faults else 0
+
+
+def _run_fleet(engine: Engine, log: Log) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        token = secrets.token_hex(16)
+        file = Path(folder) / "admin-token"
+        file.write_text(token)
+        Path(folder).chmod(0o755)
+        file.chmod(0o644)  # a container's user reads it
+        engine.environment["PICKER_ADMIN_TOKEN_FILE"] = str(file)
+        try:
+            engine.down()
+            asyncio.run(_fleet(engine, log, token))
+        except (Exception, KeyboardInterrupt):
+            for name in engine.containers("envoy") + engine.containers("picker")[:1]:
+                print(f"--- {name}\n{engine.log(name)}", file=sys.stderr)
+            raise
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is little, and must be done
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with log.step("remove everything"):
+                engine.down()
+            if left := engine.containers():
+                log.fault(f"containers are left: {', '.join(left)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
