@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-versions compose-test hostile faults pulses soak lock clean
+.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -71,6 +71,9 @@ bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn ch
 
 bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.chaos $(ARGS)
+
+bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS=--taken)
+	$(BIN)/python -m bench.refill $(ARGS)
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)

@@ -16,7 +16,7 @@ from bench.rig.machine import cpu_ns
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_fleet.units import split_host_port
-from picker_tools.local_fleet.envoy import Envoy
+from picker_tools.local_fleet.envoy import Envoy, Host
 from picker_tools.local_fleet.network import LOOPBACK, until
 from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Simulator, Valkey
 from picker_tools.local_fleet.processes import READY_S, Child, Part, Report, Supervisor
@@ -32,12 +32,17 @@ _NO_REDIS = "redis://127.0.0.1:1/0"  # never used: this configuration only makes
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What answers Envoy: `none` (no picker; Envoy balances by itself), a constant picker, or a replica."""
+    """What answers Envoy: `none` (no picker; Envoy balances by itself), a constant picker, or `replicas`.
+
+    `bound` is how many requests an endpoint may have in flight.
+    """
 
     name: str
     mode: Mode
     kind: Literal["none", "constant", "terse", "replica"] = "replica"
     scorers: tuple[str, ...] = ()
+    replicas: int = 1
+    bound: int = _PLENTY
 
 
 class ConstantPickerPart:
@@ -123,10 +128,10 @@ class Stack:
         self,
         supervisor: Supervisor,
         envoy: Envoy,
-        picker: ConstantPickerPart | Replica,
+        pickers: Sequence[ConstantPickerPart | Replica],
         valkey: Valkey | None,
     ) -> None:
-        self._supervisor, self._envoy, self._picker, self._valkey = supervisor, envoy, picker, valkey
+        self._supervisor, self._envoy, self._pickers, self._valkey = supervisor, envoy, pickers, valkey
 
     @property
     def url(self) -> str:
@@ -135,13 +140,13 @@ class Stack:
     def cpu(self) -> CpuTime:
         pid = self._supervisor.pid
         return CpuTime(
-            picker_ns=cpu_ns([pid(self._picker)]),
+            picker_ns=cpu_ns([pid(picker) for picker in self._pickers]),
             valkey_ns=cpu_ns([pid(self._valkey)]) if self._valkey is not None else 0,
             envoy_ns=cpu_ns([pid(self._envoy)]),
         )
 
-    async def wait_until_serving(self) -> None:
-        """Wait until Envoy has all endpoints and a healthy picker.
+    async def wait_until_serving(self, endpoints: int) -> None:
+        """Wait until Envoy has all endpoints and healthy pickers.
 
         Raises:
             StartupError: not within half a minute.
@@ -150,7 +155,7 @@ class Stack:
 
         async def probe() -> bool | None:
             nonlocal why
-            why = await self._envoy.missing(_ENDPOINTS) or ""
+            why = await self._envoy.missing(endpoints) or ""
             return None if why else True
 
         if await until(probe, within_s=_SERVING_S) is None:
@@ -196,38 +201,45 @@ async def stack(variant: Variant, endpoints: Sequence[str], folder: Path) -> Asy
     own = folder / variant.name.replace(" ", "-")
     async with _ProcessGroup(own) as group:
         valkey, tree = None, _tree(variant, _NO_REDIS, endpoints)
-        picker: ConstantPickerPart | Replica
+        pickers: Sequence[ConstantPickerPart | Replica]
+        http_pickers: list[Host] = []
         if variant.kind == "replica":
             valkey = Valkey(own)
             await group.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
             tree = _tree(variant, valkey.socket_url, endpoints)
-            picker = Replica(1, 0, own, lambda: tree, http=variant.mode == "http")
+            over_http = variant.mode == "http"
+            replicas = [Replica(1 + n, 0, own, lambda: tree, http=over_http) for n in range(variant.replicas)]
+            await group.bring_up(*replicas)
+            pickers, http_pickers = replicas, [each.http_host for each in replicas] if over_http else []
         else:  # for `none`, too: it serves endpoints and access logs
-            picker = ConstantPickerPart(endpoints, terse=variant.kind == "terse")
-        await group.bring_up(picker)
-        over_http = isinstance(picker, Replica) and variant.mode == "http"
+            pickers = [ConstantPickerPart(endpoints, terse=variant.kind == "terse")]
+            await group.bring_up(*pickers)
         envoy = Envoy(
             parse(tree),
             variant.mode,
             0,
-            [picker.host],
+            [picker.host for picker in pickers],
             own,
-            http_pickers=[picker.http_host] if over_http else (),  # type: ignore[union-attr]
+            http_pickers=http_pickers,
             edit=_without_picker if variant.kind == "none" else str,
         )
         await group.bring_up(envoy)
-        running = Stack(group.supervisor, envoy, picker, valkey)
-        await running.wait_until_serving()
+        running = Stack(group.supervisor, envoy, pickers, valkey)
+        await running.wait_until_serving(len(endpoints))
         yield running
 
 
 def _tree(variant: Variant, redis_url: str, endpoints: Sequence[str]) -> dict[str, Any]:
-    """The replica's configuration: bounds so high that nothing waits."""
+    """The replicas' configuration."""
     return {
         "pool": "bench",
         "redis": {"url": redis_url},
         "discovery": {"static": [{"address": address} for address in endpoints]},
-        "request_queue_controller": {"watermark_per_backend": _PLENTY},
+        "request_queue_controller": {
+            "watermark_per_backend": variant.bound,
+            "lower_bound_per_backend": variant.bound,
+            "upper_bound_per_backend": variant.bound,
+        },
         "fair_request_queue": {"total_capacity": _PLENTY, "flow_capacity": _PLENTY},
         "scheduling": {"scorers": [{"name": name} for name in variant.scorers]},
     }

@@ -1,0 +1,303 @@
+"""`python -m bench.refill`: how long a freed place at a model server stays empty while requests wait.
+
+From the last byte of an answer at the model server to the first byte of the next request there, beside the
+time that a picker adds to a request that does not wait. One model server with few places, and a deep queue.
+The client and the model server are in this process: one clock times both. Writes bench/results/refill.md.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+import uvloop
+
+from bench.overhead.measure import percentile
+from bench.overhead.stack import Variant, stack
+from bench.rig.load import MODEL
+from bench.rig.machine import describe_machine
+from bench.rig.page import table
+from picker_fleet.errors import PickerError
+from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.parts import MODES
+
+_PLACES = 4
+_WAITING = 48  # connections beside those that are served
+_SERVED_S = (0.03, 0.07)  # of an answer, so that ends do not come together
+_UNQUEUED = 400
+_REFILLS = 500
+_WARM_UP = 40
+_LIMIT_S = 60.0
+_P50_LIMIT, _P99_LIMIT = 1.5, 3.0
+_ANSWER = json.dumps(
+    {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
+).encode()
+_BODY = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
+
+
+@dataclass(slots=True)
+class Times:
+    """When requests were sent, arrived and ended, in µs of one clock. `served_s` is how long an answer
+    takes."""
+
+    served_s: tuple[float, float] = (0.0, 0.0)
+    sent_us: dict[bytes, int] = field(default_factory=dict)
+    arrived_us: list[int] = field(default_factory=list)
+    ended_us: list[int] = field(default_factory=list)
+    on_the_way_us: list[int] = field(default_factory=list)
+
+
+class _ModelServer(asyncio.Protocol):
+    """Serves one connection of Envoy's, or of a replica that asks for health or metrics."""
+
+    def __init__(self, times: Times) -> None:
+        self._times, self._path, self._id = times, b"", b""
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._began_us = _now_us()
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"x-sent":
+            self._id = value
+
+    def on_message_complete(self) -> None:
+        if self._path != b"/v1/completions":
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        times = self._times
+        times.arrived_us.append(self._began_us)
+        times.on_the_way_us.append(self._began_us - times.sent_us.pop(self._id, self._began_us))
+        asyncio.get_running_loop().call_later(random.uniform(*times.served_s), self._end)
+
+    def _end(self) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(_ANSWER) + _ANSWER)
+        self._times.ended_us.append(_now_us())
+
+
+class _Client(asyncio.Protocol):
+    """Sends one request after the other until `stop`."""
+
+    def __init__(self, times: Times, number: int) -> None:
+        self._times, self._number, self._count = times, number, 0
+        self.stopped = asyncio.get_running_loop().create_future()
+        self._stop = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._parser = httptools.HttpResponseParser(self)
+        self._send()
+
+    def connection_lost(self, fault: Exception | None) -> None:
+        if not self.stopped.done():
+            self.stopped.set_exception(ConnectionError("Envoy closed a connection"))
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200 and not self.stopped.done():
+            self.stopped.set_exception(ConnectionError(f"status {status}"))
+        elif self._stop and not self.stopped.done():
+            self.stopped.set_result(None)
+        else:
+            self._send()
+
+    def stop(self) -> None:
+        """No further request; `stopped` is done with the last answer."""
+        self._stop = True
+
+    def _send(self) -> None:
+        self._count += 1
+        name = b"%d-%d" % (self._number, self._count)
+        self._times.sent_us[name] = _now_us()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+            b"x-gateway-inference-fairness-id: flow-%d\r\nx-sent: %s\r\ncontent-length: %d\r\n\r\n"
+        )
+        self._transport.write(head % (self._number % 4, name, len(_BODY)) + _BODY)
+
+
+def _now_us() -> int:
+    return time.perf_counter_ns() // 1000
+
+
+async def _load(url: str, times: Times, connections: int, requests: int) -> None:
+    """Send until `requests` more have ended."""
+    at, loop = urlsplit(url), asyncio.get_running_loop()
+    target = len(times.ended_us) + requests
+    clients = []
+    for number in range(connections):
+        _, client = await loop.create_connection(lambda n=number: _Client(times, n), at.hostname, at.port)
+        clients.append(client)
+    async with asyncio.timeout(_LIMIT_S):
+        while len(times.ended_us) < target:
+            await asyncio.sleep(0.02)
+            for client in clients:
+                if client.stopped.done():
+                    client.stopped.result()
+        for client in clients:
+            client.stop()
+        await asyncio.gather(*(client.stopped for client in clients))
+    for client in clients:
+        client._transport.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Microseconds: how long requests were on the way from client to server, and places stayed empty."""
+
+    way_us: list[int]
+    refill_us: list[int]
+
+
+async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
+    times.served_s = (0.001, 0.003)
+    await _load(url, times, 2, _WARM_UP)
+    times.on_the_way_us.clear()
+    await _load(url, times, 2, _UNQUEUED)
+    way_us, refill_us = list(times.on_the_way_us), []
+    if refill:
+        times.served_s = _SERVED_S
+        times.arrived_us.clear()
+        times.ended_us.clear()
+        await _load(url, times, _PLACES + _WAITING, _REFILLS)
+        # The server is full but for the gaps to be measured: end n makes place for arrival n + places.
+        pairs = zip(times.ended_us[: _REFILLS - _PLACES], times.arrived_us[_PLACES:], strict=False)
+        refill_us = [arrived - ended for ended, arrived in pairs][_WARM_UP:]
+    return Reading(way_us, refill_us)
+
+
+@contextlib.asynccontextmanager
+async def _model_server(times: Times) -> AsyncIterator[str]:
+    server = await asyncio.get_running_loop().create_server(lambda: _ModelServer(times), LOOPBACK, 0)
+    async with server:
+        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def _taken_cores() -> Iterator[None]:
+    """A busy process for each core, as model servers on the same host."""
+    hogs = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(os.cpu_count() or 1)]
+    for hog in hogs:
+        hog.start()
+    try:
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+
+
+async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
+    """A reading of each variant in each round, by name; `none` is without a picker."""
+    variants = [Variant("none", "lean", "none")]
+    variants += [
+        Variant(f"{mode}, {count}", mode, replicas=count, bound=_PLACES)
+        for mode in MODES
+        if mode in modes
+        for count in replicas
+    ]
+    found: dict[str, list[Reading]] = {variant.name: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants:
+            print(f"round {number + 1} of {rounds}: {variant.name}", file=sys.stderr)
+            times = Times()
+            with tempfile.TemporaryDirectory(prefix="picker-refill-") as folder:
+                async with _model_server(times) as address, stack(variant, [address], Path(folder)) as it:
+                    found[variant.name].append(
+                        await _reading(it.url, times, refill=variant.kind == "replica")
+                    )
+    return found
+
+
+def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
+    """A row a variant: medians over the rounds, in ms, and ratios within a round."""
+
+    def of(values: list[int], share: float) -> float:
+        return percentile(values, share) / 1000
+
+    lines = []
+    for name, readings in found.items():
+        if name == "none":
+            continue
+        cells: list[str] = []
+        for share, limit in ((0.5, _P50_LIMIT), (0.99, _P99_LIMIT)):
+            pairs = zip(readings, found["none"], strict=True)
+            added = [of(own.way_us, share) - of(none.way_us, share) for own, none in pairs]
+            refill = [of(each.refill_us, share) for each in readings]
+            ratio = statistics.median(r / max(a, 1e-3) for r, a in zip(refill, added, strict=True))
+            met = "met" if ratio <= limit else "**missed**"
+            cells += [
+                f"{statistics.median(added):.2f}",
+                f"{statistics.median(refill):.2f}",
+                f"{ratio:.2f}",
+                met,
+            ]
+        lines.append([*name.split(", "), *cells])
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.refill", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
+    parser.add_argument("--taken", action="store_true", help="with a busy process for each core")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    args = parser.parse_args(arguments)
+    made = describe_machine("bench.refill", arguments)
+    try:
+        with _taken_cores() if args.taken else contextlib.nullcontext():
+            found = uvloop.run(measure(args.rounds, args.modes, args.replicas))
+    except (PickerError, OSError) as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    head = ["mode", "replicas"]
+    for share, limit in (("p50", _P50_LIMIT), ("p99", _P99_LIMIT)):
+        head += [f"added {share}, ms", f"refill {share}, ms", f"ratio (≤ {limit:g})", ""]
+    written = table(head, rows(found))
+    cores = "every core taken by a busy process" if args.taken else "calm"
+    page = (
+        "# How long a freed place stays empty\n\n"
+        f"`{made.command}`, {made.date}, {made.cores} cores, load {made.load:.2f} at the start, {cores}. "
+        f"{args.rounds} rounds, new processes each. One model server with {_PLACES} places and "
+        f"{_WAITING} requests that wait. `refill`: from the last byte of an answer at the model server to "
+        "the first byte of the next request there. `added`: from client to server for a request that does "
+        "not wait, "
+        f"less the same without a picker. Medians over the rounds.\n\n{written}\n"
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"refill{'-taken' * args.taken}.md").write_text(page, encoding="utf-8")
+    print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
