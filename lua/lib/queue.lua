@@ -119,9 +119,11 @@ do
     end
   end
 
-  -- The id that the flow queue serves next; nil until a change of the ordering has reached it.
+  -- The id that the flow queue serves next; nil until a change of the ordering has reached it. A call moves at most
+  -- MOST_CAPPED requests that have waited to the cap, and serves the best of those; the next call continues.
+  local MOST_CAPPED = 256
   function order.head(band, flow_queue)
-    while true do
+    for _ = 1, MOST_CAPPED do
       local growing = read('ZRANGE', key.growing[band][flow_queue], 0, 0, 'WITHSCORES')
       local static = read('ZRANGE', key.static[band][flow_queue], 0, 0, 'WITHSCORES')
       local r = growing[1] and record.read(growing[1])
@@ -137,6 +139,7 @@ do
         return nil
       end
     end
+    return read('ZRANGE', key.static[band][flow_queue], 0, 0)[1]
   end
 
   -- A workload's rate falls without arrivals too: index its head again. For the sweep.
