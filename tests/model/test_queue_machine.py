@@ -340,7 +340,7 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(1 + len(CALLERS)):  # a sweep lets go of one silent replica
             self.both.now_us += TO_SETTLE
             self.sweep_out()
-        # Then nothing is counted, and nothing is kept but what the pool is
+        # Nothing is counted, and nothing is kept but what the pool is.
         numbers = self.both.numbers()
         for name in ("stock", "queued", "in_flight", "overdue"):
             assert numbers[name] == 0, name
@@ -351,9 +351,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(7200 if EXAMPLES else 600)
 def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
-    # Given a pool on a server of its own, and the model of it
+    # A pool on a server of its own, and the model of it.
     machine = type("Machine", (QueueMachine,), {"side": side})
-    # When calls are drawn and made of both, then they never differ
+    # When calls are drawn and made of both, they never differ.
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -55,9 +55,9 @@ async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_
 async def test_the_search_finds_a_ghost_when_replicas_forget_their_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Given replicas that report each end once, and do not remember it
+    # Replicas that report each end once, and do not remember it.
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
-    # When they leave and return in every order, then one way leads to a request that has ended and counts
+    # When they leave and return in every order, one way leads to a request that has ended and counts.
     _, fault = search(World(2, outs=1))
     assert fault.endswith("it counts, and has ended")
 

@@ -12,7 +12,7 @@ START_US = 1_000_000_000
 
 @pytest.mark.parametrize(("silent_ms", "live"), [(SILENCE_MS - 1, True), (SILENCE_MS, False)])
 def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: int, live: bool) -> None:
-    # Given a's request, which waits behind b's
+    # A's request, which waits behind b's.
     side.clear()
     settings = json.dumps({**SETTINGS, "upper_per": 1, "lower_per": 1, "silence_ms": SILENCE_MS})
     side.call(START_US, "publish", ["b", "1", "1", settings, "e", OPEN])
@@ -25,7 +25,7 @@ def test_heartbeat_state_dispatch_and_sweep_agree(side: ScriptSide, silent_ms: i
     beat = side.call(now_us, "heartbeat", ["b", "{}", SILENCE_MS])
     settled = side.call(now_us, "settle", ["b", "runs", "completed", "", ""])
     swept = side.call(now_us, "sweep", ["b", 0, 1000, 60_000, 10**9])
-    # Then it is live for all or for none: it counts, it is shown, it is granted, it is kept
+    # It is live for all or for none: it counts, it is shown, it is granted, it is kept.
     assert beat.reply.answers[2] == (2 if live else 1)
     assert beat.numbers["replicas"] == (["a", "b"] if live else ["b"])
     assert ("granted waits turn" in settled.events) is live

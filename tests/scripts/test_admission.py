@@ -13,10 +13,10 @@ from picker_fleet.state.scripts import load_library
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
-    # Given a queue with one place a flow, two in all, and a full stock
+    # A queue with one place a flow, two in all, and a full stock.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
-        # When the gate asks for more than there is, then it raises what the protocol names
+        # When the gate asks for more than there is, it raises what the protocol names.
         with pytest.raises(InsufficientFlowCapacity):
             await a.gate.admit(ask("x1", flow="x"), stream_owned=False)
         await a.admit("y0", flow="y")
@@ -32,7 +32,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
 
 
 async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
-    # Given replicas that have not published, when one asks, then it is told to publish first
+    # With replicas that have not published, when one asks, it is told to publish first.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
         assert (await a.admit("r")).status == "unknown-pool"
@@ -42,12 +42,12 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
 
 
 async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -> None:
-    # Given a full fleet and more who wait than one call serves
+    # A full fleet and more who wait than one call serves.
     async with fleet("a", endpoints=1, upper_per=1) as (it, a):
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
-        # When the queue is switched off, then they are let go, a part by each call
+        # When the queue is switched off, they are let go, a part by each call.
         await a.store.set_live_config({"queue_enabled": 0}, {})
         while (await it.counts())[1]:
             await a.beat()
@@ -55,7 +55,7 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
             assert (await a.place(f"r{i}")).status == "placed"
         assert (await a.admit("straight")).status == "placed"
         assert await it.counts() == (1, 0, [61])
-        # When it is on again, then what was let go without it is not counted; the bound holds for the rest
+        # When it is on again, what was let go without it is not counted; the bound holds for the rest.
         await a.store.set_live_config({"queue_enabled": None}, {})
         assert (await a.admit("waits")).status == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
@@ -65,10 +65,10 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Given two that came within a millisecond, and whose ids are the other way round, when they come again
+    # Two that came within a millisecond, and whose ids are the other way round, when they come again.
     async with fleet("a", full=True) as (it, a):
         await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
-        # Then who came first is served first
+        # Who came first is served first.
         await a.settle("runs")
         await a.settle(order_of(await it.log())[-1])
         assert order_of(await it.log()) == ["z", "a"]

@@ -10,13 +10,13 @@ from picker_fleet.errors import ClientGone, ExpiredTtl
 
 
 async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
-    # Given 250 waiting by a replica that falls silent, and ten of another among them
+    # 250 waiting by a replica that falls silent, and ten of another among them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125, 250)))
         await a.store.leave()
-        # When the sweep runs until it has no more to do, then at its own word, a bounded part a call
+        # When the sweep runs until it has no more to do, at its own word, a bounded part a call.
         calls = 1
         while (await b.sweep()).more:
             calls += 1
@@ -27,12 +27,12 @@ async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet
 
 
 async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFleet) -> None:
-    # Given a replica whose waiting request was held, its walk half done
+    # A replica whose waiting request was held, its walk half done.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # When it beats again, then it is told, is swept no further, and may register what it holds
+        # When it beats again, it is told, is swept no further, and may register what it holds.
         assert not (await a.beat()).was_known
         assert await it.redis.exists(it.keys.prefix + "orphans") == 0
         assert (await a.admit("q0")).status == "queued"
@@ -40,12 +40,12 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
 
 
 async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
-    # Given a request that waits, and comes again to the same replica over a new stream
+    # A request that waits, and comes again to the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
         first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
         await it.until_queued(1)
         second = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
-        # Then the first has no client any more, and the second has the turn
+        # The first has no client any more, and the second has the turn.
         with pytest.raises(ClientGone):
             await first
         assert a.gate.waiting == 1
@@ -57,12 +57,12 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
 
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
-    # Given a waiter whose request was adopted elsewhere
+    # A waiter whose request was adopted elsewhere.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await it.until_queued(1)
         await b.admit("q", attempt=99)
-        # When its own timer ends, then its client has an answer, and the queue decides about the request
+        # When its own timer ends, its client has an answer, and the queue decides about the request.
         with pytest.raises(ExpiredTtl):
             await waiter
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]

@@ -29,7 +29,7 @@ async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -
 
 
 async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
-    # Given many who ask at once / When they are answered / Then nobody has another's reply
+    # Many who ask at once. They are answered. Nobody has another's reply.
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
@@ -45,11 +45,11 @@ async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(
 
 
 async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # Given a connection that the server has closed
+    # A connection that the server has closed.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
-    # When it is asked again, then another serves; at the latest when the end has been noticed
+    # When it is asked again, another serves; at the latest when the end has been noticed.
     try:
         again = await asker.execute([("CLIENT", "ID")])
     except StateUnavailable:
@@ -58,7 +58,7 @@ async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url:
 
 
 async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
-    # Given one who waits for a reply that is long in coming
+    # One who waits for a reply that is long in coming.
     slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
 
@@ -66,7 +66,7 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
             return bool((await redis.info("clients"))["blocked_clients"])
 
         await until(asked)
-    # When it gives up, then the next is served, with its own reply
+    # When it gives up, the next is served, with its own reply.
     slow.cancel()
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
     with pytest.raises(asyncio.CancelledError):
@@ -76,12 +76,12 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
 async def test_a_server_that_is_no_primary_any_more_is_replaced(
     asker: CommandClient, valkey_url: str
 ) -> None:
-    # Given a connection to a server that has become somebody's replica
+    # A connection to a server that has become somebody's replica.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.replicaof("127.0.0.1", "1")
         try:
-            # When it refuses a write, then that is told, and the connection is given up
+            # When it refuses a write, that is told, and the connection is given up.
             with pytest.raises(StateUnavailable, match="READONLY"):
                 await asker.execute([("SET", "a", 1)])
             assert (await asker.execute([("CLIENT", "ID")]))[0] > known

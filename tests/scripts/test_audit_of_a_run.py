@@ -140,7 +140,7 @@ def violations_of(report: Report) -> list[str]:
     ("policy", "unit"), [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
 )
 async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, unit: float) -> None:
-    # Given three replicas, a full queue, overdue requests and estimates that are off
+    # Three replicas, a full queue, overdue requests and estimates that are off.
     settings = {
         "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
         "guard_share": 0.2, **POLICIES[policy],
@@ -158,9 +158,9 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
         await it.replicas[1].store.set_live_config({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
         await storm.blow(20)
         await storm.calm()
-        # When the log is audited
+        # The log is audited.
         report = await it.audit()
-        # Then every event happened, and no promise was broken
+        # Every event happened, and no promise was broken.
         seen = Counter(entry.event for entry in await it.log())
         assert rare <= seen.keys()
         assert ("rebased" in seen) is (unit > 1)  # where tags came far
@@ -171,7 +171,7 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
 
 
 async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -> None:
-    # Given requests that wait through a replica which falls silent
+    # Requests that wait through a replica which falls silent.
     async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
         await b.beat()
         await a.admit("runs")
@@ -188,35 +188,35 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         for i in range(3):
             await b.place(f"left{i}")
             await b.settle(f"left{i}")
-        # Then the log adds up
+        # The log adds up.
         report = await it.audit()
         assert {"held", "adopted"} <= {entry.event for entry in await it.log()}
         assert violations_of(report) == []
 
 
 async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFleet, valkey_url: str) -> None:
-    # Given a run of whose log the first part has been trimmed
+    # A run of whose log the first part has been trimmed.
     async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
         await storm.blow(30)
         await storm.calm()
         await it.redis.xtrim(it.keys.log, maxlen=500, approximate=False)
-        # When it is audited by the command
+        # It is audited by the command.
         code = main(["audit", "--redis", valkey_url, "--pool", it.pool])
-        # Then what can be known is in order
+        # What can be known is in order.
         assert code == 0
 
 
 async def test_the_command_reports_a_violation_and_its_evidence(
     valkey_fleet: OpenFleet, valkey_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Given a log in which a request ends twice
+    # A log in which a request ends twice.
     async with valkey_fleet("a", checked=False) as (it, a):
         await a.admit("r")
         await a.settle("r")
         *_, (_, last) = await it.redis.xrange(it.keys.log)
         await it.redis.xadd(it.keys.log, {**last, "seq": str(int(last["seq"]) + 1)})
-        # When it is audited, then the exit code and the text say so
+        # When it is audited, the exit code and the text say so.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 1
         shown = capsys.readouterr().out
         assert "G6: request r ends without having begun, or twice: completed" in shown
@@ -237,7 +237,7 @@ async def test_a_pool_without_a_log_is_exit_code_2(
 async def test_entries_trimmed_while_the_log_is_read_are_reported(
     valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a log of several pages, of which the first has been read
+    # A log of several pages, of which the first has been read.
     monkeypatch.setattr("picker_tools.audit.log.PAGE", 10)
     async with valkey_fleet("a") as (it, a):
         for i in range(40):
@@ -245,6 +245,6 @@ async def test_entries_trimmed_while_the_log_is_read_are_reported(
         with LogStream(valkey_url, it.pool) as log:
             pages = log.pages()
             assert not next(pages).trimmed
-            # When the cap takes what comes next, then the page after the gap says so, and only that
+            # When the cap takes what comes next, the page after the gap says so, and only that.
             await it.redis.xtrim(it.keys.log, maxlen=20, approximate=False)
             assert [page.trimmed for page in pages] == [True, False]

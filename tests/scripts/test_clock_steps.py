@@ -18,7 +18,7 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
 ) -> None:
     server = TimedPool(client, "steps")
     try:
-        # Given one that runs and shows signs of life, one that runs and shows none, one that waits
+        # One that runs and shows signs of life, one that runs and shows none, one that waits.
         for name in ("alive", "silent"):
             assert server.admit(name)[0] == "placed"
         assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
@@ -40,7 +40,7 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
             for name in ("silent", "waits"):
                 if not server.knows(name):
                     ended_ms.setdefault(name, server.real_ms)
-        # Then the one that waits expired in its second, and the silent one ended with its lease
+        # The one that waits expired in its second, and the silent one ended with its lease.
         assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
         assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
         assert server.settle("alive") == "settled m"
@@ -51,13 +51,13 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
 
 
 def test_a_heartbeat_adds_the_time_in_which_nobody_called(client: redis.Redis) -> None:
-    # Given a request that waits behind others, and ten seconds in which nobody calls
+    # A request that waits behind others, and ten seconds in which nobody calls.
     server = TimedPool(client, "pause")
     for name in ("one", "two"):
         server.admit(name)
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     server.passes(10_000)
-    # When anyone else calls first, then the clock has stood still; a heartbeat brings what has passed
+    # When anyone else calls first, the clock has stood still; a heartbeat brings what has passed.
     server.sweep()
     assert server.knows("waits")
     server.beat()
@@ -68,7 +68,7 @@ def test_a_heartbeat_adds_the_time_in_which_nobody_called(client: redis.Redis) -
 def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_end(
     client: redis.Redis,
 ) -> None:
-    # Given a replica and a request in flight that a clock an hour ahead has written
+    # A replica and a request in flight that a clock an hour ahead has written.
     server = TimedPool(client, "future")
     server.admit("runs")
     later_ms = START_MS + HOUR_MS
@@ -76,12 +76,12 @@ def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_e
     client.zadd("epp:{future}:inflight", {"runs": later_ms + LEASE_MS})
     client.hset("epp:{future}:pool", "swept_ms", later_ms)
     assert server.live() == 2
-    # When time goes on
+    # Time goes on.
     for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
         server.passes(250)
         server.beat()
         server.sweep()
-    # Then both have ended, a silence and a lease later
+    # Both have ended, a silence and a lease later.
     assert server.live() == 1
     assert server.stock() == 0
     server.clear()

@@ -15,7 +15,7 @@ CONFIG = {
 
 
 async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet: OpenFleet) -> None:
-    # Given three replicas, four endpoints and a watermark of 2 each
+    # Three replicas, four endpoints and a watermark of 2 each.
     async with fleet("a", "b", "c", endpoints=4, joined=CONFIG, listening=True) as it:
         chance = random.Random(7)
         served: Counter[str] = Counter()
@@ -31,12 +31,12 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
                 await asyncio.sleep(0)
             (here if number % 2 == 0 else there).gate.settle(ended(name))
 
-        # When 300 come at once
+        # 300 come at once.
         async with asyncio.TaskGroup() as tasks:
             for number in range(300):
                 tasks.create_task(one(number))
         await until(it.at_rest)
-        # Then each has lived once, every rule of the ledger has held, and each endpoint had its part
+        # Each has lived once, every rule of the ledger has held, and each endpoint had its part.
         ledger = await it.ledger()
         assert ledger.started == {f"r{number}": 1 for number in range(300)}
         assert ledger.ends == {"completed": 300}

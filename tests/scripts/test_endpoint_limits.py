@@ -16,7 +16,7 @@ def limited(address: str, most: int) -> Endpoint:
 
 
 async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) -> None:
-    # Given two replicas, and room for far more than the one endpoint's limit of 5
+    # Two replicas, and room for far more than the one endpoint's limit of 5.
     async with fleet("a", "b", upper_per=ROOM, listening=True) as it:
         await it.replicas[0].publish(limited(A, 5), upper_per=ROOM)
         placed: Counter[str] = Counter()
@@ -33,7 +33,7 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
             placed[A] -= 1
             gate.settle(ended(f"r{number}"))
 
-        # When 100 come at once
+        # 100 come at once.
         async with asyncio.TaskGroup() as tasks:
             for number in range(100):
                 tasks.create_task(one(number))
@@ -43,9 +43,9 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
                 return placed[A] == 5 and stock + queued == 100
 
             await until(all_known)
-            # Then exactly 5 run and the others wait
+            # Exactly 5 run and the others wait.
             assert await it.counts() == (5, 95, [5])
-            # When they end, then all are served, never more than 5 at once
+            # When they end, all are served, never more than 5 at once.
             release.set()
         assert most == 5
         await until(it.at_rest)
@@ -53,7 +53,7 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
 
 
 async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
-    # Given two replicas that have joined a pool whose endpoint has no limit
+    # Two replicas that have joined a pool whose endpoint has no limit.
     joined = {"leases": {"heartbeat": "100ms"}, "request_queue_controller": {"watermark_per_backend": ROOM}}
     async with fleet("a", "b", joined=joined, listening=True) as it:
         # When discovery reports one, to both
@@ -68,7 +68,7 @@ async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet:
             )
 
         await until(known)
-        # Then two are placed, at any replica, and the third waits for one of them
+        # Two are placed, at any replica, and the third waits for one of them.
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
         third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), stream_owned=True))

@@ -98,10 +98,10 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
-        # When an arrival meets the error once
+        # An arrival meets the error once.
         between.refuse(f"{error} for a moment", times=1)
         arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
-        # Then it waits for its turn in the shared queue, as who came before does
+        # It waits for its turn in the shared queue, as who came before does.
         await it.fleet.until_queued(2)
         assert it.gate.state is FailoverState.SHARED
         arriving.cancel()
@@ -114,10 +114,10 @@ async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
-        # When every call meets the error
+        # Every call meets the error.
         between.refuse(f"{error} for good")
         arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
-        # Then the replica goes on by itself
+        # The replica goes on by itself.
         await until(lambda: it.gate.state is FailoverState.LOCAL)
         assert it.errors(KINDS[error]) == 2
         arriving.cancel()
@@ -158,9 +158,9 @@ async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
 ) -> None:
     port, folder = server
     async with watched(url_of(port), pool) as it:
-        # Given a Redis that takes no writes
+        # A Redis that takes no writes.
         async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, folder):
-            # When requests come, again and again, then each is told so, and when to come back
+            # When requests come, again and again, each is told so, and when to come back.
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
@@ -178,7 +178,7 @@ async def test_an_error_for_one_request_fails_it_alone(
 ) -> None:
     caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
     async with watched(valkey_url, pool) as it:
-        # Given what no script of ours has written, where a flow's requests are kept
+        # What no script of ours has written, where a flow's requests are kept.
         name, flow = "ba\nd" + "x" * 300, "bad"
         await it.fleet.redis.set(it.fleet.keys.prefix + "queue:1:bad", "text")
         # When it comes, again and again
@@ -186,7 +186,7 @@ async def test_an_error_for_one_request_fails_it_alone(
             with pytest.raises(ScriptFailed) as refused:
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
-        # Then it alone fails, and others are taken into the queue
+        # It alone fails, and others are taken into the queue.
         assert it.gate.state is FailoverState.SHARED
         assert it.errors("item") == 20
         other = asyncio.create_task(it.gate.admit(ask("other"), stream_owned=False))
@@ -238,7 +238,7 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
             it = Watched(fleet, replica)
             await it.begin()
             async with refusing(redis, why):
-                # When an arrival meets it, then the replica goes on by itself, and what waited with it
+                # When an arrival meets it, the replica goes on by itself, and what waited with it.
                 arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
                 await until(lambda: it.gate.state is FailoverState.LOCAL)
                 assert it.errors(REFUSING[why][0]) >= 1

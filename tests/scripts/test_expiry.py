@@ -11,11 +11,11 @@ from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
-    # Given 50 expired requests of one replica and no capacity
+    # 50 expired requests of one replica and no capacity.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
-        # When another sweeps, then 32 a call
+        # When another sweeps, 32 a call.
         swept = await a.sweep()
         assert (swept.ran, swept.expired, swept.more) == (True, 32, True)
         assert (await it.counts())[1] == 18
@@ -28,13 +28,13 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
 
 
 async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
-    # Given a full stock and nobody who sweeps
+    # A full stock and nobody who sweeps.
     async with fleet("a", full=True) as (it, a):
-        # When a request waits past its time, then it is answered and its place is given back
+        # When a request waits past its time, it is answered and its place is given back.
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # And one whose time is its client's own deadline is raised that
+        # And one whose time is its client's own deadline is told that
         with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert raised.value.status == 504
@@ -45,7 +45,7 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
 
 
 async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:
-    # Given a waiter whose connection to Redis answers nothing any more
+    # A waiter whose connection to Redis answers nothing any more.
     async with (
         wire(redis_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=0.75) as it,
@@ -56,7 +56,7 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
         await until(lambda: a.gate.waiting == 1)
         await it.until_logged("queued", "q")
         between.mute()
-        # When its time is up, then it is answered, and Redis learns of it when it returns
+        # When its time is up, it is answered, and Redis learns of it when it returns.
         with pytest.raises(ExpiredTtl):
             await waiter
         between.unmute()
@@ -66,12 +66,12 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
 
 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
-    # Given a waiter that nobody wakes
+    # A waiter that nobody wakes.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
         await it.until_logged("queued", "q")
         # When its turn comes before its time is up, though it has not heard of it
         await b.settle("runs")
-        # Then its own timer finds the grant
+        # Its own timer finds the grant.
         assert (await waiter).endpoints == ("10.0.0.1:8000",)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

@@ -70,7 +70,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
 def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one_that_succeeds(
     client: redis.Redis, pool: str, name: str, ordering: str
 ) -> None:
-    # Given what an undisturbed call makes of a pool
+    # What an undisturbed call makes of a pool.
     library = FailingPool(client, pool)
     prepare(library, ordering)
     if name == "next sweep":
@@ -83,13 +83,13 @@ def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one
     calls, due = library.calls_made(), library.everything()
     failures = 0
     for number in range(1, calls + 1):
-        # When one of its calls to Redis fails
+        # One of its calls to Redis fails.
         library.restore(saved)
         library.fail_at(number)
         try:
             library.call(script, *args)
         except redis.ResponseError:
-            # Then it has left no trace
+            # It has left no trace.
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
@@ -99,14 +99,14 @@ def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one
 
 
 def test_the_call_after_one_that_failed_halfway_sees_what_redis_has(direct: DirectPool) -> None:
-    # Given two requests in flight
+    # Two requests in flight.
     direct.publish("e", upper_per=2)
     assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]
     registered = direct.client.hget(f"{direct.prefix}workloads", "w")
     # When a call ends the first of them, and fails at the second before it has written anything
     with pytest.raises(redis.ResponseError):
         direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "no number")
-    # Then both are still in flight for the next call, and ending them takes all away
+    # Both are still in flight for the next call, and ending them takes all away.
     assert direct.stock() == 2
     replies = direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "")
     assert replies[4:] == [b"settled m"] * 2

@@ -31,29 +31,29 @@ async def cancel(task: "asyncio.Task[Placement]") -> None:
 
 
 async def test_a_wake_up_delivers_a_grant_without_a_heartbeat(fleet: OpenFleet) -> None:
-    # Given a replica that listens and waits
+    # A replica that listens and waits.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        # When another replica frees the capacity, then the waiter is placed
+        # When another replica frees the capacity, the waiter is placed.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert b.gate.waiting == 0
 
 
 async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: OpenFleet) -> None:
-    # Given a replica that never hears wake-ups
+    # A replica that never hears wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
-        # When it beats, then its waiter is placed, and nothing is left in its inbox
+        # When it beats, its waiter is placed, and nothing is left in its inbox.
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
 
 
 async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> None:
-    # Given memberships that beat, and no wake-ups at all
+    # Memberships that beat, and no wake-ups at all.
     config = {
         "leases": {"heartbeat": "50ms"},
         "decision_log": {"enabled": True},
@@ -66,18 +66,18 @@ async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> 
             await (a, b)[number % 2].gate.admit(ask(name), stream_owned=False)
             (b, a)[number % 2].gate.settle(ended(name))
 
-        # When more come than fit, then all are served
+        # When more come than fit, all are served.
         await asyncio.gather(*(one(number) for number in range(24)))
         await until(it.at_rest)
         assert (await it.ledger()).ends == {"completed": 24}
 
 
 async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: OpenFleet) -> None:
-    # Given an admission that has been sent, and whose reply cannot have been read
+    # An admission that has been sent, and whose reply cannot have been read.
     async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)
-        # When its client leaves, then the cancel follows the admission
+        # When its client leaves, the cancel follows the admission.
         await cancel(task)
         await a.beat()
         await until(it.at_rest)
@@ -85,11 +85,11 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
 
 
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
-    # Given one that waits and one behind it
+    # One that waits and one behind it.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
         behind = await waiting(it, a, "behind")
-        # When the first leaves, then the other is served
+        # When the first leaves, the other is served.
         await cancel(task)
         await a.beat()
         await b.settle("runs")
@@ -102,7 +102,7 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: Ope
 async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # Given a granted request whose placement is stopped before it is sent, or before its answer is read
+    # A granted request whose placement is stopped before it is sent, or before its answer is read.
     async with fleet("a", upper_per=1) as (it, a):
         placing = asyncio.Event()
         real = a.store.place
@@ -119,7 +119,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
         task = await waiting(it, a, "q")
         await a.settle("runs")
         await placing.wait()
-        # When its client leaves, then all it held is given back
+        # When its client leaves, all it held is given back.
         await cancel(task)
         await a.beat()
         assert await it.at_rest()
@@ -129,7 +129,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
 
 async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
-    # Given a placement, when it never reaches Envoy, then it is given back, once
+    # With a placement, when it never reaches Envoy, it is given back, once.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
@@ -140,19 +140,19 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
 
 
 async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
-    # Given a waiter whose granted request is taken away before it is placed
+    # A waiter whose granted request is taken away before it is placed.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q")
         await b.settle("runs")
         await b.settle("q")
-        # When it is notified of its grant, then it is admitted again
+        # When it is notified of its grant, it is admitted again.
         a.on_notification("granted", "q")
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
 
 
 async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> None:
-    # Given two in flight, when two replicas report the end of the same one, then the other runs on
+    # With two in flight, when two replicas report the end of the same one, the other runs on.
     async with fleet("a", "b") as (it, a, b):
         for name in ("r1", "r2"):
             await a.gate.admit(ask(name), stream_owned=False)
@@ -166,10 +166,10 @@ async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> No
 async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
     fleet: OpenFleet,
 ) -> None:
-    # Given a full stock and one endpoint that drains
+    # A full stock and one endpoint that drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
-        # When such a request asks, then it has a ready endpoint of its subset, and holds nothing
+        # When such a request asks, it has a ready endpoint of its subset, and holds nothing.
         assert (await a.gate.route(None)).endpoints == (E1,)
         assert (await a.gate.route((E1, E2))).endpoints == (E1,)
         for subset in ((), (E2,)):
@@ -179,11 +179,11 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 
 
 async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet) -> None:
-    # Given a queue that holds a request of b's that b knows nothing of, and one behind it
+    # A queue that holds a request of b's that b knows nothing of, and one behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), 1, "*")
         waiter = await waiting(it, b, "q")
-        # When its turn comes, then b gives its grant back, and the next is served
+        # When its turn comes, b gives its grant back, and the next is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert events_of(await it.log(), "unknown") == ["queued", "granted", "withdrawn"]
@@ -192,16 +192,16 @@ async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFl
 
 
 async def test_a_late_notification_of_a_grant_changes_nothing_for_a_running_request(fleet: OpenFleet) -> None:
-    # Given a request that was granted and placed, and is not waited for any more
+    # A request that was granted and placed, and is not waited for any more.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         await b.beat()
         await waiter
-        # When the wake-up of its grant comes late
+        # The wake-up of its grant comes late.
         b.gate.on_notification("granted", "q")
         assert await b.store.return_grant("q") == "foreign"
-        # Then it runs on
+        # It runs on.
         assert (await it.counts())[0] == 1
         b.gate.settle(ended("q"))
         await until(it.at_rest)

@@ -107,12 +107,12 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
-        # Given a placed request whose client has gone, as somebody says without an accounting token
+        # A placed request whose client has gone, as somebody says without an accounting token.
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
-        # Then pages of before, or of the second in which it may be on its way, give it up to nobody
+        # Pages of before, or of the second in which it may be on its way, give it up to nobody.
         await seen(it, "r", ago_s=3)
         for before in ((4.0, 0), (2.5, 0)):
             await report(it, 0, before=before)

@@ -69,10 +69,10 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
 async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
     async with one_of_each(fleet) as it:
         (a,) = it.replicas
-        # Given that the call has been made
+        # The call has been made.
         await CALLS[name](a)
         before = await it.dump()
-        # When it is made again, then every key is as it was
+        # When it is made again, every key is as it was.
         await CALLS[name](a)
         after = await it.dump()
         if name in TURNED_AWAY:
@@ -86,7 +86,7 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 async def test_a_reply_lost_on_the_way_costs_nothing(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
-    # Given what the call does when all goes well
+    # What the call does when all goes well.
     async with one_of_each(fleet) as it:
         await CALLS[name](it.replicas[0])
         expected = await it.dump()
@@ -95,7 +95,7 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
         # When the reply is lost after the script ran, and the link asks again
         between.lose_reply()
         await CALLS[name](it.replicas[0])
-        # Then the state is the same as if nothing had happened
+        # The state is the same as if nothing had happened.
         assert between.lost
         found, wanted = _counts(await it.dump()), _counts(expected)
         if name in TURNED_AWAY:
@@ -120,7 +120,7 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
-    # Given a queued request whose owner loses the reply that brought the grant
+    # A queued request whose owner loses the reply that brought the grant.
     async with wire(redis_url) as between, fleet("a", upper_per=1, through={"a": between.url}) as it:
         (a,) = it.replicas
         await a.admit("runs")
@@ -128,7 +128,7 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         between.lose_reply()
         assert await a.settle("runs") == ["unknown"]
         assert a.notifications == []
-        # When it beats, then the grant is in its inbox still, and is placed once
+        # When it beats, the grant is in its inbox still, and is placed once.
         await a.beat()
         assert a.notifications == [("granted", "waits")]
         assert [await a.place("waits"), await a.place("waits")] == [Decision("placed", "10.0.0.1:8000")] * 2

@@ -1,30 +1,17 @@
 """A body whose end is reported long after its last byte, in a full pool: its request keeps its place."""
 
 import asyncio
-import itertools
 import json
 from typing import Any
 
 from decision_ledger import events_of
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
-from extproc_client import Counted, body, converse, headers, parts
+from extproc_client import body, converse, exchange_context, headers, parts
 from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
 
-from picker_fleet.config import parse
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import (
-    AllowedPaths,
-    BodyBudget,
-    DrainGate,
-    ExchangeContext,
-    OpenRequests,
-    new_flow_limit,
-    read_limit,
-)
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.intake import Intake
 from picker_fleet.request import Placement
-from picker_fleet.telemetry.logs import DecisionLines
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}
@@ -41,26 +28,9 @@ class Clock:
 
 
 def uploading(replica: Replica, clock: Clock) -> Exchange:
-    """An exchange of `replica`, whose requests are called upload-1, upload-2, …"""
-    settings, ids = parse({}), itertools.count(1)
-    metrics: Any = Counted()
-    return Exchange(
-        ExchangeContext(
-            settings=settings,
-            paths=AllowedPaths(),
-            reads=read_limit(settings.extproc, clock),
-            bodies=BodyBudget(settings.extproc.max_buffered_bytes),
-            new_flows=new_flow_limit(settings, clock),
-            intake=Intake(settings, new_id=lambda: f"upload-{next(ids)}", choose=lambda: 0.0),
-            gate=replica.gate,
-            drain_gate=DrainGate(replica.gate),
-            open_requests=OpenRequests(),
-            metrics=metrics,
-            lines=DecisionLines(lambda: 0.0),
-            clock=clock,
-            fill=lambda: 0.0,
-        )
-    )
+    """An exchange of `replica`, whose first request is called made-1."""
+    gate: Any = replica.gate
+    return Exchange(exchange_context(gate, clock=clock))
 
 
 async def whole_but_open(exchange: Exchange) -> None:
@@ -77,29 +47,29 @@ async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Tas
 
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
-    # Given a full pool: a body that is whole but for the mark of its end, and one that waits behind it
+    # A full pool: a body that is whole but for the mark of its end, and one that waits behind it.
     async with fleet("a", upper_per=1) as (it, a):
         clock = Clock()
         exchange = uploading(a, clock)
         await whole_but_open(exchange)
         second = await wait_for(it, a, "second")
-        # When the end is answers much second
+        # The end comes much later.
         clock.now_s = 20.0
         answers = await converse(exchange, body())
-        # Then Envoy is answers the place it had, which it had all the time; nothing was counted twice
+        # Envoy is told the place that it had, which it had all the time; nothing was counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
-        assert events_of(await it.log(), "upload-1") == ["bypassed"]
+        assert events_of(await it.log(), "made-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
         # And its turn over, the other has its own
-        a.gate.settle(ended("upload-1"))
+        a.gate.settle(ended("made-1"))
         await second
         a.gate.settle(ended("second"))
         await until(it.at_rest)
 
 
 async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
-    # Given a body whose place was reaped before its end was answers, so that the first who waited has it
+    # A body whose place was reaped before its end came, so that the first who waited has it.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         clock = Clock()
         exchange = uploading(a, clock)
@@ -111,17 +81,17 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         await a.publish("10.0.0.1:8000", upper_per=1)  # from here on leases last
         await first
         await a.store.renew("first", None, "", "")
-        # When its end is answers
+        # Its end comes.
         clock.now_s = 20.0
         answers: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
-        await it.until_logged("queued", "upload-1")
-        # Then it waits, as old as it is, before those who came second
+        await it.until_logged("queued", "made-1")
+        # It waits, as old as it is, before those who came second.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
-        a.gate.settle(ended("upload-1"))
+        a.gate.settle(ended("made-1"))
         await second
         a.gate.settle(ended("second"))
         await until(it.at_rest)
-        events = events_of(await it.log(), "upload-1")
+        events = events_of(await it.log(), "made-1")
         assert events == ["bypassed", "reclaimed", "queued", "granted", "placed", "completed"]

@@ -15,11 +15,11 @@ MOST_TOMBSTONES = 100_000
 
 
 async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
-    # Given 50 whose lease has run out
+    # 50 whose lease has run out.
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
-        # When two replicas sweep at most once a minute, then the first takes 32 and says more
+        # When two replicas sweep at most once a minute, the first takes 32 and says more.
         times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
@@ -31,18 +31,18 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
 
 
 async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
-    # Given one held stream, one that the access log reports, and one that nobody does; short leases
+    # One held stream, one that the access log reports, and one that nobody does; short leases.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
-        # When the replica renews what it holds and passes on an access-log entry
+        # The replica renews what it holds and passes on an access-log entry.
         a.gate.renew_owned_streams()
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
-        # Then only the one nobody reports is gone; what is withdrawn is renewed no more
+        # Only the one nobody reports is gone; what is withdrawn is renewed no more.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.renew_owned_streams()
@@ -56,7 +56,7 @@ async def _one_runs(it: Fleet) -> bool:
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(
     fleet: OpenFleet,
 ) -> None:
-    # Given a placed request and a shared state that has been lost and published again
+    # A placed request and a shared state that has been lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, 1, "*")
@@ -64,7 +64,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
-        # When two replicas report it, then it is counted once, with its cost and workload
+        # When two replicas report it, it is counted once, with its cost and workload.
         assert await a.store.renew("r", None, E2, token) == "restored"
         assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()
@@ -79,11 +79,11 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
 
 
 async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: OpenFleet) -> None:
-    # Given two that were let go without the shared state, of which one has ended
+    # Two that were let go without the shared state, of which one has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "buried"
-        # When the replica that let them go brings both, then only the one that runs is counted
+        # When the replica that let them go brings both, only the one that runs is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == (1, 0, [1])
@@ -118,14 +118,14 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
-        # Given an end that was heard some time ago, and is answers now
+        # An end that was reported some time ago, and is told now.
         assert await a.store.tombstone("r", ended_s) == "buried"
         # When somebody brings back what it let go, and saw alive before or since
         assert (
             await b.store.renew("r", None, "", token, seen_s) == "unknown"
         )  # only heard of: an old accounting token, it may be
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
-        # Then an end that is answers again says whether it has come back
+        # An end that is told again says whether it has come back.
         again = await a.store.tombstone("r", ended_s)
         assert again == ("back" if answer == "restored" else "buried")
         await a.settle("r")
@@ -136,11 +136,11 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
     async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "buried"
         now_ms = await it.now_ms()
-        # Given more than are kept
+        # More than are kept.
         for first in range(0, MOST_TOMBSTONES + 600, 10_000):
             count = min(10_000, MOST_TOMBSTONES + 600 - first)
             await it.redis.zadd(tombstones, {f"r{first + n}": now_ms + first + n for n in range(count)})
-        # When it is swept, then the oldest go
+        # When it is swept, the oldest go.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
         assert not (await a.sweep()).more
@@ -151,12 +151,12 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
 async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(
     fleet: OpenFleet,
 ) -> None:
-    # Given a request that one replica let go without the shared state, and whose end another is answers of
+    # A request that one replica let go without the shared state, and whose end another is told of.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
-        # When the one that let it go is back, then it brings nothing
+        # When the one that let it go is back, it brings nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
         # And what was refused leaves no trace
         b.gate.settle(ended("refused"))
@@ -176,16 +176,16 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(
 async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
-    # Given a bound of four, also where some of its endpoints are down at the moment
+    # A bound of four, also where some of its endpoints are down at the moment.
     async with fleet("a", endpoints=2, checked=False) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
-        # When an accounting token claims more
+        # An accounting token claims more.
         assert (
             await a.store.renew("r", None, E1, accounting_token.write(ask("r", cost=claimed), E1))
             == "restored"
         )
-        # Then it has no more than all of it, and gives it back
+        # It has no more than all of it, and gives it back.
         assert (await it.state()).stock == taken
         await a.settle("r")
         assert await it.at_rest()
@@ -194,10 +194,10 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
 async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
-        # Given accounting tokens for an endpoint that nobody knows, then they restore nothing
+        # Accounting tokens for an endpoint that nobody knows, then they restore nothing.
         assert await a.store.renew("r", None, "", accounting_token.write(ask("r"), nowhere)) == "unknown"
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), nowhere)) == "unknown"
-        # And one that is answers to be served there counts where it was placed
+        # And one that is said to be served there counts where it was placed
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state()).in_flight == {E1: 1}
         await a.settle("r")
@@ -205,12 +205,12 @@ async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fl
 
 
 async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
-    # Given a held stream whose record is lost
+    # A held stream whose record is lost.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
-        # When it is renewed and then taken back, then nothing is left
+        # When it is renewed and then taken back, nothing is left.
         a.gate.renew_owned_streams()
         await until(lambda: _one_runs(it))
         a.gate.withdraw("r", placement)
@@ -232,13 +232,13 @@ DAMAGED = [
 
 @pytest.mark.parametrize("damaged", DAMAGED)
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
-    # Given a request in flight
+    # A request in flight.
     async with fleet("a") as (it, a):
         await a.admit("r")
         # When the access log tells of one that nobody knows, with an accounting token that is damaged
         for served in ("",) if "llama\t\t" in damaged else ("", E1):
             assert await a.store.renew("x", None, served, damaged) == "unknown"
-        # Then the one in flight is counted as before, and nothing else is
+        # The one in flight is counted as before, and nothing else is.
         assert await it.counts() == (1, 0, [1])
         await a.settle("r")
         assert await it.at_rest()
@@ -250,18 +250,18 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         async def keys() -> list[str]:
             return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
 
-        # Given two replicas that have beaten: the key is the one that the first of them offered
+        # Two replicas that have beaten: the key is the one that the first of them offered.
         since_ms, *first = await keys()
         assert len(first) == 1
         text = a.store._signing.sign("p", "text")
         assert b.store._signing.fault("p", "text", text) == ""
-        # When a day is over, then another key comes; it signs when it, too, has been known for a day
+        # When a day is over, another key comes; it signs when it, too, has been known for a day.
         await it.redis.hset(it.keys.pool, "signing_keys", f"{float(since_ms) - 86_400_000:.0f} {first[0]}")
         await b.beat()
         _, *second = await keys()
         assert second[1:] == first
         assert b.store._signing.sign("p", "text") == text
-        # When all is lost, and a stranger beats first, then what the others hold is good again
+        # When all is lost, and a stranger beats first, what the others hold is good again.
         await it.redis.flushall()
         stranger = Keyring()
         await a.store._client.call("heartbeat", "c", "{}", 60_000, stranger.offer())
@@ -277,16 +277,16 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
 
 
 async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> None:
-    # Given a request in flight, and one that was lost
+    # A request in flight, and one that was lost.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # When the access log tells of endpoints that no address can be
+        # The access log tells of endpoints that no address can be.
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
             assert await a.store.renew("lost", None, served, accounting_token.write(ask("lost"), E1)) in (
                 "restored", "renewed",
             )  # fmt: skip
-        # Then both count where they were placed, and end there
+        # Both count where they were placed, and end there.
         assert await it.counts() == (2, 0, [2])
         await a.settle("r", "lost")
         assert await it.at_rest()

@@ -20,9 +20,9 @@ E1 = addresses(1)[0]
 
 
 async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet) -> None:
-    # Given more items than one call takes
+    # More items than one call takes.
     async with fleet("a", upper_per=150) as (it, a):
-        # When they come in one turn, then each has its own answer, in order
+        # When they come in one turn, each has its own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [verdict.status for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
@@ -40,7 +40,7 @@ async def _next(call: Callable[[], Awaitable[str]]) -> str:
 
 
 async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fleet: OpenFleet) -> None:
-    # Given a server that forgets every script
+    # A server that forgets every script.
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
             lambda: a.beat(),
@@ -54,7 +54,7 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
             lambda: b.sweep(),
             lambda: b.store.state(60),
         )
-        # When a request epoch its whole life, then nothing fails
+        # When a request passes through all of them, nothing fails.
         for call in calls:
             await it.redis.function_flush()
             await call()
@@ -63,13 +63,13 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
 
 
 async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_fleet: OpenFleet) -> None:
-    # Given one in flight, one granted, one queued
+    # One in flight, one granted, one queued.
     async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # When every script is asked for in one turn, then each answers as if it were known
+        # When every script is asked for in one turn, each answers as if it were known.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             _next(lambda: a.store.renew("runs", 1, "", "")),
             _next(lambda: a.store.settle("runs", Outcome.COMPLETED)),
@@ -89,14 +89,14 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
 async def test_an_end_takes_effect_although_only_the_script_before_it_was_forgotten(
     valkey_fleet: OpenFleet, forgotten: str
 ) -> None:
-    # Given a server that has forgotten one script and knows the others
+    # A server that has forgotten one script and knows the others.
     async with valkey_fleet("a") as (it, a):
         await it.redis.function_flush()
         registered = rf"redis\.register_function\{{function_name='{forgotten}_.*\n.*\}}\n"
         without, removed = re.subn(registered, "", load_library().source)
         assert removed == 1
         await it.redis.function_load(without)
-        # When a renewal or an admission and the same request's end are sent together
+        # A renewal or an admission and the same request's end are sent together.
         if forgotten == "renew":
             token = accounting_token.write(ask("r"), E1)
             await asyncio.gather(
@@ -106,16 +106,16 @@ async def test_an_end_takes_effect_although_only_the_script_before_it_was_forgot
         else:
             await asyncio.gather(a.admit("r"), _next(lambda: a.store.cancel("r", 1, "cancelled")))
         assert {"restored", "bypassed"} & {entry.event for entry in await it.log()}
-        # Then the end has the last word
+        # The end has the last word.
         assert await it.at_rest()
 
 
 async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:
-    # Given a pool key that is no hash
+    # A pool key that is no hash.
     async with valkey_fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
-        # When a script fails on it, then the caller has the fault in words
+        # When a script fails on it, the caller has the fault in words.
         with pytest.raises(ScriptFailed, match="refused admit"):
             await a.admit("r")
         # And the connection goes on
@@ -124,18 +124,18 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
 
 
 async def test_a_server_that_starts_after_the_replica_is_found(pool: str, tmp_path: Path) -> None:
-    # Given a replica whose Redis is not there
+    # A replica whose Redis is not there.
     port = free_port()
     a = Replica(url_of(port), pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
-        # When it asks, then it is told in time that the shared state is away
+        # When it asks, it is told in time that the shared state is away.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable, match="cannot be reached"):
                 await a.admit("r1")
         assert a.store.fault
         assert set(a.lost) == {"refused"}
-        # When the server starts, then calls work
+        # When the server starts, calls work.
         with valkey(tmp_path, port):
             await until(lambda: _publishes(a))
             assert await a.admit("r1") == Decision("placed", E1)
@@ -159,10 +159,10 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.5) as it,
     ):
         a, b = it.replicas
-        # Given a request in flight and a connection that takes everything and answers nothing
+        # A request in flight and a connection that takes everything and answers nothing.
         await a.admit("r1")
         between.mute()
-        # When calls are made, then each fails in time, but the settlement waits
+        # When calls are made, each fails in time, but the settlement waits.
         settled = a.store.settle("r1", Outcome.COMPLETED)
         for _ in range(3):
             for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
@@ -172,7 +172,7 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
         assert not settled.done()
         # And whatever the calls have done is nothing: others go on
         assert (await b.admit("r3")).status == "queued"
-        # When the server answers again, then it is delivered, and what it frees is granted
+        # When the server answers again, it is delivered, and what it frees is granted.
         between.unmute()
         assert await settled == "settled llama"
         await b.beat()
@@ -182,15 +182,15 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
-    # Given calls on the way to a server that does not answer, durable ones too
+    # Calls on the way to a server that does not answer, durable ones too.
     async with wire(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
             between.mute()
             waiting = asyncio.create_task(a.admit("r1"))
             settled = a.store.settle("r0", Outcome.COMPLETED)
-            # When the replica stops
-        # Then both have failed
+            # The replica stops
+        # Both have failed.
         with pytest.raises(StateUnavailable, match="stopped"):
             await waiting
         with pytest.raises(StateUnavailable, match="stopped"):
@@ -198,12 +198,12 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
 
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
-    # Given one in flight on a server that cannot write its file
+    # One in flight on a server that cannot write its file.
     async with wire(valkey_url) as between, valkey_fleet("a", upper_per=1, through={"a": between.url}) as it:
         (a,) = it.replicas
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
-        # When it ends, then that waits
+        # When it ends, that waits.
         settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
         await asyncio.sleep(0)
         with pytest.raises(WritesRefused, match="MISCONF"):
@@ -216,11 +216,11 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
 
 
 async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFleet) -> None:
-    # Given a link that nobody asks anything
+    # A link that nobody asks anything.
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
-        # When its connection is cut, then it is well again without a call
+        # When its connection is cut, it is well again without a call.
         await it.redis.client_kill_filter(skipme=True)
 
         async def well() -> bool:
@@ -230,7 +230,7 @@ async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFlee
 
 
 async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
-    # Given an admission that is on its way when its process falls asleep
+    # An admission that is on its way when its process falls asleep.
     async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
         link = a.store._client
@@ -239,7 +239,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         # When it wakes long after, and comes upon the reply before its own timer has had a turn
         link._in_flight[0].sent_s -= 10
         link._in_flight[0].paused_s -= 10
-        # Then what it grants counts for nothing, for it may be another's by now
+        # What it grants counts for nothing, for it may be another's by now.
         with pytest.raises(StateUnavailable):
             await admission
         # And there is a new connection
@@ -258,12 +258,12 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
         (a,) = it.replicas
         await a.admit("r1")
         await a.admit("r2")
-        # Given a server that takes everything and answers nothing, and an end that is on its way
+        # A server that takes everything and answers nothing, and an end that is on its way.
         between.mute()
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
         await until(lambda: _is(a.store._client.waiting and not a.store.unsent_ends()))
-        # When another request ends, then only this end cannot be known there
+        # When another request ends, only this end cannot be known there.
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
         # And so it stays when the first one has been put back to be sent again
@@ -279,7 +279,7 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
         with pytest.raises(StateUnavailable):
             await deciding
         assert a.store.unsent_ends() == ["r2"]
-        # When the server answers again, then it takes both
+        # When the server answers again, it takes both.
         between.unmute()
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == ["settled llama"] * 2

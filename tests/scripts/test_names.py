@@ -31,14 +31,14 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
 async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_apart(
     fleet: OpenFleet,
 ) -> None:
-    # Given an attacker's flow and workload and another's, which joined by ':' read the same
+    # An attacker's flow and workload and another's, which joined by ':' read the same.
     async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         attacker = {"flow": "llama3:8b", "workload": "chat"}
         other = {"flow": "llama3", "workload": "8b:chat"}
         await replica.admit("runs", flow="other")
         for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", other)):
             assert (await replica.admit(request_id, **who)).status == "queued"
-        # When all are served, then each once and by its own turn
+        # When all are served, each once and by its own turn.
         assert await _serve_all(it, replica, "runs") == ["v0", "x0", "x1"]
         # and when the other comes again, it is taken and served
         await replica.admit("runs again", flow="other")
@@ -48,7 +48,7 @@ async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_
 
 
 async def test_requests_that_the_previous_version_queued_are_served_in_its_order(fleet: OpenFleet) -> None:
-    # Given requests of one workload that wait in a line spelled with ':', as the version before had it
+    # Requests of one workload that wait in a line spelled with ':', as the version before had it.
     async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
         await replica.admit("runs", flow="other")
         for request_id in ("old 1", "old 2", "old 3"):
@@ -58,7 +58,7 @@ async def test_requests_that_the_previous_version_queued_are_served_in_its_order
         # and one that came since, and another that the version before has served: it left its id behind
         await replica.admit("new", flow="f", workload="w")
         await it.redis.zadd(f"{line}\x1fw", {"served": 1})
-        # When all are served, then each once, and the old ones in their order
+        # When all are served, each once, and the old ones in their order.
         served = await _serve_all(it, replica, "runs")
         assert sorted(served) == ["new", "old 1", "old 2", "old 3"]
         assert [each for each in served if each != "new"] == ["old 1", "old 2", "old 3"]
@@ -90,7 +90,7 @@ def test_all_scripts_accept_every_name(
 async def _use_all_scripts(
     fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
-    # Given requests of every pair of flow and workload, behind one that runs
+    # Requests of every pair of flow and workload, behind one that runs.
     policy = {"upper_per": 1, "lower_per": 1, "ordering": "workload-aware", "fairness": fairness}
     async with fleet(replica, **policy) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
@@ -99,7 +99,7 @@ async def _use_all_scripts(
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
             assert verdict.status == "queued"
         await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
-        # When all that can be read is read, then every name is names as it was given
+        # When all that can be read is read, every name is as it was given.
         queues = (await store.reads.flow_queues(100)).queues
         assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
         surveyed = (await store.queue_snapshots.read(100)).page.queues

@@ -45,12 +45,12 @@ async def _accounted(it: Fleet, count: int) -> bool:
 
 
 async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) -> None:
-    # Given four streams and nine waiting on three replicas
+    # Four streams and nine waiting on three replicas.
     async with fleet("a", "b", "c", endpoints=2, joined=CONFIG, listening=True) as it:
         _, waiting = await filled(it, 4, 9)
-        # When everything is lost
+        # Everything is lost.
         await it.redis.flushall()
-        # Then, without a word from anyone, all thirteen are accounted for again
+        # Without a word from anyone, all thirteen are accounted for again.
         await until(lambda: _accounted(it, 13))
         assert not any(task.done() and task.exception() for task in waiting)
 
@@ -66,53 +66,53 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
 
 
 async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
-    # Given four streams and five waiters of one flow on one replica
+    # Four streams and five waiters of one flow on one replica.
     async with fleet("a", endpoints=2, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 9))
-        # When the streams end
+        # The streams end.
         for i in range(4):
             a.gate.settle(ended(f"s{i}"))
         for i, task in enumerate(waiting):
             await task
             a.gate.settle(ended(f"q{i}"))
         await until(it.at_rest)
-        # Then they are served in their old order
+        # They are served in their old order.
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
 
 
 async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: OpenFleet) -> None:
-    # Given four streams and five waiters of a replica, and a state that was lost and is published again
+    # Four streams and five waiters of a replica, and a state that was lost and is published again.
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await a.publish(*addresses(2))
         await a.beat()
-        # When something that this replica asked is on its way for long: decisions go out beside it
+        # Something that this replica asked is on its way for long: decisions go out beside it.
         busy = asyncio.create_task(it.redis.eval(BUSY, 0))
         await asyncio.sleep(0.02)
         asked = asyncio.create_task(a.store.notifications())
         await asyncio.sleep(0)
         assert await a.gate.register_again()
         await asyncio.gather(busy, asked)
-        # Then the waiters wait
+        # The waiters wait.
         assert await it.counts() == (4, 5, [2, 2])
         for task in waiting:
             task.cancel()
 
 
 async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
-    # Given a replica that beats every two seconds, and a state that is lost in between
+    # A replica that beats every two seconds, and a state that is lost in between.
     async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
-        # When a request comes, then it has the state published at once and is placed
+        # When a request comes, it has the state published at once and is placed.
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
 
 
 async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFleet) -> None:
-    # Given a stream that only Envoy knows of, and a state that was lost
+    # A stream that only Envoy knows of, and a state that was lost.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
@@ -122,7 +122,7 @@ async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFlee
             return (await it.state()).ready_backends == 2
 
         await until(published)
-        # When its periodic entry comes to another replica, then it is counted where it runs
+        # When its periodic entry comes to another replica, it is counted where it runs.
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until(lambda: _accounted(it, 1))
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
@@ -134,7 +134,7 @@ async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFlee
 async def test_waiters_that_could_not_be_registered_are_registered_with_the_next_beat(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given waiters whose first registration after a flush fails
+    # Waiters whose first registration after a flush fails.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 2, 3)
         real = a.store.admit
@@ -150,9 +150,9 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
             return await real(request, attempt, candidates, age_s)
 
         monkeypatch.setattr(a.store, "admit", failing)
-        # When the state is lost
+        # The state is lost.
         await it.redis.flushall()
-        # Then a later beat registers them
+        # A later beat registers them.
         await until(lambda: _accounted(it, 5))
         assert failures == 3
         for i in range(2):
@@ -164,7 +164,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
 
 
 async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
-    # Given a stream and a waiter of a replica that the others have given up
+    # A stream and a waiter of a replica that the others have given up.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, (waiter,) = await filled(it, 2, 1)
         await it.redis.zadd(it.keys.replicas, {"a": 1})
@@ -173,7 +173,7 @@ async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: Op
             events = [entry.event for entry in await it.log() if entry.request == "q0"]
             return events[-1] in ("adopted", "queued")
 
-        # When it beats again, then its waiter is back in the queue, and served
+        # When it beats again, its waiter is back in the queue, and served.
         await until(held_again)
         a.gate.settle(ended("s0"))
         a.gate.settle(ended("s1"))
@@ -181,20 +181,20 @@ async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: Op
 
 
 async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:
-    # Given two replicas with the same configuration
+    # Two replicas with the same configuration.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         assert a.membership is not None
         assert b.membership is not None
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # When the one that does not lead discovers more, then nothing changes
+        # When the one that does not lead discovers more, nothing changes.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
         assert len(b.cell.current.endpoints) == 2
-        # When the leader does, then both have it
+        # When the leader does, both have it.
         a.membership.discovered([a.cell.current.endpoints[0]])
         await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
-        # When the leader leaves, then the other leads at once
+        # When the leader leaves, the other leads at once.
         await a.membership.leave(5)
         await until(lambda: b.cell.current.endpoints == ())
         assert b.membership.pulse.leader
@@ -223,11 +223,11 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
     server: TimedPool,
 ) -> None:
     assert settled(server)
-    # Given a request that has ended, and its accounting token
+    # A request that has ended, and its accounting token.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
-    # When it is told again, at once and later, then it is not counted
+    # When it is told again, at once and later, it is not counted.
     for _ in range(10):
         assert server.report("r", TOKEN) == "unknown"
         server.calm(10 * SECOND_MS)
@@ -240,12 +240,12 @@ def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends
 ) -> None:
     assert settled(server)
     server.admit("r")
-    # Given a request that nobody could report for a lease
+    # A request that nobody could report for a lease.
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
     assert not server.knows("r")
     server.calm(HOUR_MS // 2)
-    # When it is seen alive, then it counts, and when it has ended it does not come back
+    # When it is seen alive, it counts, and when it has ended it does not come back.
     assert server.report("r", TOKEN) == "restored"
     assert server.settle("r") == "settled llama"
     assert server.report("r", TOKEN) == "unknown"
@@ -257,7 +257,7 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Ti
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
-    # When the end of one is heard after all, then a tombstone takes its place
+    # When the end of one is heard after all, a tombstone takes its place.
     assert server.settle("ends") == "unknown"
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
@@ -285,7 +285,7 @@ def test_after_a_loss_running_requests_are_restored_for_a_lease(server: TimedPoo
     server.flush()
     server.publish_endpoint()
     server.beat()
-    # When it is seen alive, then it counts; and past the time by which all that runs has been, no more
+    # When it is seen alive, it counts; and past the time by which all that runs has been, no more.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
@@ -295,7 +295,7 @@ def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Timed
     assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
-    # Given another server in its place, which lacks the last writes, for a while nobody's
+    # Another server in its place, which lacks the last writes, for a while nobody's.
     server.lose("r", "late")
     server.restart()
     server.passes(20 * SECOND_MS)
@@ -307,7 +307,7 @@ def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Timed
 
 def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool) -> None:
     assert settled(server)
-    # Given the fleet's only replica, which could not reach the server for longer than it is believed
+    # The fleet's only replica, which could not reach the server for longer than it is believed.
     server.passes(2 * SILENCE_MS)
     server.beat()
     assert server.report("r", TOKEN) == "restored"
@@ -319,12 +319,12 @@ def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool)
 
 def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
     assert settled(server)
-    # Given requests let go by a replica that alone is without the shared state
+    # Requests let go by a replica that alone is without the shared state.
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
-    # When the access log tells another one of the first in time, then it counts
+    # When the access log tells another one of the first in time, it counts.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
-    # When it has ended, and a tombstone is stored, then not again; nor another one
+    # When it has ended, and a tombstone is stored, not again; nor another one.
     assert server.settle("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
     assert server.report("r", token) == "unknown"

@@ -66,7 +66,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         a, gate = clients.replica, clients.gate
         gate.update_peers({"a": {"degraded": False}})
         gate.heartbeat_answered(await a.beat())
-        # Given a server without room, and requests that have filled it
+        # A server without room, and requests that have filled it.
         expires = asyncio.create_task(clients.ask("runs first"))
         await expires
         base = (await it.redis.info("memory"))["used_memory"]
@@ -75,9 +75,9 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         assert (refused.status, refused.retry_after_s) == (503, 1)
         assert a.gate.waiting > 20
         waiting = a.gate.waiting
-        # When it has no room at all from here on
+        # It has no room at all from here on.
         await it.redis.config_set("maxmemory", 1)
-        # Then heartbeats, sweeps, marks, live changes and cancellations are taken
+        # Heartbeats, sweeps, marks, live changes and cancellations are taken.
         await a.beat()
         assert (await a.sweep()).ran
         for on in (True, False):
@@ -94,7 +94,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         with pytest.raises(WritesRefused):
             await clients.ask("new")
         assert gate.state is FailoverState.SHARED
-        # When there is room, then admission goes on
+        # When there is room, admission goes on.
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")
         await clients.serve()
@@ -104,12 +104,12 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
 async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: int, pool: str) -> None:
     async with running(url_of(server), pool, "a", upper_per=1, listening=True) as it:
         (a,) = it.replicas
-        # Given one that waits on a server that has no room since
+        # One that waits on a server that has no room since.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), stream_owned=False))
         await until(lambda: a.gate.waiting == 1)
         await it.redis.config_set("maxmemory", 1)
-        # When its time is up, then it is told so
+        # When its time is up, it is told so.
         with pytest.raises(ExpiredTtl):
             await waits
         a.gate.settle(ended("runs"))

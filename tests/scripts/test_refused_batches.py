@@ -46,10 +46,10 @@ async def served(replica: Replica, *request_ids: str) -> None:
 
 
 async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet: OpenFleet) -> None:
-    # Given a full pool, and a flow whose queue is of another type
+    # A full pool, and a flow whose queue is of another type.
     async with valkey_fleet("a", full=True) as (it, a):
         kept = await broken(it, BAD)
-        # When requests of it and of others arrive in one message
+        # Requests of it and of others arrive in one message.
         _, *others, refused = await in_one_message(
             a.beat(),
             a.admit("g1", flow="good"),
@@ -58,7 +58,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
             a.admit("h", flow="other"),
             a.admit("b2", flow="bad"),
         )
-        # Then its own fail in words, and the others wait, each once
+        # Its own fail in words, and the others wait, each once.
         assert isinstance(refused, ScriptFailed)
         assert "refused admit" in str(refused)
         assert isinstance(others.pop(1), ScriptFailed)
@@ -72,7 +72,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
 
 
 async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_fleet: OpenFleet) -> None:
-    # Given a broken flow
+    # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         kept = await broken(it, BAD)
         # When one arrives beside one of that flow, and leaves in the same message
@@ -82,7 +82,7 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
             a.admit("b", flow="bad"),
             answer_of(a.store.cancel, "g", 1, "cancelled"),
         )
-        # Then it has left
+        # It has left.
         await mended(it, BAD, kept)
         assert events_of(await it.log(), "g")[-1] == "cancelled"
         await a.settle("runs")
@@ -93,7 +93,7 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
 async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
     valkey_fleet: OpenFleet, how: str
 ) -> None:
-    # Given two of a flow in the queue, and one of a flow that breaks then
+    # Two of a flow in the queue, and one of a flow that breaks then.
     async with valkey_fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
@@ -104,7 +104,7 @@ async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
         else:
             leaving = [answer_of(a.store.settle, name, Outcome.CLIENT_GONE) for name in ("g1", "b")]
         _, left, refused = await in_one_message(a.beat(), *leaving)
-        # Then only that of the broken flow fails
+        # Only that of the broken flow fails.
         assert left == ("ended" if how == "cancel" else "left llama")
         assert isinstance(refused, ScriptFailed)
         await mended(it, BAD, kept)
@@ -116,13 +116,13 @@ async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
 
 
 async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
-    # Given a script that failed after it had put a request into its queue, and is not asked again
+    # A script that failed after it had put a request into its queue, and is not asked again.
     async with valkey_fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         await it.redis.zadd(it.keys.prefix + "queue:1:good", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "queue:1:lone", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "flows:1", {"lone": -1})
-        # When its turn comes, then it is taken out, and the next one has it
+        # When its turn comes, it is taken out, and the next one has it.
         await a.settle("runs")
         await served(a, "first")
         assert await it.at_rest()
@@ -131,13 +131,13 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
 async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
     valkey_fleet: OpenFleet,
 ) -> None:
-    # Given a broken flow
+    # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         await broken(it, BAD)
         await it.redis.config_resetstat()
-        # When every item of a batch is of it
+        # Every item of a batch is of it.
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
-        # Then all fail, after one call together and one each
+        # All fail, after one call together and one each.
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
         calls = (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"]
         assert calls == 1 + 16 + 1

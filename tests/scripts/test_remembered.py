@@ -29,26 +29,26 @@ def server(client: redis.Redis, pool: str) -> Versions:
 
 
 def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: Versions) -> None:
-    # Given a version that has placed requests, and so knows all endpoints and their loads
+    # A version that has placed requests, and so knows all endpoints and their loads.
     server.publish("a:1", "b:1", version="1", upper_per=100)
     for name in ("x", "y"):
         assert server.admit(name)[0] == "placed"
         server.settle(name)
-    # When another one puts an endpoint in the place of one
+    # Another one puts an endpoint in the place of one.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
-    # Then the first sends requests to the new one, and none to the one that has left
+    # The first sends requests to the new one, and none to the one that has left.
     went = {server.admit(f"after-{number}")[1] for number in range(6)}
     assert went == {"a:1,c:1", "c:1,a:1"}
     assert server.loads() == {"a:1": 3, "c:1": 3}
 
 
 def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) -> None:
-    # Given a version that knows all endpoints
+    # A version that knows all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
-    # When another endpoint is published
+    # Another endpoint is published.
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # Then the next request goes there
+    # The next request goes there.
     assert server.admit("y")[1] == "b:1,a:1"
 
 
@@ -61,26 +61,26 @@ def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: 
         server.settle(f"one-{number}", server.other)
         if number % 2:
             server.settle(f"other-{number}")
-    # Then the workload's counts are those of all, and so are the loads
+    # The workload's counts are those of all, and so are the loads.
     row = server.call("view_workload", "w")[1].split(b"\x1f")
     assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # in all, active, let in
     assert sum(server.loads().values()) == 5
 
 
 def test_either_version_expires_a_request_that_the_other_queued(server: Versions) -> None:
-    # Given a version that has found nothing that time will bring, and one in flight that leaves no room
+    # A version that has found nothing that time will bring, and one in flight that leaves no room.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
     # When another one queues a request, whose time passes
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
     server.at_ms(41)
-    # Then the first ends it with the next thing that it is asked
+    # The first ends it with the next thing that it is asked.
     assert server.admit("runs")[-1] == "adopted"
     assert server.requests() == {b"runs"}
 
 
 def test_a_timer_before_the_remembered_one_is_not_missed(server: Versions) -> None:
-    # Given a request that waits, whose timer is the earliest that is known of
+    # A request that waits, whose timer is the earliest that is known of.
     server.publish("a:1", version="1", upper_per=1)
     server.admit("runs")
     assert server.admit("patient", ttl_ms=60_000)[0] == "queued"
@@ -88,7 +88,7 @@ def test_a_timer_before_the_remembered_one_is_not_missed(server: Versions) -> No
     assert server.admit("hasty", ttl_ms=40)[0] == "queued"
     server.at_ms(41)
     server.admit("runs")
-    # Then it is gone, and the other one waits
+    # It is gone, and the other one waits.
     assert server.requests() == {b"runs", b"patient"}
 
 
@@ -99,7 +99,7 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versi
         strangers = ",".join(f"10.0.{number}.{last}:1" for last in range(50))
         answer = server.admit(f"r-{number}", flow="f", workload=f"w-{number}", candidates=f"{strangers},a:1")
         assert answer[:2] == ["placed", "a:1"]
-    # Then those that are known have what they have
+    # Those that are known have what they have.
     assert server.loads() == {"a:1": 30, "b:1": 0}
     for number in range(30):
         server.settle(f"r-{number}")
@@ -107,13 +107,13 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versi
 
 
 def test_the_next_call_follows_a_setting_that_another_version_changed(server: Versions) -> None:
-    # Given a version that knows the settings, with nothing that counts about to change
+    # A version that knows the settings, with nothing that counts about to change.
     server.publish("a:1", "b:1", version="1", upper_per=100)
     for name in ("x", "y"):
         server.admit(name)
         server.settle(name)
     for fallbacks in (0, 1):
-        # When another one changes how many endpoints a request is given
+        # Another one changes how many endpoints a request is given.
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
-        # Then the first one goes by it with its next request
+        # The first one goes by it with its next request.
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks

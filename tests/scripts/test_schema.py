@@ -69,11 +69,11 @@ def test_the_page_and_the_scripts_list_the_same_keys() -> None:
 
 
 def test_the_keys_that_python_spells_are_documented() -> None:
-    # Given every key that the replicas name themselves
+    # Every key that the replicas name themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
     assert len(spelled) == 8
-    # Then each is in the table
+    # Each is in the table.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
 
@@ -88,7 +88,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 
         async def look() -> None:
             for name, kind in (await live(it)).items():
-                # Then every key is documented once, with its type
+                # Every key is documented once, with its type.
                 (pattern,) = matching(name)
                 seen[pattern] = kind
 
@@ -147,7 +147,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.beat(silence_s=0.1)
         assert (await a.sweep()).more
         await look()
-        # Then every documented key has been used, as documented
+        # Every documented key has been used, as documented.
         expected = {
             name: kind
             for name, kind in documented().items()
@@ -158,7 +158,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 
 
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
-    # Given a pool in which each band has served a request
+    # A pool in which each band has served a request.
     async with fleet("a", full=True) as (it, a):
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band)
@@ -167,5 +167,5 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.mark_endpoint("10.0.0.1:8000", "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
-        # Then its fields are the documented ones
+        # Its fields are the documented ones.
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields()

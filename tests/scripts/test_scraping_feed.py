@@ -100,30 +100,29 @@ def reading(scraped_ms: int) -> EndpointMetrics:
 async def test_a_follower_receives_readings_on_its_own_clock(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
-    # Given a follower whose clock is at 50 s
+    # A follower whose clock is at 50 s.
     one, two = pair
     async with following(two) as follower:
         # When a reading is published that is 300 ms old, by a clock at 1000 s
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
         await follower.until(lambda: "a:1" in follower.readings)
-    # Then it is 300 ms old by the follower's clock as well
+    # It is 300 ms old by the follower's clock as well.
     assert follower.readings["a:1"] == reading(49_700)
     assert follower.batches[-1][0] == "one"
-    assert follower.suspects == ["b:1"]
     assert follower.suspects == ["b:1"]
 
 
 async def test_a_new_follower_catches_up_with_ages_by_redis_clock(
     pair: tuple[MetricsChannel, MetricsChannel],
 ) -> None:
-    # Given two batches that nobody follower
+    # Two batches that nobody has received.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await one.publish({"b:1": replace(reading(999_400), waiting=None, fault="no page", failures=3)})
-    # When a follower comes
+    # A follower comes.
     async with following(two) as follower:
         pass
-    # Then it knows the newest of each, at least as old as it is
+    # It knows the newest of each, at least as old as it is.
     assert follower.batches[0][0] is None
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.readings["a:1"].scraped_ms <= 49_000
@@ -150,12 +149,12 @@ async def test_an_empty_batch_is_a_sign_of_life(pair: tuple[MetricsChannel, Metr
 
 
 async def test_removed_readings_are_gone(pair: tuple[MetricsChannel, MetricsChannel]) -> None:
-    # Given two stored readings / When one is removed
+    # Two stored readings. One is removed.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await two.remove(["a:1", "unknown:1"])
     await two.remove([])
-    # Then the other is left
+    # The other is left.
     assert (await one.stored()).keys() == {"b:1"}
 
 
@@ -173,7 +172,7 @@ async def test_pools_do_not_receive_each_others_readings(
 async def test_unreadable_readings_are_left_out(
     redis_url: str, pool: str, pair: tuple[MetricsChannel, MetricsChannel]
 ) -> None:
-    # Given a hash and a channel on which others write nonsense
+    # A hash and a channel on which others write nonsense.
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
     async with Redis.from_url(redis_url) as redis:
@@ -183,24 +182,24 @@ async def test_unreadable_readings_are_left_out(
             await redis.publish(name, b"\xff")
             await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
             await one.publish({"b:1": reading(999_000)})
-            # When it is followed / Then what can be read is there, and nothing else
+            # When it is followed. What can be read is there, and nothing else.
             await follower.until(lambda: "b:1" in follower.readings)
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.links == 1
 
 
 async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, pool: str) -> None:
-    # Given a follower
+    # A follower.
     async with (
         opened(valkey_url, pool, "one", Clock(1_000_000)) as one,
         opened(valkey_url, pool, "two", Clock(50_000)) as two,
         Redis.from_url(valkey_url) as redis,
         following(two) as follower,
     ):
-        # When its connection is cut and something is published meanwhile
+        # Its connection is cut and something is published meanwhile.
         await redis.client_kill_filter(_type="pubsub")
         await one.publish({"a:1": reading(999_000)})
-        # Then it comes back and knows
+        # It comes back and knows.
         await follower.until(lambda: follower.links == 2)
         assert follower.readings.keys() == {"a:1"}
 
@@ -208,16 +207,16 @@ async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, po
 async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     valkey_url: str, pool: str
 ) -> None:
-    # Given a Redis that stops answering
+    # A Redis that stops answering.
     channel = MetricsChannel(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
         await publish_until_done(channel)  # a busy machine may need a second try
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-        # When it is told something / Then that fails within the deadline
+        # It is told something. That fails within the deadline.
         for _ in range(2):
             with pytest.raises(StateUnavailable, match="no answer in time"):
                 await channel.publish({"b:1": reading(999_000)})
-        # When it answers again / Then it is told, and replies are not mixed up
+        # When it answers again. It is told, and replies are not mixed up.
         await redis.execute_command("CLIENT", "UNPAUSE")
         await publish_until_done(channel)
         assert replace((await stored(channel))["c:1"], scraped_ms=0, before=None) == replace(

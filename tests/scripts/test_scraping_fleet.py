@@ -16,6 +16,7 @@ from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import VLLM, Scraping
 from picker_fleet.state.keys import Keys
+from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child
 
@@ -24,10 +25,11 @@ HEARTBEAT_S = 10.0  # a replica that is silent for 6 s counts as gone: longer th
 REPLICAS = ("one", "two", "three")
 
 
-class Meter:
+class Meter(Metrics):
     """Counts the scrapes of one replica by endpoint."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.scrapes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.targets = 0
@@ -36,17 +38,8 @@ class Meter:
     def scraped(self, address: str, seconds: float) -> None:
         self.scrapes[address] += 1
 
-    def probed(self, address: str) -> None:
-        pass
-
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.faults[kind] += 1
-
-    def scrape_published(self, readings: int, seconds: float) -> None:
-        pass
-
-    def scrape_unpublished(self, readings: int) -> None:
-        pass
 
     def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
         self.targets, self.ages_s = owned, ages_s
@@ -166,16 +159,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
-    # Given three replicas and four endpoints
+    # Three replicas and four endpoints.
     clock = asyncio.get_running_loop().time
     async with scraping(valkey_url, pool, simulators) as fleet:
         await fleet.settled()
-        # When each endpoint has been scraped some times more
+        # Each endpoint has been scraped some times more.
         started_s = clock()
         scrapers = await fleet.scrapers(20)
         elapsed_s = clock() - started_s
-        # Then one replica did that, no oftener than the interval allows, and nothing failed; only late may a
-        # page have been, when the whole machine stood still
+        # One replica did that, no oftener than the interval allows, and nothing failed; only late may a
+        # page have been, when the whole machine stood still.
         assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(simulators, 1)
         for address, (name,) in scrapers.items():
             rate = fleet.replicas[name].meter.scrapes[address] / elapsed_s
@@ -195,7 +188,7 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
 async def test_load_on_an_endpoint_is_seen_by_every_replica(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
-    # Given a request of an adapter that runs on one endpoint
+    # A request of an adapter that runs on one endpoint.
     async with (
         scraping(valkey_url, pool, simulators) as fleet,
         httpx.AsyncClient(verify=False, timeout=30) as client,
@@ -212,7 +205,7 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
 
         asked = tasks.create_task(ask())
 
-        # When it is scraped / Then every replica sees one running there, with its adapter, and none elsewhere
+        # When it is scraped. Every replica sees one running there, with its adapter, and none elsewhere.
         def seen(replica: Replica) -> bool:
             snapshot = replica.task.readings.snapshot()
             return snapshot[busy].metrics.running == 1.0 and all(
@@ -228,7 +221,7 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
 async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
-    # Given three replicas
+    # Three replicas.
     async with scraping(valkey_url, pool, simulators) as fleet:
         await fleet.settled()
         scrapers = await fleet.scrapers(3)
@@ -236,7 +229,7 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
         # When one that scrapes something stops without a word, and still counts as live
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
-        # Then the others take over what was its own, and keep theirs
+        # The others take over what was its own, and keep theirs.
         await until(lambda: sum(one.meter.targets for one in fleet.replicas.values()) == len(simulators))
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():
@@ -247,13 +240,13 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
 async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(
     valkey_url: str, pool: str, simulators: list[str]
 ) -> None:
-    # Given a fleet that knows three of four endpoints
+    # A fleet that knows three of four endpoints.
     async with scraping(valkey_url, pool, simulators[:3]) as fleet, Redis.from_url(valkey_url) as redis:
         await fleet.settled()
-        # When one leaves and the fourth comes
+        # One leaves and the fourth comes.
         now = simulators[1:]
         fleet.list(now)
-        # Then every board and Redis have exactly those
+        # Every board and Redis have exactly those.
         await fleet.settled(now)
         await until_stored(redis, fleet.key, now)
 
@@ -266,9 +259,9 @@ async def test_a_flushed_redis_is_filled_again(valkey_url: str, pool: str, simul
 
 
 async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
-    # Given replicas that cannot reach Redis / When they scrape
+    # Replicas that cannot reach Redis. They scrape.
     async with scraping("redis://127.0.0.1:1/0", pool, simulators) as fleet:
-        # Then each endpoint is known to the one replica that scrapes it
+        # Each endpoint is known to the one replica that scrapes it.
         def known() -> list[str]:
             boards = [one.task.readings.snapshot() for one in fleet.replicas.values()]
             return sorted(address for board in boards for address, one in board.items() if one.known)
@@ -277,12 +270,12 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
 
 
 async def test_a_replica_stops_at_any_moment(valkey_url: str, pool: str, simulators: list[str]) -> None:
-    # Given replicas that are told to end at another moment each, most of them while they connect
+    # Replicas that are told to end at another moment each, most of them while they connect.
     cell = SnapshotCell()
     cell.publish(Snapshot("1", tuple(Endpoint(address) for address in simulators)))
     for turns in (*range(40), *range(40, 400, 20)):
         replica = Replica(valkey_url, pool, "one", cell, ["one"])
         for _ in range(turns):
             await asyncio.sleep(0)
-        # When it is told to / Then it ends
+        # It is told to. It ends.
         await replica.stop()

@@ -64,11 +64,11 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(
 ) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         await wait_in_line(it)
-        # Given flow queues that one has read, and a queue that has changed since
+        # Flow queues that one has read, and a queue that has changed since.
         read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
-        # Then the others have the same, to the last digit of their ages: they have not read for themselves
+        # The others have the same, to the last digit of their ages: they have not read for themselves.
         for other in others:
             assert await queues_of(other) == read
         assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)
@@ -87,10 +87,10 @@ async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet, for
 async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
-        # Given one that was told to read, and of which nothing more is heard
+        # One that was told to read, and of which nothing more is heard.
         assert await a.store._client.call("claim_queue_snapshot", reads.CLAIM_MS) == ["", 0]
         assert await it.redis.pttl(it.keys.queue_snapshot) <= reads.CLAIM_MS
-        # Then the others have the flow queues all the same
+        # The others have the flow queues all the same.
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
 
@@ -109,11 +109,11 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
 
 async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
-        # Given an empty queue, at which both have looked
+        # An empty queue, at which both have looked.
         assert await queues_of(a) == []
         assert await it.redis.exists(it.keys.queue_snapshot) == 0
         assert await queues_of(b) == []
-        # When something waits, then either sees it at once, and nothing is left for others
+        # When something waits, either sees it at once, and nothing is left for others.
         await wait_in_line(it, 3)
         for each in (a, b):
             assert len(await queues_of(each)) == 3
@@ -133,11 +133,11 @@ async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> Non
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
-            # Given a cache that runs, and that nobody asks: then nothing is read
+            # A cache that runs, and that nobody asks: then nothing is read.
             await it.after(100)
             assert cache.last.queues == ()
             assert await it.redis.exists(it.keys.queue_snapshot) == 0
-            # When somebody asks for a while, then the next state is read by itself
+            # When somebody asks for a while, the next state is read by itself.
             first = await cache.get()
             await cache.get()
             await until(lambda: cache.last is not first)
@@ -172,7 +172,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fl
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 
-        # Given flow queues of which the first is served, and comes again at the end, while they are read
+        # Flow queues of which the first is served, and comes again at the end, while they are read.
         async def move() -> None:
             await a.settle("runs")
             assert (await a.place("q0")).status == "placed"
@@ -181,7 +181,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fl
 
         reads = Reads(cast(BatchingClient, Meanwhile(a.store._client, move)), it.keys.log)
         found = (await reads.flow_queues(MOST)).queues
-        # Then it is listed at its last position, and once
+        # It is listed at its last position, and once.
         assert len(found) == len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start

@@ -16,25 +16,13 @@ from picker_fleet.request import Band, Outcome
 HUGE = 1e308
 
 
-async def order(it: Fleet, waiting: int) -> list[str]:
-    """Who is served next, one after the other, once `running` ends; each is placed and ends at once."""
-    (a,) = it.replicas
-    served: list[str] = []
-    await a.settle("running")
-    for _ in range(waiting):
-        await a.sweep()
-        name = a.notifications[-1][1]
-        served.append(name)
-        await a.place(name)
-        await a.settle(name)
-    return served
-
-
-async def serve(it: Fleet, turns: int) -> list[str]:
+async def serve(it: Fleet, turns: int, swept: bool = False) -> list[str]:
     """So many who are granted one after the other; each is placed and ends at once."""
     (a,) = it.replicas
     served = []
     for _ in range(turns):
+        if swept:
+            await a.sweep()
         served.append(a.notifications[-1][1])
         await a.place(served[-1])
         await a.settle(served[-1])
@@ -45,15 +33,16 @@ async def serve(it: Fleet, turns: int) -> list[str]:
 async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
-    # Given a flow whose weight an older version or nobody has checked, and one beside it
+    # A flow whose weight an older version or nobody has checked, and one beside it.
     async with fleet("a", upper_per=1, lower_per=1, weights={"bad": weight}, checked=False) as (it, a):
         await a.admit("running")
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
             await a.admit(f"good {number}", flow="good")
-        # When all are served
-        served = await order(it, 4)
-        # Then each was, in its flow's order, and every tag is a number
+        # All are served.
+        await a.settle("running")
+        served = await serve(it, 4, swept=True)
+        # Each was, in its flow's order, and every tag is a number.
         assert [name for name in served if name.startswith("good")] == ["good 0", "good 1"]
         assert len(served) == 4
         tags = await it.redis.zrange(it.keys.prefix + "finish:1", 0, -1, withscores=True)
@@ -68,14 +57,15 @@ async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
         for number in range(2):
             for flow in ("a", "z"):
                 await a.admit(f"{flow} {number}", flow=flow)
-        # Given tags as a weight of 1e-308 left them, by which flows were served by name
+        # Tags as a weight of 1e-308 left them, by which flows were served by name.
         for kind in ("flows:1", "finish:1"):
             await it.redis.zadd(it.keys.prefix + kind, {"a": math.inf, "z": math.inf, "idle": -math.inf})
         await it.redis.zrem(it.keys.prefix + "flows:1", "idle")
-        # When the sweep has come by
+        # The sweep has come by.
         await a.sweep()
-        # Then they take turns
-        assert await order(it, 4) == ["a 0", "z 0", "a 1", "z 1"]
+        # They take turns.
+        await a.settle("running")
+        assert await serve(it, 4, swept=True) == ["a 0", "z 0", "a 1", "z 1"]
         for kind in ("flows:1", "finish:1"):
             scores = await it.redis.zrange(it.keys.prefix + kind, 0, -1, withscores=True)
             assert all(math.isfinite(tag) for _, tag in scores)
@@ -87,13 +77,13 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1) as (it, a):
-        # Given turns of the lightest flow that there may be, of the dearest requests, and one that waits
+        # Turns of the lightest flow that there may be, of the dearest requests, and one that waits.
         await a.admit("running")
         for number in range(3):
             await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
         await a.settle("running")
         await serve(it, 1)
-        # Then a turn of the heaviest is less than what a sum of such numbers shows
+        # A turn of the heaviest is less than what a sum of such numbers shows.
         assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
@@ -102,7 +92,7 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
         for number in range(40):
             await a.admit(f"half {number}", flow="half", weight=5e5)
             await a.admit(f"whole {number}", flow="whole", weight=1e6)
-        # Then they have their shares, to one turn in a hundred, and the light one its turn after them
+        # They have their shares, to one turn in a hundred, and the light one its turn after them.
         assert await serve(it, 1) == ["light 1"]
         served = await serve(it, 60)
         assert [sum(name.startswith(flow) for name in served) for flow in ("half", "whole", "light")] == [
@@ -166,11 +156,11 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
-        # Given ids, flow queues, replicas and endpoints that do not exist
+        # Ids, flow queues, replicas and endpoints that do not exist.
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
-        # When requests come and go, then they are served as ever
+        # When requests come and go, they are served as ever.
         await life(it, "r")
         # And what nobody comes upon goes by and by
         await a.sweep()
@@ -198,14 +188,14 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
 
 
 async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
-    # Given an order of candidates with a flow queue that has drained, and without two that wait
+    # An order of candidates with a flow queue that has drained, and without two that wait.
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
         candidates = it.keys.prefix + "victims:2"
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
-        # When a critical request finds the queue full, then one of those that wait gives way
+        # When a critical request finds the queue full, one of those that wait gives way.
         assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).status == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
         # And after a sweep the order is whole
@@ -222,7 +212,7 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
-        # Given entries that can't be read, some of them under names that requests come with
+        # Entries that can't be read, some of them under names that requests come with.
         names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))
         await it.redis.zadd(it.keys.prefix + "inflight", {"stray-0": LONG_AGO})
@@ -233,7 +223,7 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
             await a.admit(name, workload="w", limit=1, learn=True)
             await a.store.settle(name, Outcome.COMPLETED, 3, 2)
         assert (await a.beat()).live_replicas == 1
-        # Then what a replica is strays of again and again has gone, and all counts are 0
+        # What a replica is strays of again and again has gone, and all counts are 0.
         if kind == "inbox:a":
             assert await it.redis.hlen(it.keys.prefix + kind) == 0
         state = await it.state()

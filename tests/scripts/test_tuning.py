@@ -33,12 +33,12 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
     valkey_fleet: OpenFleet,
 ) -> None:
     async with valkey_fleet("a", upper_per=1) as it:
-        # Given many flows that wait
+        # Many flows that wait.
         (a,) = it.replicas
         await a.admit("runs")
         for i in range(100):
             await a.admit(f"r{i}", flow=f"flow-{i}")
-        # When bounds are raised, then each call looks at the front of the flows, however many there are
+        # When bounds are raised, each call looks at the front of the flows, however many there are.
         async with it.redis.monitor() as said:
             await a.store.set_live_config({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
             await it.redis.echo("the end")
@@ -65,7 +65,7 @@ POLICIES = [
 async def test_policies_change_while_requests_wait(
     fleet: OpenFleet, before: dict[str, str], after: dict[str, str]
 ) -> None:
-    # Given requests of several flows, bands and workloads, named or not, that wait under one policy
+    # Requests of several flows, bands and workloads, named or not, that wait under one policy.
     async with fleet("a", guard_share=0, **before, full=True) as (it, a):
         for i in range(24):
             await a.admit(
@@ -76,7 +76,7 @@ async def test_policies_change_while_requests_wait(
         await a.store.set_live_config(dict(after), dict(after))
         while (await a.sweep()).more:
             pass
-        # Then the order is the same as if they had come under it
+        # The order is the same as if they had come under it.
         await a.settle("runs")
         for _ in range(23):
             await a.settle(order_of(await it.log())[-1])
@@ -125,10 +125,10 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
     valkey_url: str, pool: str
 ) -> None:
     async with replica(valkey_url, pool, "a") as (a, controls), replica(valkey_url, pool, "b") as (b, others):
-        # Given a fleet without scorers: nobody asks for prompts, and the fewest in flight is chosen
+        # A fleet without scorers: nobody asks for prompts, and the fewest in flight is chosen.
         assert a.chooser.choose(prompted("r1")).candidates == "*"
         assert not b.chooser.needs_prefix_hashes
-        # When one is added through one replica, then every replica ranks by it within a heartbeat
+        # When one is added through one replica, every replica ranks by it within a heartbeat.
         shown = await controls.change({"scheduling": {"scorers": {"prefix-affinity": 9}}})
         assert shown.changes == {"scheduling": {"scorers": {"prefix-affinity": 9}}}
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)

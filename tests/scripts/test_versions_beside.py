@@ -28,27 +28,27 @@ FIRST = [
 def test_a_newer_version_continues_with_the_counters_of_an_older_one(
     direct: DirectPool, missing: int
 ) -> None:
-    # Given a pool in use, whose counters an older version has written last
+    # A pool in use, whose counters an older version has written last.
     settings = json.dumps(shared_settings(Settings(), {}))
     published = "c-1", "e-1", settings, "10.0.0.1:8000", OPEN
     epoch = direct.call("publish", "r-1", *published)[0]
     key = f"{direct.prefix}pool"
     counters = direct.client.hget(key, "counters")
     direct.client.hset(key, "counters", counters[: -missing * DOUBLE])
-    # When a replica of the newer version beats and publishes
+    # A replica of the newer version beats and publishes.
     beat = direct.call("heartbeat", "r-2", "{}", "5000")
     direct.call("publish", "r-2", *published)
-    # Then the pool lives on as it was, with all of its counters
+    # The pool lives on as it was, with all of its counters.
     assert beat[0] == epoch
     assert len(direct.client.hget(key, "counters")) == len(counters)
 
 
 def test_the_page_of_upgrades_names_the_layouts_in_use() -> None:
-    # Given the packed layouts: to change one decides which versions may share a pool
+    # The packed layouts: to change one decides which versions may share a pool.
     page = Path(__file__).parents[2] / "docs" / "upgrading.md"
-    # When they are looked for on the page
+    # They are looked for on the page.
     text = page.read_text(encoding="utf-8")
-    # Then it names them, and what a version of 26 counters writes still begins the list
+    # It names them, and what a version of 26 counters writes still begins the list.
     assert f"| {len(schema.COUNTERS)} doubles |" in text
     assert f"`{schema.WAITING_LAYOUT}`, `{schema.RUNNING_LAYOUT}`" in text
     assert list(schema.COUNTERS[:26]) == FIRST
@@ -138,10 +138,10 @@ def test_every_count_ends_at_0_when_the_previous_version_runs_beside_this_one(
 ) -> None:
     mixed = Mixed(client, pool)
     try:
-        # Given whatever the two do in whatever order
+        # Whatever the two do in whatever order.
         for step, *args in steps:
             getattr(mixed, step)(*args)
-            # Then loads are what runs
+            # Loads are what runs.
             mixed.audit()
         # And when all has ended, nothing is left
         for _ in range(2):
@@ -164,12 +164,12 @@ def test_an_owner_of_the_previous_version_is_notified_of_a_preemption_by_a_word_
 ) -> None:
     if owner == 1:
         mixed.forget_the_former()
-    # Given a queue that is full of one, which a replica of that version holds
+    # A queue that is full of one, which a replica of that version holds.
     mixed.of(1, "tune", json.dumps({"paused": 1, "total_capacity": 1}), "{}")
     mixed.bring(owner, "waits")
-    # When a replica of the present version brings one of a higher band
+    # A replica of the present version brings one of a higher band.
     mixed.bring(1, "above", band=0)
-    # Then the owner is told that its request is out
+    # The owner is told that its request is out.
     assert mixed.client.hget(f"{mixed.prefix}inbox:r-{owner}", "waits") == word
 
 

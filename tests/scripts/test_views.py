@@ -1,6 +1,8 @@
 """What an operator reads of the shared state, and the lists of the admin API that are made of it."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import pytest
@@ -26,7 +28,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
 
 
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
-    # Given three bands with waiting flows, one flow that has been served, and one at its limit
+    # Three bands with waiting flows, one flow that has been served, and one at its limit.
     async with fleet("a", upper_per=1) as (it, a):
         await queued_behind_one(
             it, ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
@@ -41,7 +43,7 @@ async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fl
         await a.beat()
         found = await a.store.reads.flow_queues(10)
         rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
-        # Then what waits for its turn comes first, and the one at its limit last, though its band is higher
+        # What waits for its turn comes first, and the one at its limit last, though its band is higher.
         assert rows == [(2, "low", 1, None), (3, "limited", 1, 1)]
         assert found.totals == (0, 0, 1, 1, 0, 0)
         of_band = await a.store.reads.flow_queues(10, band=0)
@@ -53,10 +55,10 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
         await a.settle("runs")
         await it.after(20)
-        # When one of each band has been served
+        # One of each band has been served.
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
-        # Then the flow that was served is behind by its share, which its weight made small
+        # The flow that was served is behind by its share, which its weight made small.
         assert [(each.band, each.name, each.start, each.queued) for each in queues] == [
             (1, "iron", 0.0, 1),
             (1, "gold", 0.25, 1),
@@ -74,7 +76,7 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
 async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     fleet: OpenFleet, page: int
 ) -> None:
-    # Given 230 flows in two bands, whose tags are all 0
+    # 230 flows in two bands, whose tags are all 0.
     async with fleet("a", total_capacity=1000, full=True) as (_, a):
         names = [f"flow-{i:03d} é" for i in range(115)]
         await asyncio.gather(
@@ -90,13 +92,13 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
                 break
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
             await a.store.cancel(f"{found[-1].band}-{found[-1].name}", 1, "cancelled")
-        # Then each came exactly once, in order
+        # Each came exactly once, in order.
         assert seen == [(band, name) for band in (1, 2) for name in names]
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
 async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
-    # Given two flow queues, one of them longer than a call may read
+    # Two flow queues, one of them longer than a call may read.
     async with fleet("a", ordering=ordering, full=True) as (_, a):
         # By arrival, and by deadline
         await asyncio.gather(
@@ -107,7 +109,7 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
         long, short, past = await a.store.reads.queued(
             [RankRange(1, "flow", 10, 219), RankRange(2, "other", 0, 5), RankRange(1, "flow", 300, 310)]
         )
-        # Then all of their requests come, in the flow queue's order
+        # All of their requests come, in the flow queue's order.
         assert [each.id for each in long] == [f"q{i:03d}" for i in range(10, 220)]
         assert past == []
         (other,) = short
@@ -141,13 +143,13 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
 
 
 async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet) -> None:
-    # Given 230 requests in flight, two of them granted and not yet placed
+    # 230 requests in flight, two of them granted and not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
         await a.admit("q1")
         await a.admit("q2")
         await a.settle("r000", "r001")
-        # When they are read in pages
+        # They are read in pages.
         seen = []
         behind = None
         while True:
@@ -157,7 +159,7 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
             if len(page) < 60:
                 break
             behind = (page[-1].lease_ms, page[-1].entry.id)
-        # Then each comes once, with its state, endpoints and lease
+        # Each comes once, with its state, endpoints and lease.
         assert sorted(each.entry.id for each in seen) == sorted(
             [f"r{i:03d}" for i in range(2, 230)] + ["q1", "q2"]
         )
@@ -193,11 +195,11 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
 
 
 async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
-    # Given 230 workloads
+    # 230 workloads.
     async with fleet("a", upper_per=1000) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
-        # When they are read in pages of 40
+        # They are read in pages of 40.
         seen = []
         cursor: tuple[str, int] | None = ("0", 0)
         while cursor is not None:
@@ -205,7 +207,7 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
             assert total == 230
             assert len(page) <= 40
             seen += page
-        # Then each comes once
+        # Each comes once.
         assert sorted(each.id for each in seen) == sorted(f"w{i}" for i in range(230))
         seven = await a.store.reads.workload("w7")
         assert seven is not None
@@ -229,11 +231,11 @@ async def test_replicas_and_decisions_are_listed(fleet: OpenFleet) -> None:
 
 
 async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> None:
-    # Given an empty Redis
+    # An empty Redis.
     async with fleet("a") as (it, a):
         await it.redis.flushall()
         reads = a.store.reads
-        # When everything is read
+        # Everything is read.
         assert (await reads.flow_queues(10)).queues == []
         assert await reads.flow_queue("f") == []
         assert await reads.queued([RankRange(0, "f", 0, 9)]) == [[]]
@@ -242,7 +244,7 @@ async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> Non
         assert await reads.workloads(10) == ([], 0, None)
         assert await reads.replicas() == []
         assert await reads.decisions(10) == []
-        # Then nothing is there
+        # Nothing is there.
         assert await it.redis.keys("*") == []
 
 
@@ -274,32 +276,36 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
             return found
 
 
-async def waiting(it: Fleet, *requests: tuple[str, str, Band, float]) -> None:
-    """A request that runs, and `requests` (id, flow, band, weight) that wait, in this order."""
-    (a, *_) = it.replicas
-    assert (await a.admit("runs")).status == "placed"
-    for at in range(0, len(requests), 200):
-        verdicts = await asyncio.gather(
-            *(
-                a.admit(request_id, flow=flow, band=band, weight=weight)
-                for request_id, flow, band, weight in requests[at : at + 200]
+@contextlib.asynccontextmanager
+async def listed(
+    fleet: OpenFleet, *requests: tuple[str, str, Band], **weights: float
+) -> AsyncIterator[tuple[Replica, FleetLists]]:
+    """A replica with a request that runs and `requests` (id, flow, band) that wait, and its lists. Flows have
+    `weights`, by default 1."""
+    async with fleet("a", joined=CONFIG) as (_, a):
+        assert (await a.admit("runs")).status == "placed"
+        for at in range(0, len(requests), 200):
+            verdicts = await asyncio.gather(
+                *(
+                    a.admit(request_id, flow=flow, band=band, weight=weights.get(flow, 1.0))
+                    for request_id, flow, band in requests[at : at + 200]
+                )
             )
-        )
-        assert {verdict.status for verdict in verdicts} == {"queued"}
+            assert {verdict.status for verdict in verdicts} == {"queued"}
+        yield a, lists_of(a)
 
 
 @pytest.mark.parametrize("limit", [7, 150, 500])
 async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
     valkey_fleet: OpenFleet, limit: int
 ) -> None:
-    # Given 1500 requests of 45 flows with weights 1 to 3, in three bands
-    asked = [(f"r{i:04d}", f"f{i % 45:02d}", Band(i % 3), float(1 + i % 45 % 3)) for i in range(1500)]
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        await waiting(it, *asked)
-        lists = lists_of(it.replicas[0])
-        # When the queue is read in pages
+    # 1500 requests of 45 flows with weights 1 to 3, in three bands.
+    asked = [(f"r{i:04d}", f"f{i % 45:02d}", Band(i % 3)) for i in range(1500)]
+    weights = {f"f{i:02d}": 1.0 + i % 3 for i in range(45)}
+    async with listed(valkey_fleet, *asked, **weights) as (_, lists):
+        # The queue is read in pages.
         found = await pages(lists.queue, "requests", limit, band=None, flow=None)
-        # Then each comes once, in its position, higher bands first and tags in order
+        # Each comes once, in its position, higher bands first and tags in order.
         assert sorted(each["id"] for each in found) == sorted(each[0] for each in asked)
         assert [each["position"] for each in found] == list(range(1, 1501))
         places = [(Band.parse(each["band"]), each["start_tag"]) for each in found]
@@ -321,14 +327,14 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
-    # Given requests that run and wait, of workloads and of none, of a flow with a limit and without
+    # Requests that run and wait, of workloads and of none, of a flow with a limit and without.
     policy = {**CONFIG["fair_request_queue"], "ordering": ordering}
     async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as (_, a):
         assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert (await a.admit(f"q{number}", **kind)).status == "queued"
         lists = lists_of(a)
-        # Then each list's pages hold what their description says, each field of it and no other
+        # Each list's pages hold what their description says, each field of it and no other.
         kinds: tuple[tuple[type[BaseModel], Any, str], ...] = (
             (models.Flows, lists.flows(2, None, None), "flows"),
             (models.Flows, lists.flows(200, None, None), "flows"),
@@ -347,13 +353,8 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
 
 
 async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        await waiting(
-            it,
-            *((f"x{i}", "x", Band(i % 2), 1.0) for i in range(6)),
-            *((f"y{i}", "y", Band.DEFAULT, 1.0) for i in range(3)),
-        )
-        lists = lists_of(it.replicas[0])
+    of_y = [(f"y{i}", "y", Band.DEFAULT) for i in range(3)]
+    async with listed(valkey_fleet, *((f"x{i}", "x", Band(i % 2)) for i in range(6)), *of_y) as (_, lists):
         of_x = await pages(lists.queue, "requests", 2, band=None, flow="x")
         assert [each["id"] for each in of_x] == ["x0", "x2", "x4", "x1", "x3", "x5"]
         of_both = await pages(lists.queue, "requests", 2, band=Band.DEFAULT, flow="x")
@@ -365,9 +366,8 @@ async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> 
 
 
 async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as (it, a):
-        await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0), ("q2", "gold", Band.DEFAULT, 1.0))
-        lists = lists_of(a)
+    two = [(name, "gold", Band.DEFAULT) for name in ("q1", "q2")]
+    async with listed(valkey_fleet, *two) as (a, lists):
 
         async def why(request_id: str) -> str:
             found = await lists.request(request_id)
@@ -387,9 +387,7 @@ async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None
 
 
 async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        await waiting(it, *((f"q{i}", f"f{i}", Band.DEFAULT, 1.0) for i in range(3)))
-        lists = lists_of(it.replicas[0])
+    async with listed(valkey_fleet, *((f"q{i}", f"f{i}", Band.DEFAULT) for i in range(3))) as (_, lists):
         cursor = (await lists.flows(1, None, None)).cursor
         assert cursor
         for call in (
@@ -405,23 +403,22 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
 async def test_more_flows_than_are_read_are_still_listed(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given more flows than a look at all of them takes in
+    # More flows than a look at all of them takes in.
     monkeypatch.setattr("picker_fleet.admin.fleet_state.MAX_FLOWS", 10)
-    async with valkey_fleet("a", joined=CONFIG) as it:
-        await waiting(it, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT, 1.0) for i in range(25)))
-        lists = lists_of(it.replicas[0])
-        # Then pages bring all of them, and what would need all is not found
+    async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (
+        _,
+        lists,
+    ):
+        # Pages bring all of them, and what would need all is not found.
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]
         assert {each["fair_share"] for each in flows} == {None}
 
 
 async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", joined=CONFIG) as (it, a):
-        lists = lists_of(a)
-        await waiting(it, ("q1", "gold", Band.DEFAULT, 1.0))
+    async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"bands":[0,%d,0],"flows":[[1,"gold",%d]],"cut":false}}'
-        # Given two more replicas that tell of the service they gave, and one whose words make no sense
+        # Two more replicas that tell of the service they gave, and one whose words make no sense.
         await a.store._client.call("heartbeat", "b", served % (40, 30), 60_000)
         await a.store._client.call("heartbeat", "c", served % (60, 30), 60_000)
         await a.store._client.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
@@ -430,7 +427,7 @@ async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: Open
             (gold,) = (await lists.flows(10, None, None)).flows
             return gold if gold.served_cost_per_s else None
 
-        # Then a flow's service is the sum, and its share that of the band's
+        # A flow's service is the sum, and its share that of the band's.
         gold = await until(found)
         assert (gold.served_cost_per_s, gold.share) == (6.0, 0.6)
         replicas = {each.id: each for each in (await lists.replicas()).replicas}

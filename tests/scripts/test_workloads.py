@@ -9,13 +9,13 @@ from picker_fleet.request import Outcome
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
-    # Given 250 workloads that have ended and one that has a request running
+    # 250 workloads that have ended and one that has a request running.
     async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))
         await a.admit("runs", workload="busy")
         await it.after(10)
-        # When they have been idle too short, then the sweep keeps them
+        # When they have been idle too short, the sweep keeps them.
         await a.sweep(idle_s=300)
         assert await it.redis.hlen(it.keys.prefix + "workloads") == 251
 
@@ -23,12 +23,12 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
             await a.sweep(idle_s=0.005)
             return await it.redis.hkeys(it.keys.prefix + "workloads") == ["busy"]
 
-        # When long enough, then a few calls of the sweep forget all but the busy one
+        # When long enough, a few calls of the sweep forget all but the busy one.
         await until(forgotten)
 
 
 async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
-    # Given requests without a workload, when they run, wait and end, then the registry is empty
+    # With requests without a workload, when they run, wait and end, the registry is empty.
     async with fleet("a", upper_per=1) as (it, a):
         await a.admit("r1")
         await a.admit("r2")
@@ -38,12 +38,12 @@ async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
 
 
 async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:
-    # Given room for everybody and a registry for two
+    # Room for everybody and a registry for two.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # When three workloads come, two of them again
         for request, workload in enumerate(("w1", "w2", "w3", "w1", "w3")):
             assert (await a.admit(f"r{request}", workload=workload)).status == "placed"
-        # Then all are served, and two are known
+        # All are served, and two are known.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
         await a.settle(*(f"r{request}" for request in range(5)))
         assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
@@ -51,23 +51,23 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: Ope
 
 async def test_workloads_of_one_batch_are_counted_before_they_are_written(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
-        # When ten new workloads arrive at once
+        # Ten new workloads arrive at once.
         await asyncio.gather(*(a.admit(f"r{n}", workload=f"w{n}") for n in range(10)))
-        # Then two have been registered
+        # Two have been registered.
         assert await it.redis.hlen(it.keys.prefix + "workloads") == 2
 
 
 async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
     fleet: OpenFleet,
 ) -> None:
-    # Given no room in the queue, and a registry for four
+    # No room in the queue, and a registry for four.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
         # When a client brings a new workload with each request, one by one and at once
         for number in range(10):
             assert (await a.admit(f"r{number}", workload=f"new-{number}")).status == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
-        # Then half of it is left to those that are served
+        # Half of it is left to those that are served.
         registry = it.keys.prefix + "workloads"
         assert sorted(await it.redis.hkeys(registry)) == ["new-0", "served"]
         await a.settle("runs")
@@ -78,7 +78,7 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
 
 
 async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
-    # Given a registry that is full, and one slot that is taken
+    # A registry that is full, and one slot that is taken.
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
         # When requests of workloads wait that found no room, and leave in any order
@@ -91,7 +91,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
             assert what == "granted"
             await a.place(request)
             await a.settle(request)
-        # Then nothing of them is left
+        # Nothing of them is left.
         for kind in ("line", "growing", "static", "queue"):
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
@@ -105,16 +105,16 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
 
 
 async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
-    # Given a pool that is never at rest, and more idle flow queues with tags above v than are kept
+    # A pool that is never at rest, and more idle flow queues with tags above v than are kept.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
         finish = it.keys.prefix + "finish:1"
         await it.redis.zadd(finish, tags)
-        # When the sweep has come by
+        # The sweep has come by.
         while (await a.sweep()).more:
             pass
-        # Then those that are owed least have been forgotten
+        # Those that are owed least have been forgotten.
         assert await it.redis.zcard(finish) == 10_000
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
@@ -122,14 +122,14 @@ async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet)
 async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_others(
     fleet: OpenFleet,
 ) -> None:
-    # Given one slot, a flow with five requests, and twenty waiting requests with a flow each
+    # One slot, a flow with five requests, and twenty waiting requests with a flow each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
             await a.admit(f"steady-{n}", flow="z-steady")
         for n in range(20):
             await a.admit(f"once-{n}", flow=f"once-{n}")
-        # When for each that is served the client brings another
+        # For each that is served the client brings another.
         running, served = "runs", []
         for n in range(20, 300):
             await a.admit(f"once-{n}", flow=f"once-{n}")
@@ -137,7 +137,7 @@ async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_oth
             running = a.notifications[-1][1]
             served.append(running)
             await a.place(running)
-        # Then, past the first hundred that are taken for newcomers, the flow has its turn in each round
+        # Past the first hundred that are taken for newcomers, the flow has its turn in each round.
         turns = [at for at, request in enumerate(served) if request.startswith("steady")]
         assert len(turns) == 5
         assert max(after - before for before, after in itertools.pairwise(turns[1:])) <= 2 * 21
