@@ -13,6 +13,7 @@ from picker_fleet.admin.changes import FleetControls
 from picker_fleet.config import parse
 from picker_fleet.request import Band, Endpoint, InferenceRequest
 from picker_fleet.serve import Parts, assemble
+from picker_fleet.state.store import LiveConfig
 
 
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
@@ -23,10 +24,12 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         # And what was changed is kept over a publication, until it is taken back
         await a.publish("10.0.0.1:8000", upper_per=1)
         assert (await a.beat()).upper == 2
-        assert await a.store.live_config() == ("1", {"upper_per": 2, "lower_per": 2}, {"watermark": 2})
+        assert await a.store.live_config() == LiveConfig(
+            "1", {"upper_per": 2, "lower_per": 2}, {"watermark": 2}
+        )
         await a.store.set_live_config({"upper_per": None, "lower_per": None}, {"watermark": None})
         assert (await b.beat()).upper == 1
-        assert await b.store.live_config() == ("2", {}, {})
+        assert await b.store.live_config() == LiveConfig("2")
 
 
 async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
-from picker_fleet.state.store import Decision, HeartbeatReply, PoolState, SweepReply
+from picker_fleet.state.store import Decision, HeartbeatReply, LiveConfig, PoolState, SweepReply
 
 POOL = PoolState(
     born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
@@ -119,8 +119,8 @@ class ScriptedStore:
         self.version = str(int(self.version or 0) + 1)
         return self.version
 
-    async def live_config(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        return self.version, dict(self.overrides), dict(self.changes)
+    async def live_config(self) -> LiveConfig:
+        return LiveConfig(self.version, dict(self.overrides), dict(self.changes))
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         self.marks.append((address, what, on))

@@ -29,7 +29,7 @@ def test_another_source_has_other_names() -> None:
 
 
 def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
-    assert set(gate._REFUSALS) == set(schema.REFUSALS)
+    assert set(gate.REFUSALS) == set(schema.REFUSALS)
 
 
 def test_an_unknown_function_is_named() -> None:

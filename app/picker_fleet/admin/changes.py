@@ -17,7 +17,6 @@ from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, StateUnavailable
 from picker_fleet.replica import live_config
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.replica.live_config import LiveConfig
 from picker_fleet.state.store import Store
 
 _MAX_ATTEMPTS = 3
@@ -52,7 +51,7 @@ class FleetControls:
         self._changing = asyncio.Lock()
 
     async def config(self) -> models.Config:
-        tuned = LiveConfig(*await self._store.live_config())
+        tuned = await self._store.live_config()
         settings, weights = self._settings, {}
         try:
             effective = live_config.applied(self._settings, tuned.changes)
@@ -77,7 +76,7 @@ class FleetControls:
         changes = live_config.flattened(patch)
         async with self._changing:
             for _ in range(_MAX_ATTEMPTS):
-                tuned = LiveConfig(*await self._store.live_config())
+                tuned = await self._store.live_config()
                 wanted = live_config.overrides(self._settings, live_config.merged(tuned.changes, changes))
                 version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:

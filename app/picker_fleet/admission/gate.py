@@ -20,7 +20,8 @@ from picker_fleet.errors import (
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.state.store import Decision
 
-_REFUSALS: dict[str, tuple[type[RequestError], str]] = {
+# By the reason that the queue gives: the error, and its message.
+REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
     "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
@@ -110,7 +111,7 @@ def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) ->
     """
     if verdict.status == "refused":
         reason, _, seconds = verdict.detail.partition(" ")
-        error, message = _REFUSALS[reason]
+        error, message = REFUSALS[reason]
         return error(message, retry_after_s=int(seconds))
     if verdict.status == "expired":
         return time_up(request, retry_after_s)

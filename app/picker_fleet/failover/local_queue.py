@@ -10,17 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from picker_fleet.admission.gate import REFUSALS
 from picker_fleet.config import EffectiveConfig
-from picker_fleet.errors import InsufficientFlowCapacity, RequestError, Saturated, TooManyFlows, TotalCapacity
 from picker_fleet.failover.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
 from picker_fleet.request import Band, InferenceRequest
-
-_REFUSALS: dict[str, tuple[type[RequestError], str]] = {
-    "saturated": (Saturated, "only critical requests may wait"),
-    "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
-    "too-many-flows": (TooManyFlows, "too many other flows wait"),
-    "total-capacity": (TotalCapacity, "the queue is full"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +123,7 @@ class LocalQueue:
         try:
             preempted = self._queue.make_room(waiting)
         except QueueFull as full:
-            error, why = _REFUSALS[full.reason]
+            error, why = REFUSALS[full.reason]
             raise error(why, retry_after_s=1) from None
         if preempted is not None:
             self.remove(preempted)

@@ -22,10 +22,10 @@ from picker_fleet.config import EffectiveConfig, Settings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.replica import live_config
-from picker_fleet.replica.live_config import LiveConfig, shared_settings
+from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
-from picker_fleet.state.store import HeartbeatReply, PoolState, Store
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Publisher:
             endpoints_version=self._discovered_version,
         )
         # A live change may mean other numbers under this configuration than under the last one.
-        current = LiveConfig(*await self._store.live_config())
+        current = await self._store.live_config()
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)
             if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
@@ -152,7 +152,7 @@ class LiveConfigFollower:
             return
         if not pulse.tuned_version and self.current.overrides:
             await self._store.set_live_config(self.current.overrides, self.current.changes)
-        self.current = LiveConfig(*await self._store.live_config())
+        self.current = await self._store.live_config()
         self._followed = pulse.epoch, self.current.version
         try:
             self._fleet.config = live_config.applied(self._settings, self.current.changes)

@@ -10,7 +10,6 @@ comes last.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from picker_fleet.config import EffectiveConfig, Settings, parse
@@ -57,15 +56,6 @@ _MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # the scripts read all of them again after every change
 _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
-
-
-@dataclass(frozen=True, slots=True)
-class LiveConfig:
-    """The live changes in force. `version` is '' while nothing has ever been changed."""
-
-    version: str = ""
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Choices are kept as they were made; the work of explaining one is done only when
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
 from picker_fleet.request import Endpoint
@@ -65,26 +65,8 @@ class Explanation:
     rule: str
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON; scores are rounded to four digits."""
-        return {
-            "request_id": self.request_id,
-            "chosen": list(self.chosen),
-            "candidates": [
-                {
-                    "address": one.address,
-                    "score": _rounded(one.score),
-                    "parts": {name: round(part, 4) for name, part in one.parts.items()},
-                    "in_flight": one.in_flight,
-                    "live": one.live,
-                    "final": _rounded(one.final),
-                }
-                for one in self.candidates
-            ],
-            "excluded": dict(self.excluded),
-            "waived": list(self.waived),
-            "weights": {name: round(weight, 4) for name, weight in self.weights.items()},
-            "rule": self.rule,
-        }
+        """For JSON; numbers are rounded to four digits."""
+        return {name: _rounded(value) for name, value in asdict(self).items()}
 
     def summary(self) -> dict[str, str]:
         """Fields of a log line: the candidates, each as `address score/live`, and the excluded with their
@@ -172,8 +154,12 @@ def _loads(addresses: Sequence[str], live: str) -> dict[str, float]:
     return {address: float(load) for address, load in zip(addresses, values, strict=False) if load}
 
 
-def _rounded(score: float | None) -> float | None:
-    return None if score is None else round(score, 4)
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _figure(value: float | None) -> str:

@@ -66,6 +66,16 @@ class SweepReply:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveConfig:
+    """The live changes in force: the settings they override, and the changes in the operator's words
+    (replica/live_config.py). `version` is '' while nothing has ever been changed."""
+
+    version: str = ""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolState:
     """The pool's state at one moment, by the names of the admin API. `in_flight` is by endpoint.
 
@@ -293,12 +303,11 @@ class Store:
         self._take_head(reply)
         return str(reply[4])
 
-    async def live_config(self) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        """The live changes in force: their version, the settings they override, and their note."""
+    async def live_config(self) -> LiveConfig:
         version, overrides, note = await self._client.command(
             "HMGET", self.keys.pool, "tuned_version", "overrides", "tuned"
         )
-        return version or "", json.loads(overrides or "{}"), json.loads(note or "{}")
+        return LiveConfig(version or "", json.loads(overrides or "{}"), json.loads(note or "{}"))
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
