@@ -8,7 +8,7 @@ stands still, so that every sign of life is as good as new: nothing is saved by 
 
 import itertools
 import random
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from failover_bench import PULSE, gate_over
@@ -17,7 +17,6 @@ from local_requests import ask
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.failover.outage import Resync
 from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
@@ -147,15 +146,10 @@ class World:
         whole: bool = False,
     ) -> None:
         self.pool = Pool()
-        self._most_outs, self._most_signs, self._patient, self._losses, self._whole = (
-            outs,
-            signs,
-            patient,
-            losses,
-            whole,
-        )
+        self._most_outs, self._most_signs, self._losses = outs, signs, losses
+        self.patient, self._whole = patient, whole
         self.names = tuple("abcdef"[:replicas])
-        self._request, self._signs = _UNSENT, 0
+        self.request, self._signs = _UNSENT, 0
         self._outs, self._reported = [0] * replicas, [False] * replicas
         self._said: list[_Said | None] = [None] * replicas  # the last replica info of those that are away
         self._gates = [self._gate(name) for name in self.names]
@@ -172,9 +166,9 @@ class World:
         cell.publish(Snapshot("1", (Endpoint(ENDPOINT),)))
         shared = SharedGate(
             store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
-            chooser=LeastLoadedChooser(cell), pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
+            chooser=LeastLoadedChooser(cell), attempts=itertools.repeat(1),
+            pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
         )  # fmt: skip
-        shared._attempts = itertools.repeat(1)  # type: ignore[assignment]
         return gate_over(
             store, shared, metrics, cell, FailureDetector(1.0, 8.0), replica=name, clock=lambda: NOW_S
         )
@@ -182,16 +176,16 @@ class World:
     # What may come next, and its coming
 
     def steps(self) -> Iterator[Step]:
-        if self._request == _OVER and not self._remembered:
+        if self.request == _OVER and not self._remembered:
             return
         local = [gate.state is FailoverState.LOCAL for gate in self._gates]
         if self._losses >= self.pool.life:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
-            if self._request == _UNSENT:
+            if self.request == _UNSENT:
                 if who == 0:  # they are all alike
                     yield Step("start", who)
-            elif self._request == _RUNS:
+            elif self.request == _RUNS:
                 yield Step("end", who)
                 if self._signs < self._most_signs:
                     yield Step("renew", who)
@@ -206,41 +200,41 @@ class World:
                 continue
             if not gate.degraded:
                 # A replica that returns before there is a request is in its first state again.
-                if self._request != _UNSENT:
+                if self.request != _UNSENT:
                     yield Step("finish", who)
             elif not self._reported[who]:
                 yield Step("report", who)
-            elif not self._patient or any(local) or self._others_reported(gate):
+            elif not self.patient or any(local) or self._others_reported(gate):
                 yield Step("restore", who)
 
     def take(self, step: Step) -> None:
         gate, who = self._gates[step.who], step.who
         if step.what == "start":
-            if gate._outage is not None:
-                gate._outage.gate.release(1.0)  # the budget is another model's subject
+            if gate.outage is not None:
+                gate.outage.gate.release(1.0)  # the budget is another model's subject
             _run(gate.admit(ask(REQUEST), stream_owned=False))
-            self._request = _RUNS
+            self.request = _RUNS
         elif step.what == "renew":
             self._signs += 1
             gate.renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
         elif step.what == "end":
-            self._request = _OVER
+            self.request = _OVER
             gate.settle(self._completion())
         elif step.what == "leave":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)
-            gate._abort_resync() if gate._outage is not None else gate._begin_outage()
+            gate.abort_resync() if gate.outage is not None else gate.begin_outage()
         elif step.what == "resync":
             self._reported[who], self._said[who] = False, None
-            gate._begin_resync()
+            gate.begin_resync()
         elif step.what == "report":
-            _run(gate._tombstones.publish())
+            _run(gate.tombstones.publish())
             self._reported[who] = True
         elif step.what == "restore":
-            assert gate._outage is not None
-            assert gate._outage.resync is not None
-            _run(gate._outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
-            gate._finish_resync(gate._outage, gate._outage.resync)
+            assert gate.outage is not None
+            assert gate.outage.resync is not None
+            _run(gate.outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
+            gate.finish_resync(gate.outage, gate.outage.resync)
         elif step.what == "return":
             for what in ("resync", "report"):
                 self.take(Step(what, who))
@@ -248,7 +242,7 @@ class World:
             self.take(Step("restore", who))
             self._beat_all()
         elif step.what == "finish":
-            gate._end_outage()
+            gate.end_outage()
         elif step.what == "beat":
             self._beat(who)
         else:
@@ -267,8 +261,8 @@ class World:
         }
         gate = self._gates[who]
         gate.update_peers({**about, self.names[who]: _NOTHING})
-        if gate._tombstones._due.is_set():
-            _run(gate._tombstones.answer_peers())
+        if gate.tombstones.is_due:
+            _run(gate.tombstones.answer_peers())
 
     def _completion(self) -> Completion:
         return Completion(
@@ -276,7 +270,7 @@ class World:
         )
 
     def _others_reported(self, gate: FailoverGate) -> bool:
-        return gate._tombstones.peers_answered(self.names)
+        return gate.tombstones.peers_answered(self.names)
 
     # What must hold
 
@@ -284,9 +278,9 @@ class World:
     def _remembered(self) -> bool:
         """Whether anybody still takes the request for a running one: else nobody will."""
         return REQUEST in self.pool.counted or any(
-            gate._outage.journal.knows(REQUEST) or REQUEST in gate._outage.journal._ended
+            gate.outage.journal.knows(REQUEST) or gate.outage.journal.has_ended(REQUEST)
             for gate in self._gates
-            if gate._outage is not None
+            if gate.outage is not None
         )
 
     @property
@@ -297,12 +291,12 @@ class World:
         """Every replica beats until none says anything new; a request that runs gives a sign of life."""
         for _ in range(2):
             self._beat_all()
-        if self._request == _RUNS:
+        if self.request == _RUNS:
             self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
 
     def fault(self) -> str:
         """What is wrong with the counts; '' if nothing is."""
-        counted, runs = REQUEST in self.pool.counted, self._request == _RUNS
+        counted, runs = REQUEST in self.pool.counted, self.request == _RUNS
         if counted == runs:
             return ""
         return "it runs, and does not count" if runs else "it counts, and has ended"
@@ -313,24 +307,24 @@ class World:
         """The present one; `before` is the former one, if since then only replica `who` has done a step."""
         pool = self.pool
         if before is None:
-            gates = tuple(_saved(gate) for gate in self._gates)
+            gates = tuple(gate.save() for gate in self._gates)
         else:
-            gates = (*before.gates[:who], _saved(self._gates[who]), *before.gates[who + 1 :])
+            gates = (*before.gates[:who], self._gates[who].save(), *before.gates[who + 1 :])
         return State(
-            self._request, self._signs, tuple(self._outs), tuple(self._reported), tuple(pool.counted.items()),
+            self.request, self._signs, tuple(self._outs), tuple(self._reported), tuple(pool.counted.items()),
             frozenset(pool.tombstones), pool.life, tuple(self._said),
             gates,
         )  # fmt: skip
 
     def go_to(self, state: State, since: State | None = None) -> None:
         """Back to `state`; `since` is the present one, if it is known."""
-        self._request, self._signs = state.request, state.signs
+        self.request, self._signs = state.request, state.signs
         self._outs, self._reported = list(state.outs), list(state.reported)
         self.pool.counted, self.pool.tombstones = dict(state.counted), set(state.tombstones)
         self.pool.life, self._said = state.life, list(state.said)
         for who, (gate, saved) in enumerate(zip(self._gates, state.gates, strict=True)):
             if since is None or since.gates[who] is not saved:
-                _restore(gate, saved)
+                gate.restore(saved)
 
     def restart(self) -> None:
         self.go_to(self._start)
@@ -348,7 +342,7 @@ def search(world: World) -> tuple[int, str]:
         state = open_states.pop()
         world.go_to(state)
         if world.all_back:
-            at_once = world._patient and world.pool.life == 1 and world._request == _OVER
+            at_once = world.patient and world.pool.life == 1 and world.request == _OVER
             fault = world.fault() if at_once else ""
             world.at_rest()
             if fault := fault or world.fault():
@@ -369,7 +363,7 @@ def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], st
     does not hold at its end."""
     world.restart()
     taken: list[Step] = []
-    while len(taken) < most and not (world.all_back and world._request == _OVER):
+    while len(taken) < most and not (world.all_back and world.request == _OVER):
         if not (steps := list(world.steps())):
             break
         taken.append(chance.choice(steps))
@@ -405,48 +399,6 @@ class _Said(dict[str, Any]):
 
 
 _NOTHING = _Said()
-_TOMBSTONES = ("_peer_degraded", "_peer_resyncs", "_answered", "_published_epoch", "_resyncs")
-
-
-def _saved(gate: FailoverGate) -> tuple[Any, ...]:
-    """All that a gate remembers. Its `Outage` is kept by reference, with what its journal and its resync
-    were."""
-    outage, ends = gate._outage, gate._tombstones
-    noted: tuple[Any, ...] = ()
-    if outage is not None:
-        journal = outage.journal
-        noted = (
-            tuple(journal._placed.items()), tuple(journal._alive.items()), tuple(journal._ended.items()),
-            outage.resynced,
-        )  # fmt: skip
-    return (
-        gate.state, noted, tuple(ends._ends.items()), frozenset(ends._restored), ends._due.is_set(),
-        tuple(ends._peers.items()), tuple(getattr(ends, name) for name in _TOMBSTONES),
-    )  # fmt: skip
-
-
-def _restore(gate: FailoverGate, saved: Sequence[Any]) -> None:
-    ends = gate._tombstones
-    state, noted, received, restored, due, peers, rest = saved
-    if state is FailoverState.SHARED:
-        gate._outage = None
-    else:
-        outage = gate._outage = gate._outage or gate._begin_outage()
-        placed, alive, ended, resynced = noted
-        journal = outage.journal
-        for kept, items in ((journal._placed, placed), (journal._alive, alive), (journal._ended, ended)):
-            kept.clear()
-            kept.update(items)
-        outage.resync = None
-        if state is FailoverState.RESYNCING:
-            outage.resync = Resync(NOW_S, done=resynced)
-    gate._state = state
-    ends._ends.clear()
-    ends._ends.update(received)
-    ends._restored, ends._peers = set(restored), dict(peers)
-    ends._due.set() if due else ends._due.clear()
-    for name, value in zip(_TOMBSTONES, rest, strict=True):
-        setattr(ends, name, value)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,8 @@ class SharedGate:
 
     `answer_tokens` is the default cost of an answer where the stock counts tokens, None where it counts
     requests. `retry_after_s` goes to clients that are refused after they have waited. `on_unknown_pool` is
-    called when the shared state has lost the pool; `record_cost(band, flow, cost)` for each placement.
+    called when the shared state has lost the pool; `record_cost(band, flow, cost)` for each placement. Each
+    request and each placement takes one of `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class SharedGate:
         record_cost: Callable[[int, str, float], object] = lambda band, flow, cost: None,
         keys: Keyring | None = None,
         pause_detector: PauseDetector | None = None,
+        attempts: Iterator[int] | None = None,
     ) -> None:
         self._store, self._metrics, self._endpoints = store, metrics, endpoints
         self._fallbacks, self._on_unknown_pool = fallbacks, on_unknown_pool
@@ -111,7 +113,7 @@ class SharedGate:
         self._keys = keys or Keyring()
         self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
-        self._attempts = itertools.count(1)
+        self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._owned_streams: dict[str, _OwnedStream] = {}

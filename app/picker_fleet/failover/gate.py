@@ -166,6 +166,15 @@ class FailoverGate:
         return self._state
 
     @property
+    def outage(self) -> Outage | None:
+        """The present one; None while Redis decides."""
+        return self._outage
+
+    @property
+    def tombstones(self) -> Tombstones:
+        return self._tombstones
+
+    @property
     def degraded(self) -> bool:
         """Whether this replica has state that is not in Redis."""
         return self._outage is not None and not self._outage.resynced
@@ -375,7 +384,25 @@ class FailoverGate:
     def _redis_has_all(self) -> bool:
         return not self.degraded
 
-    # Failing over and back
+    # Failing over and back. `run` takes the public steps; tests/model/returns.py takes them in any order and
+    # goes back to what it has saved.
+
+    def save(self) -> tuple[Any, ...]:
+        """All that decides what this gate does next, but for budget and queue; comparable."""
+        outage = self._outage
+        kept = (outage.journal.save(), outage.resynced) if outage is not None else ()
+        return self._state, kept, self._tombstones.save()
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        state, kept, tombstones = saved
+        if state is _SHARED:
+            self._outage = None
+        else:
+            outage = self._outage or self.begin_outage()
+            outage.journal.restore(kept[0])
+            outage.resync = Resync(self._clock(), done=kept[1]) if state is _RESYNCING else None
+        self._state = state
+        self._tombstones.restore(tombstones)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -408,17 +435,17 @@ class FailoverGate:
         if after is None:
             return
         if before is _SHARED:
-            outage = self._begin_outage()
+            outage = self.begin_outage()
             self._start(outage.transfer.run(), "budget-transfer")
         elif after is _LOCAL:
-            self._abort_resync()
+            self.abort_resync()
         elif after is _RESYNCING:
-            self._start(self._resync(*self._begin_resync()), "resync")
+            self._start(self._resync(*self.begin_resync()), "resync")
         else:
-            self._end_outage()
+            self.end_outage()
         self._metrics.failover(after.value, cause)
 
-    def _begin_outage(self) -> Outage:
+    def begin_outage(self) -> Outage:
         now_s, stock = self._clock(), self._stock
         assert stock is not None
         pulse, config = stock.pulse, self._fleet.config
@@ -444,7 +471,7 @@ class FailoverGate:
         part = self._peers.own_part(stock.pulse, counts_requests=counts_requests)
         return max(part - stock.placed, 0.0)
 
-    def _abort_resync(self) -> None:
+    def abort_resync(self) -> None:
         """Redis is lost again: budget that other replicas may have been given is not this one's any more."""
         outage, stock = self._outage, self._stock
         assert outage is not None
@@ -464,7 +491,7 @@ class FailoverGate:
         self._metrics.degraded(True)
         self._shared.give_up()
 
-    def _begin_resync(self) -> tuple[Outage, Resync]:
+    def begin_resync(self) -> tuple[Outage, Resync]:
         outage = self._outage
         assert outage is not None
         self._state, outage.resync = _RESYNCING, Resync(self._clock())
@@ -484,10 +511,10 @@ class FailoverGate:
                 self.redis_lost("failed", "it was lost again")
             return
         if outage.resync is resync:  # else Redis was lost meanwhile, and may even answer again
-            self._finish_resync(outage, resync)
+            self.finish_resync(outage, resync)
             _log.info("the shared state is back; told it of %d requests in flight", running)
 
-    def _finish_resync(self, outage: Outage, resync: Resync) -> None:
+    def finish_resync(self, outage: Outage, resync: Resync) -> None:
         """Redis has all that runs; so what has ended can be settled."""
         self._shared.renew_owned_streams()
         for completion in outage.journal.ends():
@@ -507,7 +534,7 @@ class FailoverGate:
             return False  # a request from before may not have given a sign of life yet
         return self._peers.all_resynced()
 
-    def _end_outage(self) -> None:
+    def end_outage(self) -> None:
         outage, self._outage = self._outage, None
         assert outage is not None
         self._state = _SHARED

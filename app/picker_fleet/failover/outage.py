@@ -8,7 +8,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.errors import ScriptFailed
@@ -101,6 +101,9 @@ class OutageJournal:
     def knows(self, request_id: str) -> bool:
         return request_id in self._placed or request_id in self._alive
 
+    def has_ended(self, request_id: str) -> bool:
+        return request_id in self._ended
+
     def endpoint_of(self, request_id: str) -> str:
         """Where a request was placed, '' if it was not placed here."""
         placement = self._placed.get(request_id)
@@ -125,6 +128,13 @@ class OutageJournal:
     def ends(self) -> list[Completion]:
         """Every end received, oldest first."""
         return [each for each in self._ended.values() if each is not None]
+
+    def save(self) -> tuple[Any, ...]:
+        """All that it holds, comparable."""
+        return tuple(self._placed.items()), tuple(self._alive.items()), tuple(self._ended.items())
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        self._placed, self._alive, self._ended = map(OrderedDict, saved)
 
 
 def _add(entries: OrderedDict[str, T], key: str, value: T) -> None:

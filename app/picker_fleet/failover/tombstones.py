@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from picker_fleet.errors import ScriptFailed, StateFault
 from picker_fleet.failover.outage import MAX_ENTRIES, unseen_s
@@ -62,6 +63,26 @@ class Tombstones:
         self._peers: Mapping[str, PeerState] = {}
         self._resyncs = 0
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
+
+    def save(self) -> tuple[Any, ...]:
+        """All that it remembers, comparable."""
+        return (
+            tuple(self._ends.items()), frozenset(self._restored), tuple(self._peers.items()), self.is_due,
+            self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
+        )  # fmt: skip
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        ends, restored, peers, due, *rest = saved
+        self._ends, self._restored, self._peers = OrderedDict(ends), set(restored), dict(peers)
+        self._due.set() if due else self._due.clear()
+        (
+            self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
+        ) = rest  # fmt: skip
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another replica waits for the ends."""
+        return self._due.is_set()
 
     def add(self, request_id: str) -> None:
         now_s, ends = self._clock(), self._ends
