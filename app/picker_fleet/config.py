@@ -125,8 +125,9 @@ def load(
 
     `defaults` are a tree under the file, `flags` one over the environment.
 
-    A relative `discovery.file` or `admin.token_file` in the file is relative to the file; one in the
-    environment, to the working directory. The token in `admin.token_file` becomes `admin.token`.
+    A relative path in the file (`discovery.file`, `admin.token_file`, those of `tls`) is relative to the
+    file; one in the environment, to the working directory. The token in `admin.token_file` becomes
+    `admin.token`.
 
     Raises:
         ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
@@ -152,6 +153,13 @@ def load(
             file = keys.get(key)
             if isinstance(file, str) and file:
                 keys[key] = str(path.parent / file)
+    for section in ("extproc", "http"):
+        keys = tree.get(section)
+        tls = keys.get("tls") if isinstance(keys, dict) else None
+        if path is not None and isinstance(tls, dict):
+            tls.update(
+                {key: str(path.parent / file) for key, file in tls.items() if isinstance(file, str) and file}
+            )
     below = overlaid(defaults or {}, tree)
     variables = _overlay(below, environ)
     whole = overlaid(below, flags or {})

@@ -89,8 +89,24 @@ class Redis(Section):
         return given
 
 
+class Tls(Section):
+    """TLS of a port: files in PEM, read again when they change. Without `cert` and `key` the replica signs a
+    certificate itself. With `client_ca`, clients need a certificate that it has signed."""
+
+    cert: FilePath | None = None
+    key: FilePath | None = None
+    client_ca: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together: give both, or neither for a self-signed one")
+        return self
+
+
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
+    tls: Tls | None = None
     health_listen: HostPort | None = None  # gRPC health by itself, beside that at `listen`; never by TLS
     transport: Literal["native", "grpcio"] = "native"  # what carries gRPC (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
@@ -126,6 +142,7 @@ class Http(Section):
     """
 
     listen: HostPort | None = None
+    tls: Tls | None = None
     # A request that was checked by headers is counted no longer, if nobody settles it.
     longest_request: Duration = Field(600.0, ge=1)
 

@@ -38,6 +38,7 @@ from picker_fleet.errors import ConfigError, StartupError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import accesslog, budget_transfer, eds
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
     BodyBudget,
@@ -60,7 +61,7 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
-from picker_fleet.sections import engine_of
+from picker_fleet.sections import Tls, engine_of
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -124,6 +125,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         selected=_selected(parts.endpoints) if settings.extproc.conformance else None,
     )
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
+    certificates = parts.certificates
+    http_certificates = _certificates(settings.http.tls, "http.tls", "http/1.1")
     grpc_server = Server(
         ExchangeService(context, uploads),
         drain_gate,
@@ -137,6 +140,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 settings.pool, parts.failover.transfer_budget, parts.signing, lambda: parts.replica_info.grpc
             ),
         },
+        certificates=certificates,
     )
     fleet_state = FleetStateCache(store, settings.leases.replica_silence)
     view = FleetView(
@@ -160,7 +164,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     if settings.http.listen is not None:
         longest_s = settings.http.longest_request
         placements = Placements(parts.gate, parts.metrics, parts.signing, longest_s, clock)
-        checks = CheckServer(context, settings.http.listen, placements)
+        checks = CheckServer(context, settings.http.listen, placements, http_certificates)
     try:
         http_port = await checks.start() if checks is not None else 0
         api_app = api.create(view, lists, controls, parts.metrics, settings, events)
@@ -190,6 +194,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(_announce(membership, grpc_server, checks), "readiness")
                 if checks is not None:
                     start(checks.run(), "checks")
+                for each in filter(None, (certificates, http_certificates)):
+                    start(each.run(), "certificates")
                 await stopping.wait()
                 _log.info("draining")
                 if checks is not None:
@@ -208,6 +214,10 @@ def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:
     """What reads the conformance suite's choice of endpoints."""
     _log.warning("extproc.conformance is on: any client chooses endpoints")
     return lambda choice: selected_endpoints(choice, (each.address for each in endpoints.current.endpoints))
+
+
+def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | None:
+    return Certificates(tls, name, protocol) if tls is not None else None
 
 
 async def _announce(membership: Membership, server: Server, checks: CheckServer | None) -> None:
@@ -281,6 +291,7 @@ class Parts:
     replica_info: ReplicaInfo
     membership: Membership
     signing: Keyring
+    certificates: Certificates | None
 
     async def follow_routes(self) -> None:
         """Share routes with the other replicas, from when the chooser first needs them, until cancelled."""
@@ -299,6 +310,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     metrics = Metrics(model.name for model in settings.models)
     endpoints = SnapshotCell()
     signing = Keyring()
+    certificates = _certificates(settings.extproc.tls, "extproc.tls", "h2")
     traces = _tracing(settings, replica)
     pause_detector = PauseDetector()
     failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
@@ -379,7 +391,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
         report_s=settings.leases.access_log_interval,
         fleet=fleet,
         heartbeat_now=heartbeat_now,
-        peer_client=budget_transfer.GrpcPeers(settings.pool, signing),
+        peer_client=budget_transfer.GrpcPeers(settings.pool, signing, certificates),
     )
     replica_info = ReplicaInfo(shared, service, clock)
 
@@ -398,7 +410,7 @@ def assemble(settings: Settings, replica: str) -> Parts:
     )
     return Parts(
         metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, failover,
-        gate_of(failover), replica_info, membership, signing,
+        gate_of(failover), replica_info, membership, signing, certificates,
     )  # fmt: skip
 
 

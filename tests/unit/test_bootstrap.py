@@ -379,6 +379,38 @@ def test_mode_http_needs_the_address_of_its_port() -> None:
     assert cli.main(["envoy-config", "--mode", "http"]) == 2
 
 
+@pytest.mark.parametrize("mode", ["lean", "http"])
+def test_envoy_speaks_tls_to_replicas_that_do(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("extproc: {tls: {}}\nhttp: {listen: 127.0.0.1:9003, tls: {}}\n")
+    command = ["envoy-config", "--mode", mode, "--config", str(file)]
+    assert cli.main([*command, "--picker-ca", "/ca", "--picker-cert", "/cert", "--picker-key", "/key"]) == 0
+    printed = capsys.readouterr().out
+    assert "WARNING" not in printed
+    pickers = [
+        each for each in yaml.safe_load(printed)["staticResources"]["clusters"] if each["name"] != "pool"
+    ]
+    for cluster in pickers:
+        context = cluster["transportSocket"]["typedConfig"]["commonTlsContext"]
+        assert context["alpnProtocols"] == (["http/1.1"] if cluster["name"] == "picker-http" else ["h2"])
+        assert context["validationContext"] == {"trustedCa": {"filename": "/ca"}}
+        [own] = context["tlsCertificates"]
+        assert own == {"certificateChain": {"filename": "/cert"}, "privateKey": {"filename": "/key"}}
+    assert cli.main(command) == 0
+    assert "accepts any certificate" in capsys.readouterr().out
+
+
+def test_files_of_tls_that_make_no_sense_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["envoy-config", "--picker-cert", "/cert"]) == 2
+    assert "belong together" in capsys.readouterr().err
+    assert cli.main(["envoy-config", "--picker-ca", "/ca"]) == 2
+    assert "do not speak TLS" in capsys.readouterr().err
+
+
 def test_operators_get_a_listener_of_their_own_only_when_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

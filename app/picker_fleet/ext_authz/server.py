@@ -26,6 +26,7 @@ from picker_fleet.ext_authz import settle
 from picker_fleet.ext_authz.check import FORWARDED_HEADERS, Answer, Check
 from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import codec
+from picker_fleet.extproc.certificates import Certificates, server_options
 from picker_fleet.extproc.context import STALLED_S, BodyBuffer, ExchangeContext
 from picker_fleet.units import split_host_port
 
@@ -49,8 +50,15 @@ class CheckServer:
     `placements` are those that checks by headers have made.
     """
 
-    def __init__(self, context: ExchangeContext, listen: str, placements: Placements) -> None:
+    def __init__(
+        self,
+        context: ExchangeContext,
+        listen: str,
+        placements: Placements,
+        certificates: Certificates | None = None,
+    ) -> None:
         self.context = context
+        self._certificates = certificates
         self.placements = placements
         self._listen = listen
         self._connections: set[_Connection] = set()
@@ -75,7 +83,11 @@ class CheckServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: _Connection(self), host.strip("[]"), port, backlog=_BACKLOG
+                lambda: _Connection(self),
+                host.strip("[]"),
+                port,
+                backlog=_BACKLOG,
+                **server_options(self._certificates),
             )
         except OSError as fault:
             raise StartupError(f"http.listen {self._listen}: cannot be bound: {fault}") from fault

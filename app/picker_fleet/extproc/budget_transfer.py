@@ -13,6 +13,8 @@ from typing import Final
 import grpc
 import orjson
 
+from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.tls_call import call
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.failover.peers import TRANSFER_WAIT_S
 from picker_fleet.state.accounting_token import Keyring
@@ -64,17 +66,18 @@ def handlers(
 
 
 class GrpcPeers:
-    """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`."""
+    """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`.
 
-    def __init__(self, pool: str, keys: Keyring) -> None:
+    With `certificates` replicas speak TLS, and each call has a connection of its own.
+    """
+
+    def __init__(self, pool: str, keys: Keyring, certificates: Certificates | None = None) -> None:
+        self._tls = certificates.client_context if certificates is not None else None
         self._pool = pool
         self._keys = keys
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address)
         nonce = secrets.token_hex(8)
         text = _signed_text(self._pool, address, float(least), float(most), nonce)
         request = orjson.dumps(
@@ -87,11 +90,20 @@ class GrpcPeers:
             }
         )
         try:
-            answer = await channel.unary_unary(_ASK)(request, timeout=TRANSFER_WAIT_S + _MARGIN_S)
+            answer = await self._call(address, request, TRANSFER_WAIT_S + _MARGIN_S)
             given = float(orjson.loads(answer)["given"])
-        except (grpc.aio.AioRpcError, ValueError, TypeError, KeyError):
+        except (grpc.aio.AioRpcError, OSError, ValueError, TypeError, KeyError):
             return None
         return given if 0 <= given <= most else 0.0
+
+    async def _call(self, address: str, request: bytes, timeout_s: float) -> bytes:
+        if self._tls is not None:
+            return await call(address, _ASK, request, self._tls(), timeout_s)
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address)
+        answer: bytes = await channel.unary_unary(_ASK)(request, timeout=timeout_s)
+        return answer
 
     async def close(self) -> None:
         """Close every channel; the next `ask` opens its own."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from picker_fleet.errors import BufferFull, StartupError
+from picker_fleet.extproc.certificates import Certificates, server_options
 from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.http2 import (
     CANCEL,
@@ -40,6 +41,7 @@ _MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's in
 _PAUSE_S = 1.0  # a sleep that took so much longer: this process stood still and has read nothing
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
+_CLOSE_S = 0.25
 
 _END_BLOCK = literal(b"grpc-status", b"0")
 _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
@@ -335,8 +337,13 @@ class NativeTransport:
     """
 
     def __init__(
-        self, handlers: Mapping[str, Handler], budgets: Mapping[str, BodyBudget], message_bytes: int
+        self,
+        handlers: Mapping[str, Handler],
+        budgets: Mapping[str, BodyBudget],
+        message_bytes: int,
+        certificates: Certificates | None = None,
     ) -> None:
+        self._certificates = certificates
         others = BodyBudget(_OTHERS_BYTES)
         self._handlers = {
             path.encode(): (handler, budgets.get(path, others)) for path, handler in handlers.items()
@@ -350,8 +357,9 @@ class NativeTransport:
     async def start(self, listen: str) -> int:
         host, port = split_host_port(listen)
         try:
+            tls = server_options(self._certificates)
             self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host.strip("[]"), port, backlog=_BACKLOG
+                self._connection, host.strip("[]"), port, backlog=_BACKLOG, **tls
             )
         except OSError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
@@ -375,6 +383,12 @@ class NativeTransport:
             connection.close()
         for connection in list(self._connections):
             await connection.ended()
+        with contextlib.suppress(TimeoutError):  # last bytes, and the end of TLS
+            async with asyncio.timeout(_CLOSE_S):
+                while self._connections:  # noqa: ASYNC110
+                    await asyncio.sleep(_STEP_S)
+        for connection in list(self._connections):
+            connection.abort()
         if self._keepalive is not None:
             self._keepalive.cancel()
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import DrainGate
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.native import NativeTransport
@@ -37,6 +38,7 @@ class Server:
         drain_gate: DrainGate,
         settings: ExtProc,
         services: Mapping[str, Handler],
+        certificates: Certificates | None = None,
     ) -> None:
         self._service = service
         self._drain_gate = drain_gate
@@ -47,9 +49,9 @@ class Server:
         largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
         self._transport: Transport
         if settings.transport == "native":
-            self._transport = NativeTransport(handlers, {PROCESS: service.bodies}, largest)
+            self._transport = NativeTransport(handlers, {PROCESS: service.bodies}, largest, certificates)
         else:
-            self._transport = GrpcioTransport(handlers, largest)
+            self._transport = GrpcioTransport(handlers, largest, certificates)
         self._health_transport: Transport | None = None
         if settings.health_listen is not None:
             self._health_transport = NativeTransport(self._health.handlers(), {}, _MESSAGE_MARGIN_BYTES)

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 from grpc_health.v1 import health_pb2
 
 from picker_fleet.errors import StartupError
+from picker_fleet.extproc.certificates import Certificates
 
 HEALTH: Final = "grpc.health.v1.Health"
 
@@ -158,7 +159,10 @@ class GrpcioTransport:
     the stream's end, another 60 µs less. In such a method `write` serialises nothing, so it takes bytes.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler], message_bytes: int) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Handler], message_bytes: int, certificates: Certificates | None = None
+    ) -> None:
+        self._certificates = certificates
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
@@ -189,7 +193,11 @@ class GrpcioTransport:
 
     async def start(self, listen: str) -> int:
         try:
-            port: int = self._server.add_insecure_port(listen)
+            port: int
+            if self._certificates is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                port = self._server.add_secure_port(listen, self._certificates.grpc_credentials())
         except RuntimeError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
         await self._server.start()

@@ -2,9 +2,11 @@
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 from picker_fleet.ext_authz.server import HEALTH_PATH
+from picker_fleet.sections import Tls
 from picker_tools.local_fleet.envoy_types import (
     address,
     cluster_v3,
@@ -16,6 +18,7 @@ from picker_tools.local_fleet.envoy_types import (
     override_host_v3,
     packed,
     seconds,
+    tls_v3,
     type_v3,
     upstream_http_v3,
 )
@@ -107,7 +110,43 @@ def _lost_data() -> list[core_v3.SocketOption]:
     ]
 
 
-def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
+@dataclass(frozen=True, slots=True)
+class PickerTls:
+    """How Envoy speaks TLS to the replicas: files that it reads. Without `ca` it accepts any certificate;
+    `cert` and `key` are its own, for replicas that want one of their clients."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @classmethod
+    def of_local(cls, tls: Tls | None) -> "PickerTls | None":
+        """For an Envoy beside the replicas, whose own certificate it shows if they want one."""
+        if tls is None:
+            return None
+        if tls.client_ca is None or tls.cert is None:
+            return cls()
+        return cls(cert=str(tls.cert), key=str(tls.key))
+
+    def socket(self, protocol: str) -> core_v3.TransportSocket:
+        """The transport socket of a cluster that speaks `protocol`."""
+        own = []
+        if self.cert is not None and self.key is not None:
+            chain, key = core_v3.DataSource(filename=self.cert), core_v3.DataSource(filename=self.key)
+            own = [tls_v3.TlsCertificate(certificate_chain=chain, private_key=key)]
+        trusted = None
+        if self.ca is not None:
+            ca = core_v3.DataSource(filename=self.ca)
+            trusted = tls_v3.CertificateValidationContext(trusted_ca=ca)
+        context = tls_v3.UpstreamTlsContext(
+            common_tls_context=tls_v3.CommonTlsContext(
+                alpn_protocols=[protocol], tls_certificates=own, validation_context=trusted
+            )
+        )
+        return core_v3.TransportSocket(name="envoy.transport_sockets.tls", typed_config=packed(context))
+
+
+def picker(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
     """The replicas by gRPC at `hosts`; names are resolved again and again, addresses used as they are."""
     http2 = core_v3.Http2ProtocolOptions(
         connection_keepalive=core_v3.KeepaliveSettings(interval=seconds(5), timeout=seconds(2)),
@@ -119,10 +158,11 @@ def picker(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
         hosts,
         upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=http2),
         grpc_health_check=core_v3.HealthCheckGrpcHealthCheck(service_name=_HEALTH_SERVICE),
+        transport_socket=tls.socket("h2") if tls is not None else None,
     )
 
 
-def picker_http(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
+def picker_http(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
     """The replicas by HTTP/1.1 at `hosts`, for mode `http`."""
     return _replicas(
         PICKER_HTTP,
@@ -131,6 +171,7 @@ def picker_http(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
             http_protocol_options=core_v3.Http1ProtocolOptions()
         ),
         http_health_check=core_v3.HealthCheckHttpHealthCheck(path=HEALTH_PATH.decode()),
+        transport_socket=tls.socket("http/1.1") if tls is not None else None,
     )
 
 
@@ -153,10 +194,12 @@ def _replicas(
     *,
     grpc_health_check: core_v3.HealthCheckGrpcHealthCheck | None = None,
     http_health_check: core_v3.HealthCheckHttpHealthCheck | None = None,
+    transport_socket: core_v3.TransportSocket | None = None,
 ) -> cluster_v3.Cluster:
     every_s = seconds(1)
     return cluster_v3.Cluster(
         name=name,
+        transport_socket=transport_socket,
         type=_discovery_type(hosts),
         connect_timeout=seconds(1),
         lb_policy=cluster_v3.ClusterLbPolicy.LEAST_REQUEST,

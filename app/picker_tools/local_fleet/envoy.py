@@ -12,6 +12,7 @@ from picker_tools.local_fleet.clusters import (
     PICKER,
     PICKER_HTTP,
     POOL,
+    PickerTls,
     picker,
     picker_admin,
     picker_http,
@@ -77,6 +78,8 @@ def build_bootstrap(
     http_pickers: Sequence[Host] = (),
     admin_listen: Host | None = None,
     admin_pickers: Sequence[Host] = (),
+    picker_tls: PickerTls | None = None,
+    http_tls: PickerTls | None = None,
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -86,7 +89,8 @@ def build_bootstrap(
 
     `pickers` are the replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
     admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
-    listener); `trusted` are the steering headers that clients may set;
+    listener); `picker_tls` and `http_tls` say how it speaks TLS to the replicas (None: it does not);
+    `trusted` are the steering headers that clients may set;
     `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
@@ -102,8 +106,8 @@ def build_bootstrap(
                 *([] if admin_listen is None else [admin_listener(admin_listen)]),
             ],
             clusters=[
-                picker(pickers),
-                *([picker_http(http_pickers)] if mode == "http" else []),
+                picker(pickers, picker_tls),
+                *([picker_http(http_pickers, http_tls)] if mode == "http" else []),
                 *([] if admin_listen is None else [picker_admin(admin_pickers)]),
                 pool(settings.extproc.metadata_namespace),
             ],
@@ -172,6 +176,8 @@ class Envoy:
             admin=(LOOPBACK, self._admin_port),
             pickers=self._pickers,
             http_pickers=self._http_pickers,
+            picker_tls=PickerTls.of_local(self._settings.extproc.tls),
+            http_tls=PickerTls.of_local(self._settings.http.tls),
             trusted=self._trusted,
             max_heap_bytes=self._max_heap_bytes,
             debug_headers=self._debug_headers,

@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where that is at the replicas (default: admin.listen of the configuration)",
     )
+    whose = {"ca": "authority of the replicas' certificates", "cert": "its own certificate", "key": "its key"}
+    for flag, what in whose.items():
+        add(
+            f"--picker-{flag}",
+            metavar="FILE",
+            help=f"where replicas speak TLS: {what}, as a path that Envoy reads",
+        )
     add(
         "--trust-headers",
         type=_headers,
@@ -79,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration cannot be used.
     """
+    from picker_tools.local_fleet.clusters import PickerTls
     from picker_tools.local_fleet.envoy import (  # slow to import: only for a valid configuration
         build_bootstrap,
         to_yaml,
@@ -86,6 +94,14 @@ def run(args: argparse.Namespace) -> int:
 
     settings = config.load(args.config, os.environ)
     names = sorted(trusted(args.trust_headers))
+    tls = PickerTls(args.picker_ca, args.picker_cert, args.picker_key)
+    if (tls.cert is None) != (tls.key is None):
+        raise ConfigError("--picker-cert and --picker-key belong together")
+    picker_tls = tls if settings.extproc.tls is not None else None
+    http_tls = tls if settings.http.tls is not None else None
+    speaks_tls = picker_tls or (http_tls if args.mode == "http" else None)
+    if tls != PickerTls() and speaks_tls is None:
+        raise ConfigError("--picker-ca, --picker-cert: the replicas do not speak TLS; extproc.tls makes them")
     bootstrap = build_bootstrap(
         settings,
         mode=args.mode,
@@ -95,13 +111,21 @@ def run(args: argparse.Namespace) -> int:
         http_pickers=_http_pickers(args, settings) if args.mode == "http" else (),
         admin_listen=args.admin_listen,
         admin_pickers=args.picker_admin or [_here(settings.admin.listen)],
+        picker_tls=picker_tls,
+        http_tls=http_tls,
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
         debug_headers=args.debug_headers,
     )
-    sys.stdout.write(_warning(names) + to_yaml(bootstrap))
+    unproven = _UNPROVEN if speaks_tls is not None and tls.ca is None else ""
+    sys.stdout.write(_warning(names) + unproven + to_yaml(bootstrap))
     return 0
+
+
+_UNPROVEN = (
+    "# WARNING: this Envoy accepts any certificate of the replicas; --picker-ca names the authority.\n"
+)
 
 
 def _warning(names: Sequence[str]) -> str:

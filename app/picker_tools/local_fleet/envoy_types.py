@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     )
     from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap import v3 as fixed_heap_v3
     from envoy_data_plane.envoy.extensions.retry.host.previous_hosts import v3 as previous_hosts_v3
+    from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls_v3
     from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstream_http_v3
     from envoy_data_plane.envoy.type import v3 as type_v3
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_v3
@@ -78,6 +79,7 @@ __all__ = [
     "router_v3",
     "seconds",
     "sse_rules_v3",
+    "tls_v3",
     "type_v3",
     "upstream_http_v3",
 ]

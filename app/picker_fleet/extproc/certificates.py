@@ -1,0 +1,223 @@
+"""The certificate of a port that speaks TLS, read again when its files change (`extproc.tls`, `http.tls`).
+
+`serve` makes one for each such port. Files are looked at every `RELOAD_S`: a Secret of Kubernetes is mounted
+by links that no notification follows. New connections get the new certificate, those that are open keep
+theirs. Files that cannot be used change nothing and are logged once. Without files the replica signs a
+certificate itself, which encrypts but proves nothing: clients have to accept any.
+"""
+
+import asyncio
+import logging
+import os
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from picker_fleet.errors import StartupError
+from picker_fleet.sections import Tls
+
+RELOAD_S: Final = 2.0
+HANDSHAKE_S: Final = 10.0  # a client has so long for it
+SHUTDOWN_S: Final = 5.0
+_OPENSSL_S = 30.0
+_DAYS = "3650"
+_SELF_SIGNED = (
+    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+    *("-days", _DAYS, "-subj", "/CN=picker", "-addext", "subjectAltName=DNS:picker,DNS:localhost"),
+    *("-keyout", "/dev/stdout", "-out", "/dev/stdout"),
+)
+_KEY_BEGINS = b"-----BEGIN PRIVATE KEY-----"
+_CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
+
+_log = logging.getLogger(__name__)
+
+
+class _Files:
+    """What was read: PEM. `client_ca` is empty if clients need no certificate."""
+
+    __slots__ = ("cert", "client_ca", "key")
+
+    def __init__(self, cert: bytes, key: bytes, client_ca: bytes) -> None:
+        self.cert, self.key, self.client_ca = cert, key, client_ca
+
+
+class Certificates:
+    """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
+
+    `name` is the section of the configuration, `protocol` what ALPN offers.
+    """
+
+    def __init__(self, tls: Tls, name: str, protocol: str) -> None:
+        """Raises StartupError: the files cannot be used."""
+        self._tls, self._name, self._protocol = tls, name, protocol
+        self._seen = self._look()
+        try:
+            self._files = self._read(None)
+            self._current = self._context_of(self._files)
+        except (OSError, ssl.SSLError, ValueError) as fault:
+            raise StartupError(f"{name}: {_reason(fault)}") from fault
+        if tls.cert is None:
+            _log.warning("%s names no certificate: this replica signs one itself, which proves nothing", name)
+        self.version = 1
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For a listener, once: each handshake uses the certificates of its time."""
+        listening = self._context_of(self._files)
+        listening.sni_callback = self._use_current
+        return listening
+
+    def client_context(self) -> ssl.SSLContext:
+        """For calls of other replicas, which show any certificate and may want this one's."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([self._protocol])
+        with _as_file(self._files.cert + b"\n" + self._files.key) as path:
+            context.load_cert_chain(path)
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """The same for grpcio."""
+        fetched = 0
+
+        def fetch() -> Any:  # called for each handshake, in one of gRPC's threads
+            nonlocal fetched
+            if fetched == self.version:
+                return None  # as before
+            fetched = self.version
+            return self._grpc_configuration()
+
+        first = self._grpc_configuration()
+        return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
+
+    def reload(self) -> bool:
+        """Read the files if they have changed; whether new ones are in use."""
+        if self._tls.cert is None and self._tls.client_ca is None:
+            return False
+        seen = self._look()
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            files = self._read(self._files)
+            current = self._context_of(files)
+        except (OSError, ssl.SSLError, ValueError) as fault:
+            _log.error("%s: the former certificate stays in use: %s", self._name, _reason(fault))
+            return False
+        self._files, self._current = files, current
+        self.version += 1
+        _log.info("%s: a new certificate is in use", self._name)
+        return True
+
+    async def run(self) -> None:
+        """Reload what changes, until cancelled."""
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            self.reload()
+
+    def _use_current(self, connection: Any, server_name: str | None, listening: ssl.SSLContext) -> None:
+        connection.context = self._current
+
+    def _look(self) -> tuple[object, ...]:
+        """What tells one version of the files from another."""
+        found: list[object] = []
+        for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
+            try:
+                about = os.stat(path) if path is not None else None
+            except OSError as fault:
+                found.append(fault.errno)
+            else:
+                found.append(about and (about.st_mtime_ns, about.st_ino, about.st_size))
+        return tuple(found)
+
+    def _read(self, former: _Files | None) -> _Files:
+        tls = self._tls
+        client_ca = tls.client_ca.read_bytes() if tls.client_ca is not None else b""
+        if tls.cert is not None and tls.key is not None:
+            return _Files(tls.cert.read_bytes(), tls.key.read_bytes(), client_ca)
+        if former is not None:  # a self-signed one stays
+            return _Files(former.cert, former.key, client_ca)
+        return _Files(*_self_signed(), client_ca)
+
+    def _context_of(self, files: _Files) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # A resumed session would not be checked against the authorities of now.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+        context.set_alpn_protocols([self._protocol])
+        with _as_file(files.cert + b"\n" + files.key) as path:
+            context.load_cert_chain(path, password=_no_password)
+        if self._tls.client_ca is not None:
+            try:
+                context.load_verify_locations(cadata=files.client_ca.decode("ascii"))
+            except (ValueError, ssl.SSLError) as fault:
+                raise ValueError(f"client_ca {self._tls.client_ca} holds no certificate in PEM") from fault
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _grpc_configuration(self) -> Any:
+        files = self._files
+        return grpc.ssl_server_certificate_configuration(
+            [(files.key, files.cert)], root_certificates=files.client_ca or None
+        )
+
+
+def server_options(certificates: Certificates | None) -> dict[str, Any]:
+    """The arguments by which asyncio's `create_server` speaks TLS; none without certificates."""
+    if certificates is None:
+        return {}
+    times = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": SHUTDOWN_S}
+    return {"ssl": certificates.context, **times}
+
+
+def _no_password() -> bytes:
+    raise ValueError("the key is encrypted; a key without a password is needed")
+
+
+def _reason(fault: Exception) -> str:
+    if isinstance(fault, ssl.SSLError):
+        if fault.reason == "KEY_VALUES_MISMATCH":
+            return "the key is not the certificate's"
+        return f"cert and key hold no certificate and key in PEM: {fault.reason or fault}"
+    if isinstance(fault, OSError) and fault.filename is not None:
+        return f"{fault.filename}: {fault.strerror}"
+    return str(fault)
+
+
+@contextmanager
+def _as_file(text: bytes) -> Iterator[str]:
+    """A path at which `text` can be read; in memory where the system can, since it is a key."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("certificate")
+        try:
+            os.write(number, text)
+            yield f"/proc/self/fd/{number}"
+        finally:
+            os.close(number)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "certificate"
+        path.touch(mode=0o600)
+        path.write_bytes(text)
+        yield str(path)
+
+
+def _self_signed() -> tuple[bytes, bytes]:
+    """A certificate and its key, made by the program openssl."""
+    try:
+        made = subprocess.run(_SELF_SIGNED, capture_output=True, timeout=_OPENSSL_S, check=True).stdout
+    except FileNotFoundError:
+        raise ValueError("without cert and key the program openssl is needed, to sign one") from None
+    except subprocess.SubprocessError as fault:
+        raise ValueError(f"openssl could not sign a certificate: {fault}") from None
+    at = made.index(_CERTIFICATE_BEGINS)
+    key_at = made.index(_KEY_BEGINS)
+    return made[at:key_at] if at < key_at else made[at:], made[key_at:at] if key_at < at else made[key_at:]

@@ -1,0 +1,77 @@
+"""One gRPC call to another replica over TLS, whatever certificate that shows.
+
+Budget transfers use it: their questions are signed, and self-signed certificates prove nothing anyway, which
+grpcio's client always checks. A connection carries one call.
+"""
+
+import asyncio
+import ssl
+from typing import Final
+
+from picker_fleet.extproc.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    literal,
+)
+from picker_fleet.units import split_host_port
+
+_FRAME_HEADER_BYTES: Final = 9
+_LONGEST_ANSWER: Final = 64 * 1024
+
+
+async def call(address: str, path: str, message: bytes, context: ssl.SSLContext, timeout_s: float) -> bytes:
+    """The answer of `path` at `address` to `message`; empty if it is an error.
+
+    Raises:
+        OSError: no answer, a TimeoutError included.
+    """
+    host, port = split_host_port(address)
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host.strip("[]"), port, ssl=context)
+        try:
+            fields = (
+                (b":method", b"POST"),
+                (b":scheme", b"https"),
+                (b":path", path.encode()),
+                (b":authority", address.encode()),
+                (b"content-type", b"application/grpc"),
+                (b"te", b"trailers"),
+            )
+            block = b"".join(literal(*field) for field in fields)
+            body = b"\0" + len(message).to_bytes(4, "big") + message
+            writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, block))
+            writer.write(frame(DATA, END_STREAM, 1, body))
+            return await _answer(reader, writer)
+        except asyncio.IncompleteReadError as fault:
+            raise ConnectionError("the connection ended before the answer") from fault
+        finally:
+            writer.transport.abort()
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    answer = b""
+    while True:
+        head = await reader.readexactly(_FRAME_HEADER_BYTES)
+        kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if kind in (SETTINGS, PING) and not flags & ACK:
+            writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
+        elif kind == GOAWAY:
+            raise ConnectionError("the replica ends the connection")
+        elif stream_id == 1 and kind == RST_STREAM:
+            raise ConnectionError("the replica ends the call")
+        elif stream_id == 1 and kind == DATA:
+            answer += payload
+            if len(answer) > _LONGEST_ANSWER:
+                raise ConnectionError("the answer is too long")
+        if stream_id == 1 and kind in (HEADERS, DATA) and flags & END_STREAM:
+            return answer[5:]

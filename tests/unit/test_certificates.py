@@ -1,0 +1,314 @@
+"""TLS of the gRPC port, on both transports, and of the http port: who gets in, and what a new certificate
+does."""
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from extproc_client import Counted, ScriptedGate, chosen_transport, exchange_context
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tls_files import Pair, authority, signed
+
+from picker_fleet.config import ConfigError, load, parse
+from picker_fleet.errors import StartupError
+from picker_fleet.ext_authz.server import CheckServer
+from picker_fleet.ext_authz.settle import Placements
+from picker_fleet.extproc import budget_transfer
+from picker_fleet.extproc.budget_transfer import GrpcPeers
+from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.native import NativeTransport
+from picker_fleet.extproc.transport import GrpcioTransport, Handler, Health, Transport
+from picker_fleet.sections import Tls
+from picker_fleet.state.accounting_token import Keyring
+
+MESSAGE_BYTES = 1024 * 1024
+PATIENT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return authority(tmp_path_factory.mktemp("ours"), "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return authority(tmp_path_factory.mktemp("theirs"), "theirs")
+
+
+@pytest.fixture
+def server(tmp_path: Path, ours: Pair) -> Pair:
+    return signed(tmp_path, "picker", ours)
+
+
+def certificates(server: Pair | None, client_ca: Path | None = None) -> Certificates:
+    files = {"cert": server.cert, "key": server.key} if server is not None else {}
+    return Certificates(Tls(**files, client_ca=client_ca), "extproc.tls", "h2")
+
+
+@asynccontextmanager
+async def serving(made: Certificates, more: Mapping[str, Handler] = {}) -> AsyncIterator[int]:
+    """The port where the chosen transport serves health, and `more`, by TLS."""
+    health = Health()
+    health.set(("",), True)
+    handlers = {**health.handlers(), **more}
+    transport: Transport = GrpcioTransport(handlers, MESSAGE_BYTES, made)
+    if chosen_transport() == "native":
+        transport = NativeTransport(handlers, {}, MESSAGE_BYTES, made)
+    port = await transport.start("127.0.0.1:0")
+    try:
+        yield port
+    finally:
+        await transport.stop(None)
+
+
+def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:
+    pair = {"private_key": own.key.read_bytes(), "certificate_chain": own.cert.read_bytes()} if own else {}
+    return grpc.ssl_channel_credentials(root.read_bytes(), **pair)
+
+
+@asynccontextmanager
+async def channel(port: int, root: Path, own: Pair | None = None) -> AsyncIterator[Any]:
+    """The health service as a client sees it that trusts `root`, with its certificate `own`."""
+    credentials = client_credentials(root, own)
+    options = (("grpc.use_local_subchannel_pool", 1),)  # else two channels share a connection
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as opened:
+        yield health_pb2_grpc.HealthStub(opened)
+
+
+async def healthy(stub: Any) -> bool:
+    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def refused(port: int, root: Path, own: Pair | None = None) -> None:
+    async with channel(port, root, own) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as fault:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENT_S)
+    assert fault.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def presented(port: int, **options: Any) -> bytes:
+    """The certificate that the port shows, whatever it is."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    for name, value in options.items():
+        setattr(context, name, value)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S)
+    with context.wrap_socket(plain) as secured:
+        assert secured.selected_alpn_protocol() == "h2"
+        return secured.getpeercert(binary_form=True) or b""
+
+
+def replace(old: Pair, new: Pair) -> None:
+    """As an operator does: new files under the same names, one after the other."""
+    for source, target in ((new.cert, old.cert), (new.key, old.key)):
+        draft = target.with_suffix(".new")
+        shutil.copy(source, draft)
+        os.replace(draft, target)
+
+
+@pytest.mark.usefixtures("transport")
+async def test_a_client_that_trusts_the_authority_gets_in(server: Pair, ours: Pair, theirs: Pair) -> None:
+    async with serving(certificates(server)) as port:
+        async with channel(port, ours.cert) as stub:
+            assert await healthy(stub)
+        await refused(port, theirs.cert)
+
+
+@pytest.mark.usefixtures("transport")
+async def test_only_clients_of_the_authority_get_in(
+    server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
+) -> None:
+    client, stranger = signed(tmp_path, "envoy", ours), signed(tmp_path, "stranger", theirs)
+    async with serving(certificates(server, ours.cert)) as port:
+        async with channel(port, ours.cert, client) as stub:
+            assert await healthy(stub)
+        await refused(port, ours.cert, stranger)
+        await refused(port, ours.cert)
+
+
+@pytest.mark.usefixtures("transport")
+async def test_a_new_certificate_is_for_new_connections_and_ends_none(
+    server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
+) -> None:
+    made = certificates(server)
+    (tmp_path / "next").mkdir()
+    later = signed(tmp_path / "next", "picker", theirs)
+    async with serving(made) as port, channel(port, ours.cert) as before:
+        assert await healthy(before)
+        watch = before.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        replace(server, later)
+        assert made.reload()
+        assert not made.reload()
+        async with channel(port, theirs.cert) as after:
+            assert await healthy(after)
+        await refused(port, ours.cert)
+        assert await healthy(before)  # on the connection that it has
+        assert not watch.done()
+
+
+@pytest.mark.usefixtures("transport")
+async def test_clients_of_an_authority_that_went_are_refused(
+    server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
+) -> None:
+    trusted = tmp_path / "client-ca.crt"
+    shutil.copy(ours.cert, trusted)
+    made = certificates(server, trusted)
+    old, new = signed(tmp_path, "old", ours), signed(tmp_path, "new", theirs)
+    async with serving(made) as port:
+        async with channel(port, ours.cert, old) as stub:
+            assert await healthy(stub)
+        shutil.copy(theirs.cert, tmp_path / "draft")
+        os.replace(tmp_path / "draft", trusted)
+        assert made.reload()
+        async with channel(port, ours.cert, new) as stub:
+            assert await healthy(stub)
+        await refused(port, ours.cert, old)
+
+
+def _empty(server: Pair, other: Pair) -> None:
+    server.cert.write_text("")
+
+
+def _no_pem(server: Pair, other: Pair) -> None:
+    server.key.write_text("no key")
+
+
+def _other_key(server: Pair, other: Pair) -> None:
+    shutil.copy(other.key, server.key)
+
+
+def _gone(server: Pair, other: Pair) -> None:
+    server.cert.unlink()
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (_empty, "PEM"),
+        (_no_pem, "PEM"),
+        (_other_key, "the key is not the certificate's"),
+        (_gone, "No such file"),
+    ],
+)
+async def test_files_that_cannot_be_used_leave_the_former_certificate(
+    server: Pair,
+    ours: Pair,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Pair, Pair], None],
+    why: str,
+) -> None:
+    made = certificates(server)
+    (tmp_path / "next").mkdir()
+    later = signed(tmp_path / "next", "picker", ours)
+    async with serving(made) as port:
+        damage(server, later)
+        with caplog.at_level(logging.ERROR):
+            assert not made.reload()
+            assert not made.reload()
+        [line] = [record.getMessage() for record in caplog.records if record.name.endswith("certificates")]
+        assert "extproc.tls: the former certificate stays in use" in line
+        assert why in line
+        async with channel(port, ours.cert) as stub:
+            assert await healthy(stub)
+        replace(server, later)
+        assert made.reload()
+        async with channel(port, ours.cert) as stub:
+            assert await healthy(stub)
+
+
+@pytest.mark.usefixtures("transport")
+async def test_without_files_the_replica_signs_a_certificate_itself() -> None:
+    async with serving(certificates(None)) as port:
+        shown = [await asyncio.to_thread(presented, port) for _ in range(2)]
+        assert shown[0]
+        assert shown[0] == shown[1]
+
+
+@pytest.mark.usefixtures("transport")
+async def test_clients_of_tls_1_2_get_in_and_older_ones_do_not() -> None:
+    made = certificates(None)
+    assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2
+    async with serving(made) as port:
+        assert await asyncio.to_thread(presented, port, maximum_version=ssl.TLSVersion.TLSv1_2)
+
+
+@pytest.mark.usefixtures("transport")
+async def test_plain_text_is_refused() -> None:
+    async with serving(certificates(None)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 9)
+        async with asyncio.timeout(PATIENT_S):
+            assert b"SETTINGS" not in await reader.read()
+        writer.close()
+
+
+def test_files_that_cannot_be_used_at_the_start_are_told(server: Pair, ours: Pair, tmp_path: Path) -> None:
+    for damaged, why in (
+        (Tls(cert=server.cert, key=ours.key), "the key is not the certificate's"),
+        (Tls(cert=server.cert, key=tmp_path / "none"), "none: No such file"),
+        (Tls(cert=server.cert, key=server.key, client_ca=server.key), "client_ca .* holds no certificate"),
+    ):
+        with pytest.raises(StartupError, match=f"extproc.tls: .*{why}"):
+            Certificates(damaged, "extproc.tls", "h2")
+
+
+def test_half_a_pair_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"extproc\.tls: .*belong together"):
+        parse({"extproc": {"tls": {"cert": "a"}}})
+    assert parse({"extproc": {"tls": {}}}).extproc.tls == Tls()
+    file = tmp_path / "picker.yaml"
+    file.write_text("extproc: {tls: {cert: a, key: /b}}\nhttp: {tls: {client_ca: c}}\n")
+    found = load(file, {})
+    assert found.extproc.tls == Tls(cert=tmp_path / "a", key=Path("/b"))
+    assert found.http.tls == Tls(client_ca=tmp_path / "c")
+
+
+async def test_the_http_port_speaks_tls(server: Pair, ours: Pair) -> None:
+    gate, metrics = ScriptedGate(), Counted()
+    context = exchange_context(gate, metrics, parse({}), lambda: 0.0)
+    made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
+    placements = Placements(gate, metrics, Keyring(), 600.0, lambda: 0.0)
+    checks = CheckServer(context, "127.0.0.1:0", placements, made)
+    port = await checks.start()
+    checks.set_ready(True)
+    trusting = ssl.create_default_context(cafile=str(ours.cert))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+    writer.write(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+    async with asyncio.timeout(PATIENT_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await checks.stop()
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("files", ["self-signed", "signed", "clients too"])
+async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files: str) -> None:
+    async def gives(least: float, most: float) -> float:
+        return min(most, 2.0)
+
+    made = certificates(
+        None if files == "self-signed" else server, ours.cert if files == "clients too" else None
+    )
+    keys, address = Keyring(), ""
+    handlers = budget_transfer.handlers("p", gives, keys, lambda: address)
+    async with serving(made, handlers) as port:
+        address = f"127.0.0.1:{port}"
+        peers = GrpcPeers("p", keys, made)
+        assert await peers.ask(address, 1.0, 5.0) == 2.0
+        assert await GrpcPeers("p", Keyring(), made).ask(address, 1.0, 5.0) == 0.0  # not signed by the fleet
+        assert await GrpcPeers("p", keys).ask(address, 1.0, 5.0) is None  # plain text
+    assert await peers.ask(address, 1.0, 5.0) is None

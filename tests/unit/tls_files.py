@@ -1,0 +1,51 @@
+"""Certificates for tests: authorities, and what they have signed, made by openssl."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The files of a certificate and its key."""
+
+    cert: Path
+    key: Path
+
+
+def _openssl(*arguments: str | Path) -> None:
+    done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def authority(folder: Path, name: str) -> Pair:
+    """A new authority."""
+    made = Pair(folder / f"{name}.crt", folder / f"{name}.key")
+    files = ("-keyout", made.key, "-out", made.cert)
+    _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
+    return made
+
+
+def signed(folder: Path, name: str, by: Pair) -> Pair:
+    """A new certificate of `name`, for servers and clients, signed by the authority `by`."""
+    made, request = Pair(folder / f"{name}.crt", folder / f"{name}.key"), folder / f"{name}.csr"
+    _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
+    extensions = folder / f"{name}.ext"
+    extensions.write_text(f"subjectAltName=DNS:{name},IP:127.0.0.1\n")
+    authority_files = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial")
+    _openssl(
+        "x509",
+        "-req",
+        "-in",
+        request,
+        *authority_files,
+        "-days",
+        "2",
+        "-extfile",
+        extensions,
+        "-out",
+        made.cert,
+    )
+    return made
