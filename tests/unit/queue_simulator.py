@@ -100,6 +100,11 @@ class QueueSimulator:
             self.wait(r)
         self.dispatch()
 
+    def admit_many(self, name: str, count: int, flows: int = 1, **fields: Any) -> None:
+        """Requests `name0`, `name1` … of as many flows by turns."""
+        for i in range(count):
+            self.admit(f"{name}{i}", f"flow{i % flows}", **fields)
+
     def place_granted(self) -> None:
         for r in [r for r in self.requests.values() if r.state == "granted"]:
             assert self.place(r)

@@ -192,8 +192,7 @@ def test_a_fault_in_the_decision_log_breaks_its_promise(queue: type[QueueSimulat
 def test_a_log_from_before_an_outage_counts_too() -> None:
     good, bad = QueueSimulator(), OverAdmits()
     for queue in (good, bad):
-        for number in range(20):
-            queue.admit(f"r{number}")
+        queue.admit_many("r", 20)
         queue.run_dry()
     assert verdict(run(log_audits=(audited(bad.log), audited(good.log))), "G1").verdict is BROKEN
     assert verdict(run(log_audits=(audited(good.log),)), "G1").verdict is KEPT
@@ -207,8 +206,7 @@ def unserved(result: RunResult, band: Band) -> RunResult:
 
 def good_log() -> LogAudit:
     queue = QueueSimulator()
-    for number in range(20):
-        queue.admit(f"r{number}")
+    queue.admit_many("r", 20)
     queue.run_dry()
     return audited(queue.log)
 
