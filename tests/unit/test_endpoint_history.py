@@ -75,45 +75,17 @@ def test_different_prompts_differ(one: dict[str, object], other: dict[str, objec
     assert prompt_of(one) != prompt_of(other)
 
 
-@pytest.mark.parametrize("document", [{}, {"prompt": ""}, {"messages": []}, {"prompt": None}])
-def test_a_body_without_a_prompt_has_no_blocks(document: dict[str, object]) -> None:
-    assert block_hashes("m", prompt_of(document)) == ()
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
+def test_a_body_without_a_prompt_has_no_blocks_and_a_strange_one_is_bytes_like_any_other() -> None:
+    for document in ({}, {"prompt": ""}, {"messages": []}, {"prompt": None}):
+        assert block_hashes("m", prompt_of(document)) == ()
+    strange: list[dict[str, object]] = [
         {"messages": "text"},
         {"messages": [None, 1, "x", {"content": 5}]},
-        {"prompt": {"a": [1]}},
-        {"prompt": [1, "x", 2]},
-        {"prompt": 7},
-        {"input": [[1, 2], [3]]},
         {"messages": [{"role": {}, "content": "x"}]},
-    ],
-)
-def test_a_strange_prompt_is_bytes_like_any_other(document: dict[str, object]) -> None:
-    assert prompt_of(document)
-
-
-def test_only_whole_blocks_count() -> None:
-    assert len(block_hashes("m", b"x" * (3 * BLOCK_BYTES - 1))) == 2
-    assert len(block_hashes("m", b"x" * (3 * BLOCK_BYTES))) == 3
-    assert block_hashes("m", b"x" * (BLOCK_BYTES - 1)) == ()
-
-
-def test_equal_blocks_at_different_places_have_different_hashes() -> None:
-    hashes = block_hashes("m", b"x" * (50 * BLOCK_BYTES))
-
-    assert len(set(hashes)) == 50
-
-
-def test_model_and_salt_part_the_chains() -> None:
-    prompt = b"x" * (2 * BLOCK_BYTES)
-
-    firsts = [block_hashes("m", prompt), block_hashes("n", prompt), block_hashes("m", prompt, salt=b"t1")]
-
-    assert len({one for hashes in firsts for one in hashes}) == 6
+        *({"prompt": prompt} for prompt in ({"a": [1]}, [1, "x", 2], 7)),
+        {"input": [[1, 2], [3]]},
+    ]
+    assert all(prompt_of(document) for document in strange)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +99,16 @@ def test_model_and_salt_part_the_chains() -> None:
 )
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
     prompt = prompt_of(document)
-
     assert len(prompt) == MAX_PROMPT_BYTES
     assert len(block_hashes("m", prompt)) == MAX_PROMPT_BYTES // BLOCK_BYTES
+
+
+def test_only_whole_blocks_count_and_each_has_a_hash_of_its_place_model_and_salt() -> None:
+    sizes = (BLOCK_BYTES - 1, 3 * BLOCK_BYTES - 1, 3 * BLOCK_BYTES)
+    assert [len(block_hashes("m", b"x" * size)) for size in sizes] == [0, 2, 3]
+    prompt = b"x" * (50 * BLOCK_BYTES)
+    chains = [block_hashes("m", prompt), block_hashes("n", prompt), block_hashes("m", prompt, salt=b"t1")]
+    assert len({one for hashes in chains for one in hashes}) == 150
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
@@ -181,28 +160,17 @@ def test_the_least_recently_served_goes_first() -> None:
     old, used, new = chain("old", 10), chain("used", 10), chain("new", 15)
     for links in (used, old, used, new):
         index.add("a", links)
-
-    assert index.match(new) == {"a": 15}
-    assert index.match(used) == {"a": 10}
-    assert index.match(old) == {"a": 5}
+    assert [index.match(links) for links in (new, used, old)] == [{"a": 15}, {"a": 10}, {"a": 5}]
 
 
-def test_endpoints_share_the_whole() -> None:
+def test_endpoints_share_the_whole_and_those_that_are_gone_are_forgotten() -> None:
+    # When the fourth comes, nobody keeps more than 25.
     index = PrefixIndex(per_endpoint=60, in_total=100)
-    for address in ("a", "b", "c", "d"):
+    for address in "abcd":
         index.add(address, chain(address, 60))
-
-    assert [index.match(chain(address, 60))[address] for address in ("a", "b", "c", "d")] == [25] * 4
-
-
-def test_endpoints_that_are_gone_are_forgotten() -> None:
-    index = PrefixIndex()
-    for address in ("a", "b", "c"):
-        index.add(address, chain("m", 3))
-
+    assert [index.match(chain(address, 60)).get(address) for address in "abcd"] == [25] * 4
     index.retain({"b"})
-
-    assert index.match(chain("m", 3)) == {"b": 3}
+    assert [index.match(chain(address, 60)).get(address) for address in "abcd"] == [None, 25, None, None]
 
 
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
@@ -253,28 +221,15 @@ def test_a_small_spread_on_long_times_is_not_lost() -> None:
 
 def test_what_is_no_time_is_left_out() -> None:
     times_window = LatencyWindow()
-
     for wrong in (float("nan"), float("inf"), -1.0):
         times_window.add(wrong)
-
     assert times_window.stats is None
 
 
-def test_the_book_forgets_who_has_been_silent_longest() -> None:
+def test_of_endpoints_the_one_silent_longest_is_forgotten_and_those_that_left() -> None:
     tracker = LatencyTracker(max_endpoints=2)
-
-    for address in ("a", "b", "a", "c"):
+    for address in "abac":
         tracker.add(address, 1.0)
-
     assert [tracker.stats(address) is not None for address in "abc"] == [True, False, True]
-
-
-def test_the_book_keeps_only_the_pools_endpoints() -> None:
-    tracker = LatencyTracker()
-    tracker.add("a", 1.0)
-    tracker.add("b", 2.0)
-
-    tracker.retain({"b"})
-
-    assert tracker.stats("a") is None
-    assert tracker.stats("b") is not None
+    tracker.retain({"c"})
+    assert [tracker.stats(address) is not None for address in "abc"] == [False, False, True]

@@ -77,8 +77,8 @@ async def test_a_replica_that_has_never_joined_refuses_and_stays_shared() -> Non
 
 async def test_placements_since_the_last_heartbeat_reduce_the_share() -> None:
     bench = Bench()
-    for n in range(2):
-        await bench.place(f"shared {n}")
+    for name in ("shared", "too"):
+        await bench.place(name)
     bench.store.away = True
     await bench.place("alone")
     assert bench.free == 0.0
@@ -89,10 +89,9 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     placement = await bench.place("r")
     # One end has not been sent; the other may have arrived.
     bench.store.answering = False
-    bench.end("r", placement)
-    bench.end("sent", placement)
-    bench.store.unsent = ["r"]
-    bench.store.away = True
+    for name in ("r", "sent"):
+        bench.end(name, placement)
+    bench.store.unsent, bench.store.away = ["r"], True
     await bench.place("alone")
     assert bench.free == 0.0
     assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
@@ -122,9 +121,9 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
 
 
 async def test_an_unanswered_admission_is_refused_when_its_time_is_up() -> None:
-    # Redis is silent, but not yet proven to be away.
     bench = Bench()
     async with watched(bench):
+        # Redis is silent, but not yet proven to be away.
         bench.store.silent = True
         with pytest.raises(ExpiredTtl):
             await bench.place("r", ttl_s=0.1)
@@ -229,10 +228,9 @@ async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) 
 
 
 async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
-    bench = Bench()
+    bench = Bench(away=True)
     # The process was paused, as between SIGSTOP and SIGCONT, and its call was given up.
     bench.stand_still()
-    bench.store.away = True
     asking = bench.start("r")
     await eventually(lambda: len(bench.store.ages_s) >= 3)
     # The replica was away, not Redis; so it does not fail over.
@@ -244,10 +242,9 @@ async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
 
 async def test_after_a_pause_an_ended_stream_is_not_admitted() -> None:
     bench = Bench()
-    # Two streams arrive during the pause.
+    # Two streams arrive during the pause, and Envoy has given one of them up.
     bench.stand_still()
     given_up, wanted = (bench.start(name) for name in ("gone", "here"))
-    # Envoy has given one of them up.
     await asyncio.sleep(0)
     given_up.cancel()
     # Another replica may have its request by now, so it is not admitted.
@@ -353,20 +350,19 @@ async def test_budget_released_while_resyncing_is_limited_to_the_share() -> None
 @pytest.mark.parametrize("pulsed", [False, True])
 async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: bool) -> None:
     # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
-    full = FULL
-    bench = Bench(full, wait_s=PATIENT_S)
+    bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("before")
     bench.gate.redis_lost("silence", "it went")
     bench.tell_peers(b=True, answered=())
     async with watched(bench):
-        bench.answer_heartbeats(full)
+        bench.answer_heartbeats(FULL)
         await eventually(lambda: bench.gate.state is FailoverState.RESYNCING)
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.degraded, bench.free) == (True, 4)
         # Redis, which has received them too and given the budget to others, is lost again.
         if pulsed:
-            bench.gate.heartbeat_answered(full)
+            bench.gate.heartbeat_answered(FULL)
         bench.gate.redis_lost("silence", "it went again")
         assert bench.free == 0
 
