@@ -17,16 +17,13 @@ from picker_fleet.telemetry.metrics import Metrics
 
 
 async def test_a_healthy_replica_answers_both_health_calls_with_200() -> None:
+    components = {"redis": "ok", "grpc": "ok"}
     async with asking(api()) as http:
         for path in ("/healthz", "/readyz"):
             response = await http.get(path)
             assert response.status_code == 200
-            assert response.json() == {
-                "status": "ok",
-                "replica": "r-1",
-                "pool": "default",
-                "components": {"redis": "ok", "grpc": "ok"},
-            }
+            expected = {"status": "ok", "replica": "r-1", "pool": "default", "components": components}
+            assert response.json() == expected
 
 
 async def test_an_unready_replica_fails_readiness_only_and_names_the_component() -> None:
@@ -36,7 +33,7 @@ async def test_an_unready_replica_fails_readiness_only_and_names_the_component()
         health, ready = await http.get("/healthz"), await http.get("/readyz")
     assert (health.status_code, health.json()["status"]) == (200, "degraded")
     assert (ready.status_code, ready.json()["status"]) == (503, "unready")
-    assert ready.json()["components"]["redis"] == "no answer within 50 ms"
+    assert ready.json()["components"] == view.components
 
 
 async def test_metrics_are_served_as_prometheus_text() -> None:
@@ -56,24 +53,23 @@ async def test_the_state_is_served_whole_with_fields_that_are_not_described() ->
     assert response.json() == state
 
 
-async def test_an_unreachable_state_is_a_503_with_its_reason() -> None:
-    async with asking(api(View(StateUnavailable("redis://127.0.0.1:1 refused the connection")))) as http:
-        document = problem(await http.get("/api/v1/state"), 503)
-    assert document["code"] == "state_unavailable"
-    assert "refused the connection" in document["detail"]
-
-
-async def test_a_state_that_never_answers_is_a_503() -> None:
-    async with asking(api(View(None), deadlines=Deadlines(read_s=0.05))) as http:
-        assert "did not answer" in problem(await http.get("/api/v1/state"), 503)["detail"]
-
-
-@pytest.mark.parametrize("answer", [{"stock": 1}, RuntimeError("secret of the inside")])
-async def test_an_internal_error_is_a_500_that_does_not_show_its_message(
-    answer: dict[str, Any] | Exception,
+@pytest.mark.parametrize(
+    ("answer", "status", "code", "says"),
+    [
+        (StateUnavailable("nobody answers"), 503, "state_unavailable", "nobody answers"),
+        (None, 503, "state_unavailable", "did not answer"),  # it never answers
+        ({"stock": 1}, 500, "internal", ""),
+        (RuntimeError("secret of the inside"), 500, "internal", ""),
+    ],
+)
+async def test_a_state_that_cannot_be_told_is_a_problem_without_secrets(
+    answer: dict[str, Any] | Exception | None, status: int, code: str, says: str
 ) -> None:
-    async with asking(api(View(answer))) as http:
-        assert "secret" not in problem(await http.get("/api/v1/state"), 500)["detail"]
+    async with asking(api(View(answer), deadlines=Deadlines(read_s=0.05))) as http:
+        document = problem(await http.get("/api/v1/state"), status)
+    assert document["code"].startswith(code)
+    assert says in document["detail"]
+    assert "secret" not in document["detail"]
 
 
 async def test_unknown_paths_and_methods_are_problem_documents() -> None:

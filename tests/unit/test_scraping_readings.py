@@ -43,8 +43,9 @@ def test_a_reading_survives_the_wire(reading: EndpointMetrics, shift_ms: int) ->
     assert decode_reading(encode_reading(reading, shift_ms), -shift_ms) == reading
 
 
-def test_what_is_unknown_takes_no_room() -> None:
+def test_what_is_unknown_takes_no_room_and_a_newer_versions_keys_are_passed_over() -> None:
     assert encode_reading(EndpointMetrics(scraped_ms=7, waiting=2.0), 3) == b'{"at":10,"waiting":2.0}'
+    assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,6 @@ def test_what_is_unknown_takes_no_room() -> None:
 def test_a_text_that_is_no_reading_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadReading, match=said):
         decode_reading(text, 0)
-
-
-def test_a_newer_versions_keys_are_passed_over() -> None:
-    assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
 
 def test_readings_of_a_message_keep_their_age() -> None:
@@ -118,20 +115,13 @@ def cache(clock: Clock) -> MetricsCache:
     return MetricsCache(stale_after_s=1.0, clock=clock)
 
 
-def test_a_fresh_reading_is_known_and_has_its_age(cache: MetricsCache, clock: Clock) -> None:
-    cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
-    clock.now_s = 100.75
-    reading = cache.snapshot()["a:1"]
-    assert (reading.age_s, reading.known) == (0.75, True)
-    assert reading.metrics == reading_at(100_000, active_adapters=frozenset({"x"}))
-
-
-def test_a_stale_reading_counts_as_unknown(cache: MetricsCache, clock: Clock) -> None:
-    cache.update({"a:1": reading_at(100_000, active_adapters=frozenset({"x"}))})
-    clock.now_s = 101.25
-    reading = cache.snapshot()["a:1"]
-    assert (reading.age_s, reading.known) == (1.25, False)
-    assert reading.metrics == EndpointMetrics(100_000)
+def test_a_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock) -> None:
+    fresh = reading_at(100_000, active_adapters=frozenset({"x"}))
+    cache.update({"a:1": fresh})
+    for now_s, known, metrics in ((100.75, True, fresh), (101.25, False, EndpointMetrics(100_000))):
+        clock.now_s = now_s
+        reading = cache.snapshot()["a:1"]
+        assert (reading.age_s, reading.known, reading.metrics) == (now_s - 100, known, metrics)
 
 
 def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(cache: MetricsCache, clock: Clock) -> None:
@@ -142,20 +132,17 @@ def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(cache: MetricsCach
     assert cache.snapshot()["a:1"].metrics.fault == "no page"
 
 
-def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache) -> None:
-    cache.update({"a:1": reading_at(99_500, waiting=9.0)})
-    cache.update({"a:1": reading_at(99_400, waiting=1.0)})
-    assert cache.snapshot()["a:1"].metrics.waiting == 9.0
-    cache.update({"a:1": reading_at(99_500, waiting=3.0)})
-    assert cache.snapshot()["a:1"].metrics.waiting == 3.0
+def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache, clock: Clock) -> None:
+    def waiting(scraped_ms: int, amount: float) -> float | None:
+        cache.update({"a:1": reading_at(scraped_ms, waiting=amount)})
+        return cache.snapshot()["a:1"].metrics.waiting
 
-
-def test_a_reading_of_the_future_does_not_hide_those_to_come(cache: MetricsCache, clock: Clock) -> None:
-    cache.update({"a:1": reading_at(3_700_000, waiting=9.0)})
+    assert [waiting(*at) for at in ((99_500, 9.0), (99_400, 1.0), (99_500, 3.0))] == [9.0, 9.0, 3.0]
+    # One of the future does not hide those to come.
+    assert waiting(3_700_000, 9.0) == 9.0
     assert cache.snapshot()["a:1"].age_s == 0.0
     clock.now_s = 100.5
-    cache.update({"a:1": reading_at(100_400, waiting=1.0)})
-    assert cache.snapshot()["a:1"].metrics.waiting == 1.0
+    assert waiting(100_400, 1.0) == 1.0
 
 
 def test_endpoints_that_left_are_forgotten(cache: MetricsCache) -> None:
@@ -203,28 +190,20 @@ def test_shares_are_even(replicas: int) -> None:
     assert min(counts.values()) >= 0.8 * fair
 
 
-def test_a_replica_that_leaves_gives_up_only_its_own() -> None:
-    before = {address: assigned_replica(address, REPLICAS) for address in ADDRESSES}
-    after = {address: assigned_replica(address, REPLICAS[1:]) for address in ADDRESSES}
-    moved = {address for address in ADDRESSES if before[address] != after[address]}
-    assert moved == {address for address in ADDRESSES if before[address] == REPLICAS[0]}
-    assert {after[address] for address in moved} == set(REPLICAS[1:])
-
-
-def test_a_replica_that_joins_takes_only_what_becomes_its_own() -> None:
-    before = {address: assigned_replica(address, REPLICAS[:-1]) for address in ADDRESSES}
-    after = {address: assigned_replica(address, REPLICAS) for address in ADDRESSES}
-    assert {after[address] for address in ADDRESSES if before[address] != after[address]} == {REPLICAS[-1]}
+def test_a_replica_that_leaves_or_joins_moves_only_its_own() -> None:
+    few, all_ = (
+        {address: assigned_replica(address, replicas) for address in ADDRESSES}
+        for replicas in (REPLICAS[1:], REPLICAS)
+    )
+    moved = {address for address in ADDRESSES if few[address] != all_[address]}
+    assert moved == {address for address in ADDRESSES if all_[address] == REPLICAS[0]}
+    assert {few[address] for address in moved} == set(REPLICAS[1:])
 
 
 def test_owners_are_the_same_in_every_process() -> None:
     # A change of the hash would have two versions disagree in one fleet.
-    assert [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]] == [
-        "host-00000002",
-        "host-00000002",
-        "host-00000004",
-        "host-00000005",
-    ]
+    owners = [assigned_replica(address, REPLICAS) for address in ADDRESSES[:4]]
+    assert owners == [f"host-0000000{number}" for number in (2, 2, 4, 5)]
 
 
 def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
@@ -233,12 +212,8 @@ def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
         assigned_replica("a:1", [])
 
 
-def present(silence_s: float = 1.0) -> ReplicaLiveness:
-    return ReplicaLiveness("b", silence_s)
-
-
 def test_a_live_replica_counts_until_it_is_silent() -> None:
-    presence = present()
+    presence = ReplicaLiveness("b", 1.0)
     assert presence.alive(["c", "b", "a"], 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
         presence.seen("a", moment_s)
@@ -248,17 +223,14 @@ def test_a_live_replica_counts_until_it_is_silent() -> None:
 
 
 def test_a_replica_that_joins_has_time_to_publish() -> None:
-    presence = present()
-    presence.seen("b", 10.0)
-    assert presence.alive(["b", "c"], 10.0) == ("b", "c")
-    presence.seen("b", 10.9)
-    assert presence.alive(["b", "c"], 10.9) == ("b", "c")
-    presence.seen("b", 11.1)
-    assert presence.alive(["b", "c"], 11.1) == ("b",)
+    presence = ReplicaLiveness("b", 1.0)
+    for moment_s, alive in ((10.0, ("b", "c")), (10.9, ("b", "c")), (11.1, ("b",))):
+        presence.seen("b", moment_s)
+        assert presence.alive(["b", "c"], moment_s) == alive
 
 
 def test_every_replica_is_live_while_none_publishes() -> None:
-    presence = present()
+    presence = ReplicaLiveness("b", 1.0)
     presence.alive(["a", "b"], 0.0)
     presence.seen("b", 0.5)
     assert presence.alive(["a", "b"], 60.0) == ("a", "b")
@@ -268,11 +240,10 @@ def test_every_replica_is_live_while_none_publishes() -> None:
 
 
 def test_this_replica_is_there_if_it_is_live_and_alone_if_nobody_is() -> None:
-    presence = present()
+    presence = ReplicaLiveness("b", 1.0)
     presence.seen("a", 100.0)
-    assert presence.alive(["a", "b"], 100.0) == ("a", "b")
-    assert presence.alive(["a"], 100.0) == ("a",)
-    assert presence.alive([], 100.0) == ("b",)
+    for live, alive in ((["a", "b"], ("a", "b")), (["a"], ("a",)), ([], ("b",))):
+        assert presence.alive(live, 100.0) == alive
 
 
 def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost:
