@@ -110,18 +110,10 @@ def test_any_other_text_is_a_bad_cursor(text: str) -> None:
 @pytest.mark.parametrize(
     "packed",
     [
-        b'["queue",1,"a"]',
-        b'["flows",1]',
-        b'["flows",1,"a",2]',
-        b'["flows",-1,"a"]',
-        b'["flows",9223372036854775808,"a"]',
-        b'["flows",true,"a"]',
-        b'["flows",1.0,"a"]',
-        b'{"flows":1}',
-        b'["flows",1,"%s"]' % (b"a" * 5000),
-        b"[" * 500,
-        b"1e999",
-        b"\xff",
+        b'["queue",1,"a"]',  # another list
+        *(b'["flows",%s]' % rest for rest in (b"1", b'1,"a",2', b'1,"%s"' % (b"a" * 5000))),  # length
+        *(b'["flows",%s,"a"]' % number for number in (b"-1", b"9223372036854775808", b"true", b"1.0")),
+        *(b'{"flows":1}', b"[" * 500, b"1e999", b"\xff"),
     ],
 )
 def test_a_cursor_of_another_list_or_type_or_length_is_bad(packed: bytes) -> None:
