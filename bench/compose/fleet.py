@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -99,9 +99,9 @@ class Fleet:
         if "<html" not in (await self._client.get(f"{ADMIN}/")).text:
             raise Broken("no dashboard at /")
         async with self._client.stream("GET", f"{ADMIN}/api/v1/events") as events:
-            first = await anext(events.aiter_lines())
-        if not first.startswith("event: snapshot"):
-            raise Broken(f"the first event is {first!r}")
+            first = [line async for line in _lines(events, 2)]
+        if "event: snapshot" not in first:
+            raise Broken(f"the stream of events begins with {first}")
         refused = await self._client.post(f"{ADMIN}/api/v1/pause")
         if refused.status_code != 401:
             raise Broken(f"a change without the token answers {refused.status_code}")
@@ -152,6 +152,16 @@ class Fleet:
         if page["errors"]:
             raise Broken(f"Locust: {page['errors'][:3]}")
         return ", ".join(f"{count} of {name}" for name, count in sorted(_of_tenants(page).items()))
+
+
+async def _lines(answer: httpx.Response, count: int) -> AsyncIterator[str]:
+    """The first `count` lines that are not empty."""
+    async for line in answer.aiter_lines():
+        if line:
+            yield line
+            count -= 1
+        if not count:
+            return
 
 
 def _of_tenants(page: dict[str, Any]) -> Counter[str]:

@@ -86,12 +86,13 @@ def entries(engine: Engine, image: str) -> Iterator[Entry]:
     """Everything in `image`, by path."""
     container = engine.run("create", image, "true").split()[-1]
     try:
-        with subprocess.Popen(
-            (engine.program, "export", container), stdout=subprocess.PIPE
-        ) as export, tarfile.open(fileobj=export.stdout, mode="r|") as tar:  # fmt: skip
+        with (
+            subprocess.Popen((engine.program, "export", container), stdout=subprocess.PIPE) as export,
+            tarfile.open(fileobj=export.stdout, mode="r|") as tar,
+        ):
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() else None
-                digest = hashlib.file_digest(content, "sha256").hexdigest() if content else member.linkname
+                digest = hashlib.sha256(content.read()).hexdigest() if content else member.linkname
                 yield Entry(
                     f"/{member.name.removeprefix('./').strip('/')}",
                     member.type.decode("latin-1"),
