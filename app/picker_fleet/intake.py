@@ -11,6 +11,7 @@ import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, Protocol
@@ -159,10 +160,8 @@ def read_subset(hint: object) -> tuple[str, ...]:
     entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
     found: list[str] = []
     for entry in entries:
-        try:
+        with suppress(ValueError):
             found.append(endpoint_address(str(entry).strip()))
-        except ValueError:
-            continue
     return tuple(found)
 
 

@@ -1,8 +1,5 @@
-"""What all requests of a replica share: limits of what clients take, the gate of a drain, and the context.
-
-A client that vanishes during its upload leaves no trace, and Envoy's own deadline would include the wait in
-the queue. Without a deadline here such an upload would keep its part of `extproc.max_buffered_bytes` for ever
-and delay every drain.
+"""What all requests of a replica share, in every mode: limits of what clients take, the gate of a drain, and
+`ExchangeContext`, which has them all. An exchange (exchange.py) and a check (ext_authz/check.py) get one.
 """
 
 import asyncio
@@ -143,6 +140,10 @@ class Upload(Protocol):
 
 class UploadDeadlines:
     """Uploads that wait for more of their request, each with the task that reads it.
+
+    A client that vanishes during its upload leaves no trace, and Envoy's own deadline would include the wait
+    in the queue. Without a deadline here such an upload would keep its part of `extproc.max_buffered_bytes`
+    for ever and delay every drain.
 
     `clock` is in seconds. A wait ends after `stalled_s` without a byte, and when the upload has taken
     `whole_s` in all.

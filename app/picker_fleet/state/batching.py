@@ -1,7 +1,7 @@
-"""The transport: one connection to Redis that carries every script call of a replica, in batches.
+"""One connection to Redis that carries every script call of a replica, in batches; state/store.py calls it.
 
-state/store.py is the only caller. Calls that arise while a message is in flight go out together in the next
-message, so a single call leaves at once, and load makes batches larger rather than messages more numerous.
+Calls that arise while a message is in flight go out together in the next one, so a single call leaves at
+once, and load makes batches larger rather than messages more numerous.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
@@ -15,9 +15,9 @@ Order, guaranteed:
 
 Failure: a message waits while Redis is slow. If its connection breaks, is stuck, or leads to a server that is
 not the primary, its unanswered calls are sent once more on a new connection (scripts are idempotent by
-request id). Redis is unavailable when its silence is proven (state/connection.py), when a new
-connection is refused, or when one is lost before anything was read from it. Then items fail with
-StateUnavailable; durable ones stay pending until Redis has taken them.
+request id). Redis is unavailable when its silence is proven (state/connection.py), when a new connection is
+refused, or when one is lost before anything was read from it. Then items fail with StateUnavailable; durable
+ones stay pending until Redis has taken them.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import hiredis
-from redis import exceptions as redis_errors
 
 from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
@@ -41,7 +40,7 @@ from picker_fleet.state.connection import (
     RedisConnection,
 )
 from picker_fleet.state.error_replies import NO_ANSWER, ErrorLog, Meaning, meaning_of
-from picker_fleet.state.primary import connections, raise_if_cancelled
+from picker_fleet.state.primary import TIMEOUTS, connections, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
 Reply = Any
@@ -56,7 +55,6 @@ _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("settle", "renew")  # nobody waits for their replies
 _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
-_TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # of connecting: nobody refused
 _UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
 _MAX_LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
@@ -65,8 +63,6 @@ _DURABLE_RETRY_S = 0.5
 
 
 class CallMetrics(Protocol):
-    """What the transport reports."""
-
     def redis_call(self, script: str, seconds: float, items: int) -> None: ...
 
     def redis_error(self, script: str, kind: str) -> None: ...
@@ -403,7 +399,7 @@ class BatchingClient:
             except DOWN as fault:
                 raise_if_cancelled()
                 self._fault = str(fault) or "no answer in time"
-                if not isinstance(fault, _TIMEOUTS):
+                if not isinstance(fault, TIMEOUTS):
                     self._declare_unavailable("refused")
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
         self.connection_epoch += 1
@@ -572,12 +568,10 @@ class BatchingClient:
         self._lost.set()
 
     def on_stuck(self) -> None:
-        """This connection is silent while probes on others are answered."""
         if self._open:
             self._on_lost("this connection is silent, and others are not")
 
     def on_silent(self) -> None:
-        """Redis is silent on every connection."""
         self._fault = "no answer in time"
         self._declare_unavailable("silence")
         if self._open:

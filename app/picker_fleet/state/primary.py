@@ -221,7 +221,7 @@ Node = tuple[str, int]
 _ASK_S = 0.3  # how long most servers have to agree; then the answers so far count
 _MAX_ASKED = 5  # nodes of a Cluster
 _CONNECT_S = 1.0
-_TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)
+TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # of connecting: nobody refused
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
 # The kernel notices a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -393,7 +393,7 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
             for task in done:
                 try:
                     votes[task.result()] += 1
-                except _TIMEOUTS:
+                except TIMEOUTS:
                     silent = True
                 except _FAULTS as error:
                     fault = str(error) or fault
