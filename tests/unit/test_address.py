@@ -2,6 +2,7 @@
 
 import contextlib
 import string
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,27 +17,28 @@ NODES = st.lists(
 )
 
 
+def server(host: str = "h", port: int = 6379, **fields: Any) -> Address:
+    return Address("server", ((host, port),), **fields)
+
+
 @pytest.mark.parametrize(
     ("url", "meant"),
     [
-        ("redis://", Address("server", (("localhost", 6379),))),
-        ("redis://h", Address("server", (("h", 6379),))),
-        ("redis://h:7/3", Address("server", (("h", 7),), db=3)),
-        ("redis://[::1]:7", Address("server", (("::1", 7),))),
-        ("redis://u:p%40ss@h/", Address("server", (("h", 6379),), username="u", password="p@ss")),
-        (
-            "redis://h?username=u&password=p%40&db=2",
-            Address("server", (("h", 6379),), db=2, username="u", password="p@"),
-        ),
-        ("redis://:p@h", Address("server", (("h", 6379),), password="p")),
-        ("rediss://h", Address("server", (("h", 6379),), tls={"ssl_check_hostname": True})),
+        ("redis://", server("localhost")),
+        ("redis://h", server()),
+        ("redis://h:7/3", server(port=7, db=3)),
+        ("redis://[::1]:7", server("::1", 7)),
+        ("redis://u:p%40ss@h/", server(username="u", password="p@ss")),
+        ("redis://h?username=u&password=p%40&db=2", server(db=2, username="u", password="p@")),
+        ("redis://:p@h", server(password="p")),
+        ("rediss://h", server(tls={"ssl_check_hostname": True})),
         (
             "rediss://h?ssl_ca_certs=/a%20b&ssl_check_hostname=false",
-            Address("server", (("h", 6379),), tls={"ssl_ca_certs": "/a b", "ssl_check_hostname": False}),
+            server(tls={"ssl_ca_certs": "/a b", "ssl_check_hostname": False}),
         ),
         (
             "rediss://h?ssl_cert_reqs=none",
-            Address("server", (("h", 6379),), tls={"ssl_cert_reqs": "none", "ssl_check_hostname": False}),
+            server(tls={"ssl_cert_reqs": "none", "ssl_check_hostname": False}),
         ),
         ("unix:///run/redis.sock?db=2", Address("socket", path="/run/redis.sock", db=2)),
         ("unix://u:p@/s", Address("socket", path="/s", username="u", password="p")),

@@ -65,16 +65,23 @@ async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
         return [await anext(stream) for _ in range(count)]
 
 
-async def test_the_state_is_read_only_while_somebody_listens(events: Events, source: CountingSource) -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
+async def test_the_state_is_read_only_while_somebody_listens(source: CountingSource) -> None:
+    async def turns() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    events = Events(source, interval_s=0.0)
+    running = asyncio.create_task(events.run())
+    await turns()
     assert source.reads == 0
     listener = joined(events)
     await until(lambda: source.reads > 1)
     events.leave(listener)
     seen = source.reads
-    await asyncio.sleep(0.05)  # ten intervals
+    await turns()
     assert source.reads <= seen + 1
+    running.cancel()
+    await asyncio.wait((running,))
 
 
 async def test_all_listeners_get_the_same_bytes(events: Events) -> None:

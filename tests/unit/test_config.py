@@ -79,20 +79,6 @@ def test_a_redis_url_that_is_incomplete_names_what_is_missing_and_shows_no_passw
     assert "hunter2" not in fault({"redis": {"url": "http://:hunter2@host"}})
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("band_policy", ("strict", "weighted")),
-        ("fairness", ("weighted-fair", "round-robin", "none")),
-        ("ordering", ("fcfs", "edf", "workload-aware")),
-        ("overload", ("preempt", "reject-noncritical")),
-    ],
-)
-def test_every_policy_is_accepted(key: str, values: tuple[str, ...]) -> None:
-    for value in values:
-        assert getattr(parse({"fair_request_queue": {key: value}}).fair_request_queue, key) == value
-
-
 def test_bands_have_their_names_in_json_and_their_default_weights() -> None:
     weights = parse({"fair_request_queue": {"band_weights": {"critical": 5}}}).fair_request_queue
     assert weights.band_weights == {Band.CRITICAL: 5, Band.DEFAULT: 20, Band.SHEDDABLE: 10}

@@ -122,7 +122,7 @@ async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> None:
+async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking_unless_configured() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
@@ -130,6 +130,10 @@ async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> 
         assert len("".join(event.choices[0].delta.content or "" for event in events).split()) == 4
         assert [event.usage is None for event in events] == [True] * 4 + [False]
         assert events[-1].choices[0].finish_reason == "length"
+    async with sim(*AT_ONCE, "--no-always-usage") as client:
+        answer = await client.post("/v1/completions", json=ask(stream=True))
+        assert "usage" not in answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot() -> None:
@@ -164,13 +168,6 @@ async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
         assert (answer.json()["id"], health.status_code) == ("cmpl-r-1", 200)
         served_by = {each.headers["x-served-by"] for each in (answer, health)}
         assert served_by == {client.base_url.netloc.decode()}
-
-
-async def test_usage_can_be_limited_to_streams_that_ask_for_it() -> None:
-    async with sim(*AT_ONCE, "--no-always-usage") as client:
-        answer = await client.post("/v1/completions", json=ask(stream=True))
-        assert "usage" not in answer.text
-        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
@@ -297,22 +294,16 @@ def test_impossible_arguments_are_refused(name: str, value: str, capsys: pytest.
     assert name in capsys.readouterr().err
 
 
-async def test_the_metrics_page_counts_cached_prompt_tokens() -> None:
-    async with sim(*AT_ONCE) as client, sim(*AT_ONCE, "--no-prefix-caching") as without:
-        for each in (client, without):
-            for _ in range(2):
-                await each.post("/v1/completions", json=ask(prompt="x" * 400))
-        # The second time all whole blocks are cached, except the last token's.
-        page, other = await metrics(client), await metrics(without)
-        assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
-        assert other["prefix_cache_hits_total"] == 0
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_usage_names_the_prompt_tokens_that_were_cached(stream: bool) -> None:
-    async with sim(*AT_ONCE) as client:
+async def test_usage_and_the_metrics_page_count_the_prompt_tokens_that_were_cached(stream: bool) -> None:
+    async with sim(*AT_ONCE) as client, sim(*AT_ONCE, "--no-prefix-caching") as without:
         body = ask(prompt="x" * 400, max_tokens=1, stream=stream)
         texts = [(await client.post("/v1/completions", json=body)).text for _ in range(2)]
         # The second time all whole blocks are cached, except the last token's.
         assert '"prompt_tokens_details":{"cached_tokens":0}' in texts[0]
         assert '"prompt_tokens_details":{"cached_tokens":96}' in texts[1]
+        page = await metrics(client)
+        assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
+        for _ in range(2):
+            await without.post("/v1/completions", json=body)
+        assert (await metrics(without))["prefix_cache_hits_total"] == 0
