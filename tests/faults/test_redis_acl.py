@@ -7,18 +7,12 @@ from typing import Any
 import pytest
 import redis
 from every_function import use_everything
-from fault_load import JOINED, UPPER, beside, loaded, rests_within_a_lease
 from redis.exceptions import NoPermissionError
 from redis_servers import LOOPBACK, Server
-from script_fleet import running, until
+from script_fleet import running
 
 import picker_fleet
-from picker_fleet.endpoints.metrics_channel import MetricsChannel
-from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
-from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.subscriptions import listen
-from picker_tools.audit.log import LogStream
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)
@@ -65,42 +59,6 @@ async def test_every_function_runs_as_that_user(redis7: Server, restricted: str,
     # That included every command of the scripts.
     ran = {line.removeprefix("cmdstat_") for line in redis7.info("commandstats")}
     assert of_the_scripts() <= ran
-
-
-async def test_a_fleet_of_that_user_serves_and_its_streams_run(
-    redis7: Server, restricted: str, pool: str
-) -> None:
-    through = dict.fromkeys("ab", restricted)
-    async with running(redis7.url, pool, "a", "b", joined=JOINED, through=through, silence_s=5.0) as it:
-        # The replicas listen, scrape and route as that user too.
-        route_stream = RouteStream(
-            restricted, stream=it.keys.routes, replica="a", index=PrefixIndex(), latencies=LatencyTracker()
-        )
-        readings = MetricsChannel(restricted, pool, "a", now_ms=lambda: 0, deadline_s=5.0)
-        links: list[int] = []
-        background = [
-            listen(restricted, it.keys.wake(each.name), each.on_notification) for each in it.replicas
-        ]
-        following = readings.follow(lambda *_: None, on_subscribed=lambda: links.append(1))
-        async with beside(*background, route_stream.run(), following):
-            # They serve, and nothing is denied.
-            async with loaded(it) as load:
-                await load.served_more(100)
-            route_stream.add_completion("e", 1.0)
-            await route_stream.caught_up()
-            await until(lambda: redis7.ask("EXISTS", it.keys.routes))
-            await until(lambda: links)
-            await readings.publish({})
-            await readings.remove(["e"])
-        await readings.close()
-        assert load.refused == 0
-        assert load.highest == UPPER
-        await rests_within_a_lease(it)
-        # The auditor may read the decision log.
-        with LogStream(restricted.replace(PICKER[0], AUDITOR[0], 1), pool) as log:
-            assert sum(len(page.entries) for page in log.pages()) >= 100
-            assert log.settings_throughout() is None
-    assert denied(redis7) == []
 
 
 async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itself(

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
 from redis_servers import LOOPBACK, Server, certificate, debian, redis_server
 from script_fleet import Replica, running, until
-
-from picker_tools.audit.log import LogStream
 
 
 @pytest.fixture
@@ -27,20 +24,6 @@ def secure(tmp_path: Path, vouched: Path) -> Iterator[Server]:
 def url_of(server: Server, folder: Path, more: str = "") -> str:
     files = f"ssl_ca_certs={folder}/cert.pem&ssl_certfile={folder}/cert.pem&ssl_keyfile={folder}/key.pem"
     return f"rediss://{LOOPBACK}:{server.port}/0?{files}{more}"
-
-
-async def test_a_fleet_serves_over_tls(secure: Server, vouched: Path, pool: str) -> None:
-    url = url_of(secure, vouched)
-    async with running(url, pool, "a", "b", joined=JOINED, listening=True) as it:
-        # Bounds are kept and nobody is refused.
-        async with loaded(it) as load:
-            await load.served_more(100)
-        assert (load.refused, load.highest) == (0, UPPER)
-        await rests_within_a_lease(it)
-        await it.ledger()
-        # The decision log can be read.
-        with LogStream(url, pool) as log:
-            assert next(log.pages()).entries
 
 
 @pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])

@@ -31,6 +31,7 @@ async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(fl
     async with here.client(**PATIENT) as client:
         assert (await complete(client, "before", 2)).whole
         dead = here.kill_endpoint(0)
+        here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
         served = await served_by(client, 40)
         assert dead not in served
         assert len(served) == 3

@@ -1,6 +1,7 @@
 """A whole fleet on Redis with TLS and ACL. (Sentinels, Cluster: faults/cases/test_case_failover.py)"""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
     # The server takes TLS only, and the user has the rights of docs/redis.md.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
-    rules = next(line for line in page.splitlines() if line.startswith("user picker on")).split()[4:]
+    users = dict(re.findall(r"^user (\w+) on >PASSWORD (.+epp:.+)$", page, re.MULTILINE))
     files = certificate(tmp_path / "certificate")
     with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=files) as server:
-        server.ask("ACL", "SETUSER", "picker", "on", ">secret", *rules)
+        for name, rules in users.items():
+            server.ask("ACL", "SETUSER", name, "on", ">secret", *rules.split())
         options = "&".join(f"ssl_{name}={files}/{file}.pem" for name, file in FILES)
         place = f"{LOOPBACK}:{server.port}/0?{options}"
         scorers = [{"name": name} for name in ("prefix-affinity", "latency", "queue-depth")]
         here = fleet(
             *("--redis", f"rediss://picker:secret@{place}", *LOADED),
             config={**CONFIG, "scheduling": {"scorers": scorers}},
-            unaudited="its user may not read the log; the default user does below",
+            unaudited="its user may not read the log; the auditor does below",
         )
         async with here.client(**PATIENT) as http:
             answers = await asyncio.gather(*(complete(http, f"prompt {i}", 5) for i in range(60)))
@@ -40,6 +42,6 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
 
         await here.eventually(rests, what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
+        audited_log.assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
         assert server.ask("ACL", "LOG") == []
-        audited_log.assert_no_violation(f"rediss://{place}", "a fleet of the least rights")
         here.stop()

@@ -26,12 +26,6 @@ def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     return shared_fleet("--mode", request.param, "--debug-headers", *quick, spawned=True)
 
 
-@pytest.fixture(scope="module")
-def small(shared_fleet: Any) -> Any:
-    """The smallest fleet, to run beside another."""
-    return shared_fleet(*SMALL)
-
-
 async def test_state_file_names_every_part(any_mode: Any) -> None:
     state = any_mode.state
     assert len(state["replicas"]) == 3
@@ -159,25 +153,6 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
     assert usages[-1].completion_tokens == 8
 
 
-async def test_client_cannot_name_its_request_or_its_endpoint(any_mode: Any) -> None:
-    forged = {"x-request-id": "mine", "x-gateway-destination-endpoint": "192.0.2.1:9"}
-    async with any_mode.client(headers=forged) as client:
-        answers = [await client.post("/v1/completions", json=ASK), await client.get("/v1/models")]
-    addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
-    for answer in answers:
-        assert answer.status_code == 200
-        assert answer.headers["x-picker-request-id"] != "mine"
-        assert set(answer.headers["x-picker-header"].split(",")) <= addresses
-
-
-async def test_large_prompts_pass(any_mode: Any) -> None:
-    ask = {"model": "llama", "prompt": "x" * 400_000, "max_tokens": 1000}
-    async with any_mode.client() as client:
-        answer = await client.post("/v1/completions", json=ask)
-    assert answer.status_code == 200
-    assert answer.json()["usage"]["completion_tokens"] == 1000
-
-
 async def test_replica_that_dies_comes_back(fleet: Any) -> None:
     own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     before = own.state["replicas"][0]
@@ -203,14 +178,6 @@ async def ready(own: Any, replica: int) -> bool:
     return bool(answer.status_code == 200)
 
 
-async def test_no_restart_leaves_an_ended_part(fleet: Any) -> None:
-    own = fleet("--replicas", "1", "--endpoints", "2", "--no-restart")
-    own.kill_endpoint(0)
-    own.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
-    async with own.client() as client:
-        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
-
-
 async def test_terminate_leaves_no_process(fleet: Any) -> None:
     own = fleet(*SMALL, unaudited="its Valkey ends with it", spawned=True)
     children = own.children()
@@ -226,39 +193,3 @@ async def test_killed_outright_leaves_no_process(fleet: Any) -> None:
     own.kill()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-
-
-async def test_two_fleets_run_side_by_side(small: Any, fleet: Any) -> None:
-    one, other = small, fleet(*SMALL)
-    async with one.client() as first, other.client() as second:
-        answers = [await client.post("/v1/completions", json=ASK) for client in (first, second)]
-    assert [answer.headers["x-served-by"] for answer in answers] == [
-        own.state["endpoints"][0]["address"] for own in (one, other)
-    ]
-
-
-async def test_configured_models_are_served(fleet: Any) -> None:
-    # The model has another name at the model servers.
-    own = fleet(
-        *SMALL, config={"models": [{"name": "chat", "target_models": [{"name": "chat-v2", "weight": 1}]}]}
-    )
-    async with own.client() as client:
-        answer = await client.post("/v1/completions", json={**ASK, "model": "chat"})
-    assert answer.status_code == 200
-    assert answer.json()["usage"]["completion_tokens"] == 8
-
-
-async def test_discovery_of_the_configuration_with_no_simulators(small: Any, fleet: Any) -> None:
-    # The model server is another fleet's.
-    address = small.state["endpoints"][0]["address"]
-    own = fleet(
-        *("--replicas", "1", "--endpoints", "0"), config={"discovery": {"static": [{"address": address}]}}
-    )
-    assert own.state["endpoints"] == []
-
-    async def served() -> str | None:
-        async with own.client() as client:
-            answer = await client.post("/v1/completions", json=ASK)
-        return answer.headers.get("x-served-by")
-
-    assert await own.eventually(served, what="an answer") == address
