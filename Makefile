@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test lint format bench bench-fairness bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -27,6 +27,9 @@ $(VENV)/.installed: $(VENV)/.local
 
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker up $(ARGS)
+
+demo: $(VENV)/.local ## see the point within three minutes: a noisy client, a kill of a replica, a kill of Redis
+	@exec $(DIE_WITH_MAKE) $(BIN)/picker load demo --own $(ARGS)
 
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)

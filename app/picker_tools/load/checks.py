@@ -11,7 +11,7 @@ from enum import StrEnum
 from picker_fleet.request import Band
 from picker_tools.load.client import Answer, Kind
 from picker_tools.load.result import RunResult, fair, latest_before, mean, quantile, violations
-from picker_tools.load.scenarios import Fault, Source
+from picker_tools.load.scenarios import Source
 
 MAX_CASES = 5  # reported cases of one broken promise
 
@@ -224,7 +224,7 @@ _OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 
 
 def no_errors(run: RunResult) -> Finding:
-    if run.scenario.fault is Fault.KILL_REPLICAS and run.target.mode == "standard":
+    if run.scenario.fault.kills_replicas and run.target.mode == "standard":
         return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
     answers = [answer for answer in run.answers if not answer.left]
     bad = [answer for answer in answers if answer.kind is not Kind.SERVED]

@@ -22,6 +22,7 @@ from picker_tools.load import target as targets
 from picker_tools.load.checks import Verdict, check_promises
 from picker_tools.load.client import Kind
 from picker_tools.load.generator import Counts
+from picker_tools.load.recording import Recording
 from picker_tools.load.result import RunResult, Sample
 from picker_tools.load.scenarios import SCENARIOS, Plan
 from picker_tools.load.session import Session
@@ -36,8 +37,9 @@ _LINE_EVERY_S = 2.0
 class ProgressView:
     """A context manager: `say` prints a line, `show` the progress of the load towards `duration_s`."""
 
-    def __init__(self, duration_s: float) -> None:
+    def __init__(self, duration_s: float, recording: Recording | None) -> None:
         self._duration_s = duration_s
+        self._recording = recording
         self._console = Console(highlight=False)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -59,6 +61,8 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
+        if self._recording is not None:
+            self._recording.line(text)
         if self._bar is None:
             print(text, flush=True)
         else:
@@ -66,10 +70,14 @@ class ProgressView:
 
     def show(self, now_s: float, counts: Counts, state: Sample | None) -> None:
         status = _status_text(counts, state)
+        if now_s >= self._next_s:
+            self._next_s = now_s + _LINE_EVERY_S
+            line = f"{now_s:5.1f} s  {status}"
+            if self._recording is not None:
+                self._recording.line(line)
+            if self._bar is None:
+                print(line, flush=True)
         if self._bar is None:
-            if now_s >= self._next_s:
-                self._next_s = now_s + _LINE_EVERY_S
-                print(f"{now_s:5.1f} s  {status}", flush=True)
             return
         if self._task is None:
             self._task = self._bar.add_task("load", total=self._duration_s, status="")
@@ -138,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_seconds, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--slo-latency", type=_seconds, metavar="S", help="promise: 95 %% of answers within S seconds")
+    add("--record", type=Path, metavar="FILE", help="also write the run's lines as an SVG that plays them")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
 
 
@@ -166,8 +175,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as fault:
         raise ConfigError(f"--report: {report} cannot be written: {fault.strerror}") from None
     folder = Path(tempfile.mkdtemp(prefix="picker-load-"))
+    recording = Recording() if args.record else None
     try:
-        with ProgressView(plan.duration_s) as shown:
+        with ProgressView(plan.duration_s, recording) as shown:
             evidence = uvloop.run(_run(args, plan, folder, shown))
     except PickerError as fault:
         if any(folder.glob("*.log")):
@@ -177,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     if evidence is None:
         return _INTERRUPTED
-    return _report(evidence, report)
+    return _report(evidence, report, recording, args.record)
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
@@ -220,7 +230,7 @@ async def _load(
     choice = await _choose_fleet(args, plan)
     if choice.found is not None:
         shown.say(f"{plan.scenario.name}: against the fleet at {choice.found.url}")
-        sessions.append(Session(plan, choice.found, None, shown.show))
+        sessions.append(Session(plan, choice.found, None, shown.show, shown.say))
         return await sessions[0].run()
     size = choice.size
     shown.say(
@@ -233,7 +243,7 @@ async def _load(
     shown.say(f"dashboard: {target.admins[0]}")
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(fleet.watch())
-        sessions.append(Session(plan, target, fleet, shown.show))
+        sessions.append(Session(plan, target, fleet, shown.show, shown.say))
         evidence = await sessions[0].run()
         watching.cancel()
     return evidence
@@ -276,13 +286,17 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target:
     return found
 
 
-def _report(evidence: RunResult, report: Path) -> int:
-    """Write the report, print the verdicts; the exit status."""
+def _report(evidence: RunResult, report: Path, recording: Recording | None, record: Path | None) -> int:
+    """Write the report and the recording, print the verdicts; the exit status."""
     from picker_tools.load import report as reports
 
     promises = check_promises(evidence)
     reports.write(evidence, promises, report)
     reports.show(evidence, promises)
+    if recording is not None and record is not None:
+        recording.line("\n".join(reports.lines(promises)))
+        recording.write(record)
+        print(f"recording: {record}", flush=True)
     print(f"report: {report / 'report.html'}", flush=True)
     if any(promise.verdict is Verdict.BROKEN for promise in promises):
         return 1

@@ -313,6 +313,11 @@ def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
     (folder / "report.html").write_text(page(summary, promises, draw(run)), encoding="utf-8")
 
 
+def lines(promises: Sequence[Promise]) -> list[str]:
+    """A line for each promise."""
+    return [f"{each.verdict.value:<11} {each.name:<20} {each.evidence}" for each in promises]
+
+
 def show(run: RunResult, promises: Sequence[Promise]) -> None:
     """Print the verdicts, and the evidence of broken promises below."""
     console = Console(highlight=False)
@@ -326,8 +331,7 @@ def show(run: RunResult, promises: Sequence[Promise]) -> None:
             )
         console.print(table)
     else:
-        for promise in promises:
-            print(f"{promise.verdict.value:<11} {promise.name:<20} {promise.evidence}")
+        print("\n".join(lines(promises)))
     for promise in promises:
         if promise.verdict is Verdict.BROKEN:
             text = "\n".join([f"BROKEN {promise.name}: {promise.says}; {promise.evidence}", *promise.cases])

@@ -81,6 +81,15 @@ class Fault(StrEnum):
     NONE = "none"
     KILL_REPLICAS = "kill replicas"
     STOP_REDIS = "stop Redis"
+    KILL_AND_STOP = "kill a replica, then stop Redis"
+
+    @property
+    def stops_redis(self) -> bool:
+        return self in (Fault.STOP_REDIS, Fault.KILL_AND_STOP)
+
+    @property
+    def kills_replicas(self) -> bool:
+        return self in (Fault.KILL_REPLICAS, Fault.KILL_AND_STOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +261,30 @@ _ALL = (
         promises=("faults-happened", "outage-serves", "outage-bound", "shared-again", "only-overload-errors"),
         duration_s=24.0,
         fault=Fault.STOP_REDIS,
+    ),
+    Scenario(
+        name="demo",
+        summary=(
+            "One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %; a "
+            "replica is killed, and later Redis."
+        ),
+        sources=(
+            Source("noisy", 1.5, "noisy"),
+            Source("quiet", 0.2, "quiet"),
+        ),
+        promises=(
+            "overloaded",
+            "faults-happened",
+            "quiet-share",
+            "quiet-wait",
+            "quiet-not-refused",
+            "only-overload-errors",
+            "outage-serves",
+            "outage-bound",
+            "shared-again",
+        ),
+        duration_s=60.0,
+        fault=Fault.KILL_AND_STOP,
     ),
     Scenario(
         name="multi-turn",

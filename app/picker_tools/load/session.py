@@ -34,7 +34,9 @@ _KILL_EVERY_S = (
     5.0  # on average; never sooner than a part of it, so that each kill meets a fleet that has recovered
 )
 _LEAST_PART = 0.5
-_OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3  # parts of the duration
+# Parts of the duration: where Redis is all that is stopped, and where a replica is killed first.
+_OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3
+_FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
 
 
 def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[float, int]]:
@@ -58,25 +60,37 @@ async def inject_faults(
     duration_s: float,
     seed: int,
     now_s: Callable[[], float],
+    say: Callable[[str], None],
 ) -> None:
     """Inject `fault` into `fleet` while the load runs, and record it in `faults_injected`."""
+    outage_at, outage_for = _OUTAGE_AT, _OUTAGE_FOR
+    kills: Sequence[tuple[float, int]] = ()
     if fault is Fault.KILL_REPLICAS:
-        for at_s, number in kill_moments(duration_s, len(target.admins), seed):
-            await asyncio.sleep(max(0.0, at_s - now_s()))
-            name = fleet.kill_replica(number)
-            if name is not None:
-                faults_injected.kills.append((now_s(), name))
-    elif fault is Fault.STOP_REDIS:
-        await asyncio.sleep(max(0.0, _OUTAGE_AT * duration_s - now_s()))
+        kills = kill_moments(duration_s, len(target.admins), seed)
+    elif fault is Fault.KILL_AND_STOP:
+        kills = [(_FIRST_KILL_AT * duration_s, seed % len(target.admins))]
+        outage_at, outage_for = _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR
+    for at_s, number in kills:
+        await asyncio.sleep(max(0.0, at_s - now_s()))
+        name = fleet.kill_replica(number)
+        if name is not None:
+            faults_injected.kills.append((now_s(), name))
+            say(f"{now_s():5.1f} s  kill -9 of {name}")
+    if fault.stops_redis:
+        await asyncio.sleep(max(0.0, outage_at * duration_s - now_s()))
         faults_injected.log_audits.append(await asyncio.to_thread(read, target.redis))
         began_s = now_s()
         await fleet.stop_redis()
         faults_injected.outages.append((began_s, None))
+        say(
+            f"{now_s():5.1f} s  kill -9 of Redis: the replicas serve alone, each within its share of the bound"
+        )
         try:
-            await asyncio.sleep(max(0.0, began_s + _OUTAGE_FOR * duration_s - now_s()))
+            await asyncio.sleep(max(0.0, began_s + outage_for * duration_s - now_s()))
         finally:
             await fleet.start_redis()
         faults_injected.outages[-1] = (began_s, now_s())
+        say(f"{now_s():5.1f} s  Redis is back, empty: the replicas fill it with what runs and waits")
 
 
 INTERVAL_S = 0.25
@@ -146,13 +160,18 @@ Show = Callable[
 
 
 class Session:
-    """`fleet` is None for one that was found. `show` is called a few times a second while the load runs."""
+    """`fleet` is None for one that was found. `show` is called a few times a second while the load runs,
+    `say` with a line for each fault.
+    """
 
-    def __init__(self, plan: Plan, target: Target, fleet: OwnFleet | None, show: Show) -> None:
+    def __init__(
+        self, plan: Plan, target: Target, fleet: OwnFleet | None, show: Show, say: Callable[[str], None]
+    ) -> None:
         self._plan = plan
         self._target = target
         self._fleet = fleet
         self._show = show
+        self._say = say
         self._generator: LoadGenerator | None = None
 
     def stop(self) -> bool:
@@ -188,7 +207,7 @@ class Session:
                 duration_s=plan.duration_s,
                 max_requests=plan.max_requests,
             )
-            endpoints = self._target.endpoints if scenario.fault is Fault.STOP_REDIS else ()
+            endpoints = self._target.endpoints if scenario.fault.stops_redis else ()
             sampler = Sampler(self._target.admins, endpoints, lambda: generator.now_s)
             wall_s = time.time()
             async with asyncio.TaskGroup() as tasks:
@@ -280,6 +299,7 @@ class Session:
                 duration_s=self._plan.duration_s,
                 seed=self._plan.seed,
                 now_s=lambda: generator.now_s,
+                say=self._say,
             )
 
     async def _show_on(self, generator: LoadGenerator, sampler: Sampler) -> None:
