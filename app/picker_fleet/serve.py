@@ -137,7 +137,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             ),
             **eds.handlers(parts.endpoints),
             **budget_transfer.handlers(
-                settings.pool, parts.failover.transfer_budget, parts.signing, lambda: parts.replica_info.grpc
+                settings.pool,
+                parts.failover.transfer_budget,
+                parts.signing,
+                lambda: parts.replica_info.grpc,
+                count=parts.failover.outage_count,
+                ended_before=parts.failover.ended_before,
             ),
         },
         certificates=certificates,

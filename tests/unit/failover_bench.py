@@ -1,7 +1,7 @@
 """A gate that goes on without the shared state, over a store that may be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -15,6 +15,7 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
+from picker_fleet.failover.peers import OutageCount, PeerClient
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
@@ -69,6 +70,12 @@ class NoPeers:
     async def ask(self, address: str, least: float, most: float) -> float | None:
         return None
 
+    async def count(self, address: str) -> OutageCount | None:
+        return None
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        return None
+
     async def close(self) -> None:
         pass
 
@@ -84,6 +91,7 @@ def gate_over(
     config: Mapping[str, Any] | None = None,
     wait_s: float = 2.0,
     clock: Callable[[], float] | None = None,
+    peer_client: PeerClient | None = None,
 ) -> FailoverGate:
     """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
     fleet = KnownFleet(parse(config or {}))
@@ -99,7 +107,7 @@ def gate_over(
         report_s=0.0,
         fleet=fleet,
         heartbeat_now=heartbeat_now,
-        peer_client=NoPeers(),
+        peer_client=peer_client or NoPeers(),
         times=FailoverTimes(newcomer_s=0.0, peers_wait_s=wait_s, max_resync_s=wait_s),
         clock=clock,
     )
@@ -115,6 +123,9 @@ class Bench:
         config: Mapping[str, Any] | None = None,
         wait_s: float = 2.0,
         away: bool = False,
+        replica: str = "a",
+        peer_client: PeerClient | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
@@ -130,7 +141,7 @@ class Bench:
         self.pokes = 0
         self.gate = gate_over(
             store, self.shared, self.metrics, self.cell, FailureDetector(1.0, 8.0), self._poked,
-            config=config, wait_s=wait_s,
+            config=config, wait_s=wait_s, replica=replica, peer_client=peer_client, clock=clock,
         )  # fmt: skip
         if pulse is not None:
             self.tell_peers()
@@ -183,7 +194,7 @@ class Bench:
         `answered`; None, as from a version without this field."""
         fields = {} if answered is None else {"told": answered}
         about: Mapping[str, Mapping[str, Any]] = {
-            name: {"degraded": degraded.get(name, False), **fields} for name in ("a", "b")
+            name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")
         }
         self.gate.update_peers(about)
 

@@ -1,8 +1,9 @@
 """Replicas ask each other for places, over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import psutil
@@ -13,7 +14,7 @@ from local_requests import rules, start, waiting
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.peers import BudgetTransfer
+from picker_fleet.failover.peers import BudgetTransfer, OutageCount
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -29,10 +30,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def replica(transfer: Callable[[float, float], Awaitable[float]]) -> AsyncIterator[str]:
-    """The address of a replica of pool `p` that answers by `transfer`."""
+async def replica(transfer: Callable[[float, float], Awaitable[float]], **answers: Any) -> AsyncIterator[str]:
+    """The address of a replica of pool `p` that answers by `transfer` and `answers` (of `handlers`)."""
     address = ""
-    async with serving_on(handlers("p", transfer, KEYS, lambda: address)) as bound:
+    async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers)) as bound:
         address = bound
         yield address
 
@@ -112,6 +113,28 @@ async def test_a_peer_that_is_gone_does_not_answer() -> None:
         pass
     async with peers() as them:
         assert await them.ask(address, 1.0, 5.0) is None
+
+
+async def test_a_count_and_the_ends_of_another_replica_are_for_the_fleet_alone() -> None:
+    own = OutageCount(3, 8.8, 1.0, {"r": 1.0, "s": 2.5})
+
+    def ended_before(ids: Collection[str]) -> list[str]:
+        return [name for name in ids if name != "s"]
+
+    async with (
+        replica(gives, count=lambda: own, ended_before=ended_before) as address,
+        peers() as them,
+        peers(keys=Keyring()) as strangers,
+    ):
+        assert await them.count(address) == own
+        assert await them.ended_before(address, ["r", "s"]) == ["r"]
+        assert await strangers.count(address) is None
+        assert await strangers.ended_before(address, ["r"]) is None
+        many = [f"{n:036}" for n in range(30_000)]
+        assert await them.ended_before(address, many) == many
+    async with replica(gives) as address, peers() as them:  # without an outage, or of an earlier version
+        assert await them.count(address) is None
+        assert await them.ended_before(address, ["r"]) is None
 
 
 @asynccontextmanager

@@ -1,21 +1,36 @@
 """The gate that goes on without the shared state: going over, working alone, coming back."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
-from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, eventually, resyncing, returned, watched
+from failover_bench import (
+    E1,
+    E2,
+    FULL,
+    PULSE,
+    QUEUED,
+    Bench,
+    NoPeers,
+    eventually,
+    resyncing,
+    returned,
+    watched,
+)
 from metrics_page import samples
 from scripted_store import until
 
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
-from picker_fleet.failover.gate import FailoverState
-from picker_fleet.failover.peers import BudgetTransfer
+from picker_fleet.failover.gate import FailoverGate, FailoverState
+from picker_fleet.failover.outage import unseen_s
+from picker_fleet.failover.peers import BudgetTransfer, OutageCount
 from picker_fleet.request import Alive, Band, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
+UNSEEN_S = unseen_s(0.0)  # the access log of these replicas gives a sign of life at any moment
 PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
 
 
@@ -95,6 +110,58 @@ async def test_ends_that_redis_has_not_seen_release_budget() -> None:
     await bench.place("alone")
     assert bench.free == 0.0
     assert bench.gate.status().let_go == 1  # type: ignore[union-attr]
+
+
+class DirectPeers(NoPeers):
+    """The other replica's gate, asked without a network."""
+
+    def __init__(self) -> None:
+        self.gate: FailoverGate | None = None
+
+    async def count(self, address: str) -> OutageCount | None:
+        return self.gate.outage_count() if self.gate is not None else None
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        return self.gate.ended_before(ids) if self.gate is not None else None
+
+
+async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
+    # Ten run, five placed by each of two replicas. Six end, and Redis is lost before it answers for them: two
+    # were received by the replica that placed them, four by the other one.
+    peers = DirectPeers()
+    a, b = Bench(FULL, peer_client=peers), Bench(FULL, replica="b")
+    placed = {
+        name: await bench.place(name) for bench, names in ((a, "01234"), (b, "56789")) for name in names
+    }
+    for bench in (a, b):
+        bench.store.answering = False
+    for name, bench in zip("012567", (a, b, b, b, a, a), strict=True):
+        bench.end(name, placed[name])
+    # While one replica still reaches Redis, nothing can be said.
+    a.gate.redis_lost("refused", "away")
+    waiting = [await a.wait_here(f"waiting {n}") for n in range(7)]
+    assert a.free == 0.0
+    b.gate.redis_lost("refused", "away")
+    await eventually(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
+    peers.gate = b.gate
+    # Six places are in use again; the seventh request waits for the end of one from before.
+    await eventually(lambda: sum(task.done() for task in waiting) == 6)
+    assert a.free == 0.0
+    b.end("8", placed["8"])
+    assert (a.free, b.free) == (0.0, 1.0)
+    a.end("3", placed["3"])
+    await asyncio.gather(*waiting)
+
+
+async def test_nothing_is_recovered_while_what_another_replica_had_placed_may_run_unseen() -> None:
+    clock = [1.0]
+    bench = Bench(FULL, clock=lambda: clock[0])
+    clock[0] += 2 * UNSEEN_S
+    bench.gate.update_peers({"a": {"grpc": "a"}})
+    bench.gate.redis_lost("refused", "away")
+    assert bench.gate.outage_count() is None
+    clock[0] += UNSEEN_S
+    assert bench.gate.outage_count() is not None
 
 
 async def test_a_paused_fleet_places_nothing_without_redis() -> None:

@@ -460,6 +460,13 @@ class SharedGate:
         _ignore_loss(answer)
         return answer
 
+    def owned_costs(self) -> dict[str, float]:
+        """What each request takes of the stock whose stream this replica owns, by id."""
+        return {
+            name: accounting_token.cost_of(owned.accounting_token)
+            for name, owned in self._owned_streams.items()
+        }
+
     def renew_owned_streams(self) -> list[asyncio.Future[str]]:
         """Renew the lease of every owned stream. The answers need not be awaited."""
         answers = [

@@ -1,14 +1,21 @@
-"""Budget transfers between replicas while Redis is away: one small gRPC method beside Envoy's services.
+"""Budget of other replicas while Redis is away: a small gRPC service beside Envoy's.
 
-A request is JSON `{"pool", "least", "most", "nonce", "signature"}`, amounts in the stock's unit; the response
-is `{"given"}`. It is 0 for a malformed or repeated request and for one without the fleet's signature for this
-replica. `handler` serves it; failover asks through `GrpcPeers`.
+Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`; it counts only with
+the fleet's signature, for the called replica, and once. Amounts are in the stock's unit.
+
+    Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
+    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if it has none
+    Ended  ids          {"ended"}: those of `ids` whose end it had received before its outage; {} without one
+
+`handlers` serves them; failover asks through `GrpcPeers`.
 """
 
+import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any, Final
 
 import grpc
 import orjson
@@ -16,19 +23,27 @@ import orjson
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.tls_call import call
 from picker_fleet.extproc.transport import Handler, Stream
-from picker_fleet.failover.peers import TRANSFER_WAIT_S
+from picker_fleet.failover.peers import TRANSFER_WAIT_S, OutageCount
 from picker_fleet.state.accounting_token import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
-_ASK: Final = f"/{SERVICE}/Ask"
+_ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
 _MARGIN_S = 0.5
 _LONGEST_BYTES = 1024
+_IDS = 2000  # of one request
+_LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
 
+Fields = Mapping[str, Any]
 
-def _signed_text(pool: str, to: str, least: float, most: float, nonce: str) -> str:
-    return f"{pool}\n{to}\n{least!r}\n{most!r}\n{nonce}"
+
+def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
+    """What the signature of a request covers. That of `Ask` is older than the other methods."""
+    if method == _ASK:
+        return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
+    ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
+    return f"{pool}\n{to}\n{method}\n{ids}\n{nonce}"
 
 
 def handlers(
@@ -36,6 +51,9 @@ def handlers(
     transfer: Callable[[float, float], Awaitable[float]],
     keys: Keyring,
     own_address: Callable[[], str],
+    *,
+    count: Callable[[], OutageCount | None] = lambda: None,
+    ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
 ) -> Mapping[str, Handler]:
     """The service, by path; `transfer(least, most)` gives up to `most`.
 
@@ -43,26 +61,41 @@ def handlers(
     """
     seen_nonces: OrderedDict[str, None] = OrderedDict()
 
-    async def answer(stream: Stream) -> bytes:
-        return orjson.dumps({"given": await _given(await stream.read() or b"")})
-
-    async def _given(request: bytes) -> float:
+    def checked(method: str, request: bytes) -> Fields | None:
+        """The fields of a request that counts."""
         try:
-            fields = orjson.loads(request[:_LONGEST_BYTES])
-            least, most = float(fields["least"]), float(fields["most"])
+            fields: dict[str, Any] = orjson.loads(
+                request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]
+            )
             nonce = str(fields["nonce"])
-            text = _signed_text(pool, own_address(), least, most, nonce)
+            text = _signed_text(pool, own_address(), nonce, method, fields)
             fault = keys.fault(_PURPOSE, text, str(fields["signature"]))
-        except (ValueError, TypeError, KeyError):
-            return 0.0
-        if fault or nonce in seen_nonces or not 0 < least <= most:
-            return 0.0
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        if fault or nonce in seen_nonces:
+            return None
         seen_nonces[nonce] = None
         if len(seen_nonces) > _NONCES_KEPT:
             seen_nonces.popitem(last=False)
-        return await transfer(least, most)
+        return fields
 
-    return {_ASK: answer}
+    async def ask(stream: Stream) -> bytes:
+        fields = checked(_ASK, await stream.read() or b"")
+        given = 0.0
+        if fields is not None and 0 < float(fields["least"]) <= float(fields["most"]):
+            given = await transfer(float(fields["least"]), float(fields["most"]))
+        return orjson.dumps({"given": given})
+
+    async def answer_count(stream: Stream) -> bytes:
+        own = count() if checked(_COUNT, await stream.read() or b"") is not None else None
+        return orjson.dumps(asdict(own) if own is not None else {})
+
+    async def answer_ended(stream: Stream) -> bytes:
+        fields = checked(_ENDED, await stream.read() or b"")
+        ended = ended_before(fields["ids"]) if fields is not None else None
+        return orjson.dumps({"ended": ended} if ended is not None else {})
+
+    return {_ASK: ask, _COUNT: answer_count, _ENDED: answer_ended}
 
 
 class GrpcPeers:
@@ -78,32 +111,49 @@ class GrpcPeers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
-        nonce = secrets.token_hex(8)
-        text = _signed_text(self._pool, address, float(least), float(most), nonce)
-        request = orjson.dumps(
-            {
-                "pool": self._pool,
-                "least": least,
-                "most": most,
-                "nonce": nonce,
-                "signature": self._keys.sign(_PURPOSE, text),
-            }
-        )
-        try:
-            answer = await self._call(address, request, TRANSFER_WAIT_S + _MARGIN_S)
-            given = float(orjson.loads(answer)["given"])
-        except (grpc.aio.AioRpcError, OSError, ValueError, TypeError, KeyError):
+        answer = await self._call(_ASK, address, {"least": least, "most": most})
+        given = answer.get("given") if answer is not None else None
+        if not isinstance(given, int | float):
             return None
         return given if 0 <= given <= most else 0.0
 
-    async def _call(self, address: str, request: bytes, timeout_s: float) -> bytes:
+    async def count(self, address: str) -> OutageCount | None:
+        answer = await self._call(_COUNT, address, {})
+        try:
+            return OutageCount(**answer) if answer else None
+        except TypeError:
+            return None
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        names, ended = list(ids), []
+        for at in range(0, max(len(names), 1), _IDS):
+            answer = await self._call(_ENDED, address, {"ids": names[at : at + _IDS]})
+            if not answer or not isinstance(answer.get("ended"), list):
+                return None
+            ended += answer["ended"]
+        return ended
+
+    async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
+        """The response; None if none came that is a JSON object."""
+        nonce = secrets.token_hex(8)
+        text = _signed_text(self._pool, address, nonce, method, fields)
+        signature = self._keys.sign(_PURPOSE, text)
+        request = orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
+        try:
+            answer = orjson.loads(await self._send(method, address, request))
+        except (grpc.aio.AioRpcError, OSError, ValueError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    async def _send(self, method: str, address: str, request: bytes) -> bytes:
+        timeout_s = TRANSFER_WAIT_S + _MARGIN_S
         if self._tls is not None:
-            return await call(address, _ASK, request, self._tls(), timeout_s)
+            return await call(address, method, request, self._tls(), timeout_s)
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = grpc.aio.insecure_channel(address)
-        answer: bytes = await channel.unary_unary(_ASK)(request, timeout=timeout_s)
-        return answer
+        response: bytes = await channel.unary_unary(method)(request, timeout=timeout_s)
+        return response
 
     async def close(self) -> None:
         """Close every channel; the next `ask` opens its own."""

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,16 @@ from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
 from picker_fleet.failover.local_gate import LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.failover.outage import Outage, Resync
-from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, PeerClient, Peers, PeerState
+from picker_fleet.failover.outage import Outage, RecentlyRunning, Resync, unseen_s
+from picker_fleet.failover.peers import (
+    TRANSFER_WAIT_S,
+    BudgetTransfer,
+    OutageCount,
+    PeerClient,
+    Peers,
+    PeerState,
+    lost_budget,
+)
 from picker_fleet.failover.tombstones import ReceivedEnds, Tombstones
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -30,6 +38,8 @@ from picker_fleet.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 _JITTER_S = 0.1  # replicas whose Redis answers again do not all resync at the same moment
 _TICK_S = 0.2
+_RECOVER_S = 1.0
+_CLOCK_MARGIN_MS = 1000  # by which replicas may differ in the clock of the shared state
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ class FailoverGate:
         self._clock = clock or asyncio.get_running_loop().time
         self._peers = Peers(replica)
         self._ends = ReceivedEnds()  # of requests that ended lately
+        self._recent = RecentlyRunning(unseen_s(report_s), self._clock)
         self._tombstones = Tombstones(
             store,
             replica,
@@ -213,8 +224,10 @@ class FailoverGate:
                     ):
                         raise
                 else:
+                    cost = self._cost(request)
                     if self._stock is not None:
-                        self._stock.placed += self._cost(request)
+                        self._stock.placed += cost
+                    self._recent.seen(request.id, cost)
                     self._busy = True
                     self._ends.pop(request.id, None)
         except ClientGone:
@@ -293,6 +306,8 @@ class FailoverGate:
     def withdraw(self, request_id: str, placement: Placement) -> None:
         if self._outage is not None:
             self._outage.withdraw(request_id)
+        else:
+            self._recent.ended(request_id)
         self._shared.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
@@ -326,9 +341,21 @@ class FailoverGate:
         if alive.id in self._ends:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
-        if self._outage is not None and not self._shared.pause_detector.resumed_recently:
-            self._outage.journal.alive(alive)
+        if not self._shared.pause_detector.resumed_recently:
+            self._note_alive(alive)
         return self._shared.renew(alive) if self._state is not _LOCAL else None
+
+    def _note_alive(self, alive: Alive) -> None:
+        """A request gave a sign of life."""
+        outage, token = self._outage, alive.accounting_token
+        if outage is None:
+            if token:
+                self._recent.seen(alive.id, accounting_token.cost_of(token))
+            return
+        outage.journal.alive(alive)
+        alone_ms = accounting_token.alone_since_ms(token)
+        if token and (alone_ms is None or alone_ms < outage.began_ms + _CLOCK_MARGIN_MS):
+            outage.before[alive.id] = accounting_token.cost_of(token)
 
     def _cost(self, request: InferenceRequest) -> float:
         if not self._fleet.config.settings.request_queue_controller.enabled:
@@ -340,6 +367,22 @@ class FailoverGate:
         if self._outage is None:
             return 0.0
         return await self._outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
+
+    def outage_count(self) -> OutageCount | None:
+        """For `lost_budget`; None unless this replica knows what ran when the outage began."""
+        outage = self._outage
+        if outage is None or outage.resync_attempted or self._state is not _LOCAL:
+            return None
+        if self._clock() - max(self._peers.left_s, self._joined_s) < unseen_s(self._report_s):
+            return None  # what a replica had placed that has left gives a sign of life to another one first
+        running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
+        return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
+
+    def ended_before(self, ids: Collection[str]) -> list[str] | None:
+        """Those of `ids` whose end was received before the outage; None without one."""
+        if self._outage is None:
+            return None
+        return [request_id for request_id in ids if request_id in self._outage.ended_before]
 
     # Redis and the other replicas
 
@@ -375,7 +418,7 @@ class FailoverGate:
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
         """What each live replica says of itself, by id: the JSON objects of its heartbeats."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
-        self._peers.update(replicas, shared=self._outage is None)
+        self._peers.update(replicas, shared=self._outage is None, now_s=self._clock())
         self._tombstones.update_peers(replicas)
 
     def _redis_in_use(self) -> bool:
@@ -437,6 +480,7 @@ class FailoverGate:
         if before is _SHARED:
             outage = self.begin_outage()
             self._start(outage.transfer.run(), "budget-transfer")
+            self._start(self._recover_budget(outage), "budget-recovery")
         elif after is _LOCAL:
             self.abort_resync()
         elif after is _RESYNCING:
@@ -457,11 +501,22 @@ class FailoverGate:
         gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
         transfer = BudgetTransfer(gate, self._peer_client, self._peers.addresses)
-        outage = Outage(gate, picker, transfer, pulse.upper, pulse.upper / live, self._clock)
+        outage = Outage(
+            gate,
+            picker,
+            transfer,
+            pulse.upper,
+            pulse.upper / live,
+            self._clock,
+            before=self._recent.costs() | self._shared.owned_costs(),
+            ended_before=frozenset(self._ends),
+            began_ms=self._store.now_ms(),
+        )
         for request_id in self._store.unsent_ends():
             if request_id in self._unconfirmed_ends:
                 cost = outage.journal.ended(*self._unconfirmed_ends[request_id])
                 gate.release(gate.charge(cost or 0.0))
+        outage.initial_free = gate.free
         self._outage = outage
         self._go_local()
         return outage
@@ -485,6 +540,22 @@ class FailoverGate:
             outage.gate.limit_budget(outage.gate.free - resync.released)
         self._go_local()
 
+    async def _recover_budget(self, outage: Outage) -> None:
+        """Take back the part of the bound that was on its way to or from Redis when it was lost: the replica
+        of the least id does, once an outage."""
+        while (others := self._peers.others()) is not None and not outage.resync_attempted:
+            await asyncio.sleep(_RECOVER_S)
+            own = self.outage_count()
+            if own is None:
+                continue
+            lost = await lost_budget(own, outage.ended_before, self._peer_client, others)
+            if lost is None or self.outage_count() is None:
+                continue
+            if lost > 0:
+                _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
+                outage.gate.release(lost)
+            return
+
     def _go_local(self) -> None:
         self._state = _LOCAL
         self._failure_detector.record_failover(self._clock())
@@ -495,6 +566,7 @@ class FailoverGate:
         outage = self._outage
         assert outage is not None
         self._state, outage.resync = _RESYNCING, Resync(self._clock())
+        outage.resync_attempted = True
         self._tombstones.begin_resync()
         return outage, outage.resync
 
@@ -541,6 +613,8 @@ class FailoverGate:
         self._failure_detector.record_recovery(self._clock())
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
+        for name, cost in outage.journal.placed_costs():
+            self._recent.seen(name, cost)
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
         self._metrics.degraded(False)

@@ -125,6 +125,10 @@ class OutageJournal:
                 found.append(Running(name, None, alive.served or "", alive.accounting_token, seen_s))
         return found
 
+    def placed_costs(self) -> list[tuple[str, float]]:
+        """Id and cost of each request that was placed here and has not ended."""
+        return [(name, placement.cost) for name, placement in self._placed.items()]
+
     def ends(self) -> list[Completion]:
         """Every end received, oldest first."""
         return [each for each in self._ended.values() if each is not None]
@@ -141,6 +145,30 @@ def _add(entries: OrderedDict[str, T], key: str, value: T) -> None:
     entries[key] = value
     if len(entries) > MAX_ENTRIES:
         entries.popitem(last=False)
+
+
+class RecentlyRunning:
+    """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
+    their costs."""
+
+    def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
+        self._window_s, self._clock = window_s, clock
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
+
+    def seen(self, request_id: str, cost: float) -> None:
+        now_s, seen = self._clock(), self._seen
+        seen[request_id] = now_s, cost
+        seen.move_to_end(request_id)
+        while len(seen) > MAX_ENTRIES or now_s - next(iter(seen.values()))[0] > self._window_s:
+            seen.popitem(last=False)
+
+    def ended(self, request_id: str) -> None:
+        self._seen.pop(request_id, None)
+
+    def costs(self) -> dict[str, float]:
+        """Cost by id."""
+        since_s = self._clock() - self._window_s
+        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +188,8 @@ class Outage:
     transfer: gets budget from the other replicas while requests wait.
     journal: requests started and ended meanwhile, which go to Redis on resync, each once.
     resync: the present attempt; None while Redis is away.
+    before: cost by id of what ran when it began, as far as this replica knows; `ended_before` are ids of
+        requests whose end it had received by then. `initial_free` is what its budget began with.
     """
 
     def __init__(
@@ -170,13 +200,20 @@ class Outage:
         bound: float,
         share: float,
         clock: Callable[[], float],
+        *,
+        before: dict[str, float],
+        ended_before: frozenset[str],
+        began_ms: int,
     ) -> None:
+        self.before, self.ended_before, self.initial_free = before, ended_before, gate.free
+        self.began_ms = began_ms  # by the clock of the shared state
+        self.bound, self.resync_attempted = bound, False
         self.gate, self.picker, self.transfer = gate, picker, transfer
         self.journal = OutageJournal(clock)
         self.resync: Resync | None = None
         self.began_s = clock()
         self._clock = clock
-        self._bound, self._share = bound, share
+        self._share = share
         self._placed = 0
 
     @property
@@ -187,7 +224,7 @@ class Outage:
         return OutageStatus(
             mode=mode,
             since_s=round(self._clock() - self.began_s, 3),
-            bound=self._bound,
+            bound=self.bound,
             share=self._share,
             free=self.gate.free,
             let_go=self._placed,

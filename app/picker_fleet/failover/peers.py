@@ -6,7 +6,8 @@ used by nobody until Redis is back, never by two replicas.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,11 +17,31 @@ from picker_fleet.state.store import HeartbeatReply
 
 _PAUSE_S = 0.2  # after a peer that had nothing and said so at once
 _IDLE_S = 10.0  # without waiting requests, connections to peers are closed after so long
+_COMPARED = 30_000  # requests, at most
 TRANSFER_WAIT_S = 0.5  # for so long a peer that has nothing keeps the question open
 
 
+@dataclass(frozen=True, slots=True)
+class OutageCount:
+    """What a replica knows of the moment at which its outage began: how many replicas were live, the bound,
+    its own free budget, and the cost by id of what may have been running."""
+
+    live: int
+    bound: float
+    free: float
+    running: Mapping[str, float]
+
+
 class PeerClient(Protocol):
-    """How budget is requested from another replica (extproc/budget_transfer.py)."""
+    """How another replica is asked (extproc/budget_transfer.py)."""
+
+    async def count(self, address: str) -> OutageCount | None:
+        """The count of the replica at `address`; None if it has none or does not answer."""
+        ...
+
+    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
+        """Those of `ids` whose end it had received before its outage; None as for `count`."""
+        ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
         """What the replica at `address` gives, 0 if nothing; None if it does not answer."""
@@ -64,13 +85,16 @@ class Peers:
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self.live: tuple[str, ...] = ()
+        self.left_s = -math.inf  # when a live replica was last found gone
         self._states: Mapping[str, PeerState] = {}
         self._addresses: dict[str, str] = {}
 
-    def update(self, replicas: Mapping[str, PeerState], *, shared: bool) -> None:
+    def update(self, replicas: Mapping[str, PeerState], *, shared: bool, now_s: float) -> None:
         """Take over what each live replica says; `live` changes only while Redis is in use (`shared`)."""
         self._states = replicas
         if shared:
+            if not replicas.keys() >= set(self.live):
+                self.left_s = now_s
             self.live = tuple(sorted(replicas))
         for name, state in replicas.items():
             if name != self._replica and state.grpc:
@@ -79,6 +103,14 @@ class Peers:
     def addresses(self) -> list[str]:
         """Where each of the others is asked for budget (host:port)."""
         return [self._addresses[name] for name in self.live if name in self._addresses]
+
+    def others(self) -> list[str] | None:
+        """Where each of the others is asked, for the replica of the least id; None for any other replica, or
+        if an address is not known."""
+        others = [name for name in self.live if name != self._replica]
+        if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
+            return None
+        return [self._addresses[name] for name in others]
 
     def all_resynced(self) -> bool:
         """Whether every replica that was live says that its state is in Redis."""
@@ -94,6 +126,36 @@ class Peers:
         rank = self.live.index(self._replica) if self._replica in self.live else live
         free = pulse.upper - pulse.stock
         return part_of(free, live=live, rank=rank, counts_requests=counts_requests)
+
+
+async def lost_budget(
+    own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
+) -> float | None:
+    """The part of the bound that no replica has and no running request takes: it belonged to ends and grants
+    that were on their way when Redis was lost. None if one of the `others` has no count, or knows of more or
+    fewer replicas.
+
+    When the outage began, the bound was the sum of the free budgets, of the costs of what ran, and of this
+    part. What ran is at most what any replica had placed or seen alive within an access-log interval and
+    whose end none had received. So the result is never too large (docs/without-redis.md).
+    """
+    counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
+    running: dict[str, float] = {}
+    for count in counts:
+        if count is None or count.live != own.live:
+            return None
+        running.update(count.running)
+    if len(running) > _COMPARED:
+        return 0.0  # of so large a bound little is lost
+    asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
+    for ended in (ended_before, *asked):
+        if ended is None:
+            return None
+        for name in ended:
+            running.pop(name, None)
+    bound = min(count.bound for count in counts if count is not None)
+    free = sum(count.free for count in counts if count is not None)
+    return max(bound - free - sum(running.values()), 0.0)
 
 
 class BudgetTransfer:

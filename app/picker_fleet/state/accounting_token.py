@@ -155,6 +155,14 @@ def is_alone(token: str) -> bool:
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
 
 
+def alone_since_ms(token: str) -> int | None:
+    """When its request was placed without Redis, by the clock of the shared state; None if it was not."""
+    if not is_alone(token):
+        return None
+    digits = token.split("\t")[_FIELDS].removeprefix(ADMITTED_ALONE)
+    return int(digits) if digits.isdecimal() else None
+
+
 def endpoint_of(token: str) -> str:
     """The endpoint that an accounting token was written for; '' if it is none."""
     fields = token.split("\t")

@@ -82,9 +82,7 @@ async def inject_faults(
         began_s = now_s()
         await fleet.stop_redis()
         faults_injected.outages.append((began_s, None))
-        say(
-            f"{now_s():5.1f} s  kill -9 of Redis: the replicas serve alone, each within its share of the bound"
-        )
+        say(f"{now_s():5.1f} s  kill -9 of Redis: each replica serves alone, within its part of the bound")
         try:
             await asyncio.sleep(max(0.0, began_s + outage_for * duration_s - now_s()))
         finally:
