@@ -56,14 +56,14 @@ class Log:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Time a step; what is appended to the yielded list is told beside it."""
+        """Time a step; what is appended to the yielded list is notes beside it."""
         print(f"{name} …", flush=True)
-        told: list[str] = []
+        notes: list[str] = []
         began_s = time.monotonic()
-        yield told
+        yield notes
         took_s = time.monotonic() - began_s
-        self.lines.append(f"| {name} | {took_s:.1f} | {'; '.join(told)} |")
-        print(f"  {took_s:.1f} s  {'; '.join(told)}", flush=True)
+        self.lines.append(f"| {name} | {took_s:.1f} | {'; '.join(notes)} |")
+        print(f"  {took_s:.1f} s  {'; '.join(notes)}", flush=True)
 
     def fault(self, text: str) -> None:
         self.faults.append(text)
@@ -72,25 +72,25 @@ class Log:
 
 def _images(engine: Engine, log: Log, *, twice: bool) -> None:
     for name, what in ((BASE, "base image"), (REDIS, "Redis"), (PROMETHEUS, "Prometheus")):
-        with log.step(f"image: {what}") as told:
-            told.append(fetch_or_make(engine, name))
+        with log.step(f"image: {what}") as notes:
+            notes.append(fetch_or_make(engine, name))
         if name == BASE and (restricted := restrict(engine)):
             print(f"  {restricted}", flush=True)
     for target, name in _IMAGES.items():
         with log.step(f"build {target}"):
             engine.build(target, name)
-    with log.step("examine the images") as told:
+    with log.step("examine the images") as notes:
         for target, name in _IMAGES.items():
             quality = examine(engine, name, is_small=target == "picker")
-            told.append(_described(target, quality))
+            notes.append(_described(target, quality))
             for fault in quality.faults[:10]:
                 log.fault(f"image {target}: {fault}")
     if twice:
-        with log.step("build picker again from nothing") as told:
+        with log.step("build picker again from nothing") as notes:
             again = f"{_IMAGES['picker']}-again"
             engine.build("picker", again, fresh=True)
             differ = differences(engine, _IMAGES["picker"], again)
-            told.append(f"{len(differ)} files differ from the first build's")
+            notes.append(f"{len(differ)} files differ from the first build's")
             if differ:
                 log.fault(f"two builds differ in {len(differ)} files: {', '.join(differ[:10])}")
 
@@ -101,40 +101,40 @@ def _described(target: str, quality: Quality) -> str:
 
 async def _under_load(fleet: Fleet, log: Log) -> None:
     engine = fleet.engine
-    with log.step("40 requests through Envoy") as told:
+    with log.step("40 requests through Envoy") as notes:
         async with closed_loop(REQUESTS, clients=8, seed=2) as few:
             await few.wait_for_served(40)
         served_by = {record.endpoint for record in few.history if record.served}
-        told.append(f"served by {len(served_by)} model servers")
-        _judge(few, (0.0, 0.0), log, told)
+        notes.append(f"served by {len(served_by)} model servers")
+        _check(few, (0.0, 0.0), log, notes)
         if len(served_by) != 4:
             log.fault(f"of 4 model servers {len(served_by)} served")
-    with log.step("all under load") as all_told:
+    with log.step("all under load") as all_notes:
         async with closed_loop(REQUESTS, clients=_CLIENTS) as load:
             await load.wait_for_served(50)
             for count in (2, 5):
-                with log.step(f"scale to {count} pickers") as told:
+                with log.step(f"scale to {count} pickers") as notes:
                     before = load.served
                     await asyncio.to_thread(engine.scale_pickers, count)
                     await fleet.until_live(count)
-                    told.append(f"{load.served - before} served meanwhile")
+                    notes.append(f"{load.served - before} served meanwhile")
                 await load.wait_for_served(50)
-            with log.step("kill a picker container") as told:
-                victim = engine.containers("picker")[0]
-                await asyncio.to_thread(engine.kill, victim)
+            with log.step("kill a picker container") as notes:
+                target = engine.containers("picker")[0]
+                await asyncio.to_thread(engine.kill, target)
                 await fleet.until_live(4)
                 before = load.served
                 await load.wait_for_served(100)
-                told.append("4 live")
-            with log.step("start it again") as told:
-                await asyncio.to_thread(engine.start, victim)
+                notes.append("4 live")
+            with log.step("start it again") as notes:
+                await asyncio.to_thread(engine.start, target)
                 await fleet.until_live(5)
-                ready_s = await asyncio.to_thread(engine.seconds_to, victim, _READY_LINE)
-                told.append(
+                ready_s = await asyncio.to_thread(engine.seconds_to, target, _READY_LINE)
+                notes.append(
                     "5 live; log line `ready` "
                     + ("not found" if ready_s is None else f"after {ready_s:.2f} s")
                 )
-            with log.step(f"kill the Redis container, start it {_OUTAGE_S:g} s later") as told:
+            with log.step(f"kill the Redis container, start it {_OUTAGE_S:g} s later") as notes:
                 redis = engine.containers("redis")[0]
                 before, began_s = load.served, time.monotonic()
                 await asyncio.to_thread(engine.kill, redis)
@@ -143,22 +143,22 @@ async def _under_load(fleet: Fleet, log: Log) -> None:
                 await fleet.until_state("shared again", lambda state: not state["degraded"])
                 await fleet.until_live(5)
                 outage = (began_s, time.monotonic())
-                told.append(f"{load.served - before} served meanwhile")
+                notes.append(f"{load.served - before} served meanwhile")
             await load.wait_for_served(100)
-        _judge(load, outage, log, all_told)
-    with log.step("at rest") as told:
+        _check(load, outage, log, all_notes)
+    with log.step("at rest") as notes:
         await fleet.until_state(
             "all counts 0", lambda s: not s["stock"] and not s["queued"] and not s["leases"]
         )
-        told.append("stock, queue and leases are 0")
+        notes.append("stock, queue and leases are 0")
 
 
-def _judge(load: ClosedLoop, outage: tuple[float, float], log: Log, told: list[str]) -> None:
+def _check(load: ClosedLoop, outage: tuple[float, float], log: Log, notes: list[str]) -> None:
     """Count the errors of clients; those that G8 allows apart."""
     failed = load.failed
     bad = [record for record in failed if not is_allowed(record, outage)]
     left = sum(record.left for record in load.history)
-    told.append(
+    notes.append(
         f"{len(load.history)} requests: {load.served} served, {left} left by their client, "
         f"{len(failed) - len(bad)} refused as G8 allows, **{len(bad)} errors**"
     )
@@ -169,28 +169,28 @@ def _judge(load: ClosedLoop, outage: tuple[float, float], log: Log, told: list[s
 async def _fleet(engine: Engine, log: Log, token: str) -> None:
     async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
         fleet = Fleet(engine, client, token)
-        with log.step("up with 5 pickers") as told:
+        with log.step("up with 5 pickers") as notes:
             began_s = time.monotonic()
             await asyncio.to_thread(engine.up, _SERVICES, 5)
-            told.append(
+            notes.append(
                 f"{len(engine.containers())} containers created after {time.monotonic() - began_s:.1f} s"
             )
             await asyncio.to_thread(engine.wait_healthy, engine.containers(), _HEALTHY_S)
-            told.append("all healthy")
+            notes.append("all healthy")
             await fleet.until_live(5)
-        with log.step("start to ready") as told:
+        with log.step("start to ready") as notes:
             waits = [engine.seconds_to(name, _READY_LINE) for name in engine.containers("picker")]
-            told.append(
+            notes.append(
                 "five at once: " + ", ".join("?" if wait is None else f"{wait:.2f} s" for wait in waits)
             )
-            told.append(await _ready_alone(fleet, log))
+            notes.append(await _ready_alone(fleet, log))
         await _under_load(fleet, log)
-        with log.step("admin API through Envoy") as told:
-            told.append(await fleet.admin_api())
-        with log.step("Prometheus") as told:
-            told.append(await fleet.prometheus(Counter(picker=5, simulator=4, envoy=1)))
-        with log.step("Locust by its page") as told:
-            told.append(await fleet.locust(60))
+        with log.step("admin API through Envoy") as notes:
+            notes.append(await fleet.admin_api())
+        with log.step("Prometheus") as notes:
+            notes.append(await fleet.prometheus(Counter(picker=5, simulator=4, envoy=1)))
+        with log.step("Locust by its page") as notes:
+            notes.append(await fleet.locust(60))
 
 
 async def _ready_alone(fleet: Fleet, log: Log) -> str:
