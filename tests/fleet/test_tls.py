@@ -48,11 +48,11 @@ async def test_a_fleet_serves_over_tls_while_its_certificates_change(
     here = fleet("--mode", mode, "--replicas", "2", "--endpoints", "1", config=config)
     ports = [each["http" if mode == "http" else "grpc"] for each in here.state["replicas"]]
     (tmp_path / "next").mkdir()
-    later = signed(tmp_path / "next", "picker", ours)
-    shown = ssl.PEM_cert_to_DER_cert(later.cert.read_text())
+    renewed = signed(tmp_path / "next", "picker", ours)
+    shown = ssl.PEM_cert_to_DER_cert(renewed.cert.read_text())
     async with here.client() as through:
         before = asyncio.create_task(complete(through, "hi", 100))
-        replace(own, later)
+        replace(own, renewed)
 
         async def all_show_it() -> bool:
             found = [await asyncio.to_thread(presented, port, client) for port in ports]

@@ -143,12 +143,12 @@ async def test_a_new_certificate_is_for_new_connections_and_ends_none(
 ) -> None:
     made = certificates(server)
     (tmp_path / "next").mkdir()
-    later = signed(tmp_path / "next", "picker", theirs)
+    renewed = signed(tmp_path / "next", "picker", theirs)
     async with serving(made) as port, channel(port, ours.cert) as before:
         assert await healthy(before)
         watch = before.Watch(health_pb2.HealthCheckRequest())
         await watch.read()
-        replace(server, later)
+        replace(server, renewed)
         assert made.reload()
         assert not made.reload()
         async with channel(port, theirs.cert) as after:
@@ -213,9 +213,9 @@ async def test_files_that_cannot_be_used_leave_the_former_certificate(
 ) -> None:
     made = certificates(server)
     (tmp_path / "next").mkdir()
-    later = signed(tmp_path / "next", "picker", ours)
+    renewed = signed(tmp_path / "next", "picker", ours)
     async with serving(made) as port:
-        damage(server, later)
+        damage(server, renewed)
         with caplog.at_level(logging.ERROR):
             assert not made.reload()
             assert not made.reload()
@@ -224,7 +224,7 @@ async def test_files_that_cannot_be_used_leave_the_former_certificate(
         assert why in line
         async with channel(port, ours.cert) as stub:
             assert await healthy(stub)
-        replace(server, later)
+        replace(server, renewed)
         assert made.reload()
         async with channel(port, ours.cert) as stub:
             assert await healthy(stub)
