@@ -1,7 +1,7 @@
 """The shared state lost under running replicas is registered again, and a replayed token restores nothing."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +39,20 @@ async def filled(
     return running, waiting
 
 
+async def all_served(it: Fleet, streams: int, waiting: "Sequence[asyncio.Task[Placement]]") -> None:
+    """The streams end, each waiter has its turn and ends, and nothing is left."""
+
+    async def one(name: str, task: "asyncio.Task[Placement] | None" = None) -> None:
+        if task is not None:
+            await task
+        it.replicas[0].gate.settle(ended(name))
+
+    for number in range(streams):
+        await one(f"s{number}")
+    await asyncio.gather(*(one(f"q{number}", task) for number, task in enumerate(waiting)))
+    await until(it.at_rest)
+
+
 async def _accounted(it: Fleet, count: int) -> bool:
     stock, queued, loads = await it.counts()
     return stock + queued == count and sum(loads) <= stock
@@ -53,32 +67,17 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
         # Without a word from anyone, all thirteen are accounted for again.
         await until(lambda: _accounted(it, 13))
         assert not any(task.done() and task.exception() for task in waiting)
-
-        # And as the streams end, every waiter has its turn, and nothing is left
-        async def one(task: "asyncio.Task[Placement]", name: str) -> None:
-            await task
-            it.replicas[0].gate.settle(ended(name))
-
-        for i in range(4):
-            it.replicas[i % 3].gate.settle(ended(f"s{i}"))
-        await asyncio.gather(*(one(task, f"q{i}") for i, task in enumerate(waiting)))
-        await until(it.at_rest)
+        # And as the streams end, every waiter has its turn, and nothing is left.
+        await all_served(it, 4, waiting)
 
 
 async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
     # Four streams and five waiters of one flow on one replica.
-    async with fleet("a", endpoints=2, joined=CONFIG) as (it, a):
+    async with fleet("a", endpoints=2, joined=CONFIG) as (it, _):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 9))
-        # The streams end.
-        for i in range(4):
-            a.gate.settle(ended(f"s{i}"))
-        for i, task in enumerate(waiting):
-            await task
-            a.gate.settle(ended(f"q{i}"))
-        await until(it.at_rest)
-        # They are served in their old order.
+        await all_served(it, 4, waiting)
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
 
 
@@ -155,12 +154,7 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         # A later beat registers them.
         await until(lambda: _accounted(it, 5))
         assert failures == 3
-        for i in range(2):
-            a.gate.settle(ended(f"s{i}"))
-        for i, task in enumerate(waiting):
-            await task
-            a.gate.settle(ended(f"q{i}"))
-        await until(it.at_rest)
+        await all_served(it, 2, waiting)
 
 
 async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
@@ -209,7 +203,9 @@ HOUR_MS = 3_600_000
 @pytest.fixture
 def server(client: redis.Redis) -> Iterator[TimedPool]:
     client.flushdb()
-    yield TimedPool(client, "replayed")
+    server = TimedPool(client, "replayed")
+    assert settled(server)
+    yield server
     client.flushdb()
 
 
@@ -222,7 +218,6 @@ def settled(server: TimedPool) -> bool:
 def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(
     server: TimedPool,
 ) -> None:
-    assert settled(server)
     # A request that has ended, and its accounting token.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
@@ -238,7 +233,6 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
 def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends_once(
     server: TimedPool,
 ) -> None:
-    assert settled(server)
     server.admit("r")
     # A request that nobody could report for a lease.
     server.calm(LEASE_MS + SECOND_MS)
@@ -252,7 +246,6 @@ def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends
 
 
 def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: TimedPool) -> None:
-    assert settled(server)
     for name in ("ends", "stays"):
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
@@ -272,14 +265,12 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Ti
 def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_token(
     server: TimedPool,
 ) -> None:
-    assert settled(server)
     server.admit("r")
     server.damage("r")
     assert server.report("r", TOKEN) == "restored"
 
 
 def test_after_a_loss_running_requests_are_restored_for_a_lease(server: TimedPool) -> None:
-    assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
     server.flush()
@@ -292,7 +283,6 @@ def test_after_a_loss_running_requests_are_restored_for_a_lease(server: TimedPoo
 
 
 def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: TimedPool) -> None:
-    assert settled(server)
     for name in ("r", "late"):
         server.admit(name)
     # Another server in its place, which lacks the last writes, for a while nobody's.
@@ -306,7 +296,6 @@ def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: Timed
 
 
 def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool) -> None:
-    assert settled(server)
     # The fleet's only replica, which could not reach the server for longer than it is believed.
     server.passes(2 * SILENCE_MS)
     server.beat()
@@ -318,7 +307,6 @@ def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool)
 
 
 def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
-    assert settled(server)
     # Requests let go by a replica that alone is without the shared state.
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
     # When the access log tells another one of the first in time, it counts.
