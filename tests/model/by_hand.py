@@ -57,6 +57,9 @@ class Pool:
         self._settings |= settings
         self.call("publish", ("1", "1"), self._settings, draining)
 
+    def mark(self, endpoint: str, what: str, on: bool = True, by: str = "a") -> str:
+        return str(self.call("mark_endpoint", [(endpoint, what, int(on))], by=by).answers[0])
+
     def tune(self, **overrides: Any) -> None:
         self.call("tune", overrides)
 

@@ -13,9 +13,27 @@ class EndpointCounts:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self.marks: dict[tuple[str, str], int] = {}  # drained or down, and endpoint -> since when, ms
+        self.marks_version = 0
         self._listed: set[str] = set()
-        self._open: set[str] = set()
+        self._draining: set[str] = set()
         self._of_flow: dict[tuple[str, str], int] = {}  # flow and endpoint; endpoint '' for all
+
+    @property
+    def _open(self) -> set[str]:
+        return self._listed - self._draining - {address for _, address in self.marks}
+
+    def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
+        """False if the endpoint is not listed."""
+        if address not in self._listed:
+            return False
+        before = {address for _, address in self.marks}
+        if on:
+            self.marks[what, address] = now_ms
+        else:
+            self.marks.pop((what, address), None)
+        self.marks_version += before != {address for _, address in self.marks}
+        return True
 
     @property
     def ready(self) -> int:
@@ -30,7 +48,8 @@ class EndpointCounts:
 
     def publish(self, draining: Mapping[str, bool]) -> None:
         self._listed = set(draining)
-        self._open = {address for address, drains in draining.items() if not drains}
+        self._draining = {address for address, drains in draining.items() if drains}
+        self.marks = {(what, a): since_ms for (what, a), since_ms in self.marks.items() if a in draining}
         for address in self._listed - set(self.counts):
             self.counts[address] = 0
         for address in set(self.counts) - self._listed:

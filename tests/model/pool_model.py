@@ -15,6 +15,7 @@ Item = TypeVar("Item")
 DISPATCH_LIMIT = 24
 TIMERS_LIMIT = 24
 CHUNK = 32  # what a sweep does of a kind
+DOWN_MS = 10_000
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
@@ -101,10 +102,13 @@ class PoolModel:
         self.refiling = self.refiling or (changed and len(self.queue) > 0)
         self.moment.settings = new
         self.queue.put_settings(self.moment)
-        ready = self.endpoints.ready
+        self._put_bounds()
+        self._log("tuned", "")
+
+    def _put_bounds(self) -> None:
+        new, ready = self.moment.settings, self.endpoints.ready
         self.upper = float(f"{new['upper_per'] * ready:.9g}")
         self.lower = max(float(f"{new['lower_per'] * ready:.9g}"), 1e-9)
-        self._log("tuned", "")
 
     def _next_arrival(self) -> int:
         """A number no earlier arrival has had, which is also its time."""
@@ -314,6 +318,13 @@ class PoolModel:
         if self.refiling or self.moment.settings["ordering"] == "workload-aware":
             self.queue.reorder(self.refiling)
         self.refiling = False
+
+    def _expire_down_marks(self) -> None:
+        """Those that nobody has confirmed: the next request tries the endpoint."""
+        for (what, address), since_ms in list(self.endpoints.marks.items()):
+            if what == "down" and self.moment.now_ms - since_ms > DOWN_MS:
+                self.endpoints.mark("down", False, address, self.moment.now_ms)
+        self._put_bounds()
 
     def _measure_rate(self) -> None:
         """How fast the queue drains, for Retry-After."""

@@ -110,6 +110,15 @@ class QueueModel(PoolModel):
 
         return self._batch(caller, items, renew)
 
+    def mark_endpoint(self, caller: str, items: Iterable[tuple[str, str, int]]) -> Reply:
+        def mark(item: tuple[str, str, int]) -> str:
+            address, what, on = item
+            marked = self.endpoints.mark(what, bool(on), address, self.moment.now_ms)
+            self._put_bounds()
+            return "marked" if marked else "unknown"
+
+        return self._batch(caller, items, mark)
+
     def evict(self, caller: str, id: str) -> Reply:
         def evict(id: str) -> str:
             r = self.requests.get(id)
@@ -131,7 +140,10 @@ class QueueModel(PoolModel):
         inbox = self.inboxes.get(caller, {})
         kept = [f"{what} {id}" for id, what in inbox.items()]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}
+        marks = self.endpoints.marks_version
         versions = [*self._versions, self.tuned or ""]
+        if marks:
+            versions[1] = f"{versions[1]}+{marks}"
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
@@ -182,6 +194,7 @@ class QueueModel(PoolModel):
             self.queue.rebase()
         self.queue.forget_preemptions()
         if fresh:
+            self._expire_down_marks()
             self._measure_rate()
         self.workloads.forget_idle(idle_ms)
         self.means = {f: it for f, it in self.means.items() if self.moment.now_ms - it[1] <= idle_ms}

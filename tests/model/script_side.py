@@ -129,7 +129,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "renew":
         fields = ((id, attempt, served, accounting_token(r), 0) for id, attempt, served, r in rest[0])
         return [caller, *(value for each in fields for value in each)]
-    if name in ("place", "settle", "cancel"):
+    if name in ("place", "settle", "cancel", "mark_endpoint"):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]

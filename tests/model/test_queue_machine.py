@@ -320,6 +320,15 @@ class QueueMachine(RuleBasedStateMachine):
     def endpoints_change(self, ways: tuple[str, ...]) -> None:
         self.publish(ways)
 
+    @rule(
+        caller=callers,
+        address=st.sampled_from((*ENDPOINTS, "away")),
+        what=st.sampled_from(["drained", "down"]),
+        on=st.sampled_from([0, 1, 0]),
+    )
+    def mark_endpoint(self, caller: str, address: str, what: str, on: int) -> None:
+        self.repeatable("mark_endpoint", caller, [(address, what, on)])
+
     @precondition(lambda self: self.made)
     @rule(number=number)
     def repeat(self, number: int) -> None:
@@ -334,6 +343,8 @@ class QueueMachine(RuleBasedStateMachine):
             return
         # When all ends, the queue is served again, and time passes
         self.publish(("open", "open", "away"))
+        marks = [(address, what, 0) for what, address in self.model.endpoints.marks]
+        self.call("mark_endpoint", "a", marks)
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
         while self.model.requests:
             self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])

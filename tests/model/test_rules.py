@@ -307,6 +307,47 @@ def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: Scr
     assert pool.admit("r3") == ["placed e1,e2 0,2"]
 
 
+@pytest.mark.parametrize("what", ["drained", "down"])
+def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, what: str) -> None:
+    pool = Pool(side, endpoints=2, upper_per=2)
+    pool.admit("runs candidates=e1")
+    assert pool.mark("e1", what) == "marked"
+    assert pool.admit("r1, r2", by="b") == ["placed e2 0", "queued 10000"]
+    assert (pool.model.upper, pool.counts()[2]) == (2, [1, 1])
+    # When the mark is taken away, what waits goes on, there too.
+    pool.mark("e1", what, on=False, by="b")
+    assert pool.granted == ["r2"]
+    assert pool.place("r2", by="b").startswith("placed e")
+    assert pool.model.upper == 4
+
+
+def test_both_marks_must_go_before_an_endpoint_is_picked(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=5)
+    for what in ("drained", "down", "drained", "down"):
+        pool.mark("e1", what)
+    pool.mark("e1", "down", on=False)
+    assert pool.admit("r1 candidates=e1") == ["refused no-endpoints 1"]
+    pool.mark("e1", "drained", on=False)
+    assert pool.admit("r2 candidates=e1") == ["placed e1 0"]
+
+
+def test_a_draining_endpoint_that_is_marked_is_counted_once(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2)
+    pool.publish({"e1": True, "e2": False})
+    for on in (True, False):
+        pool.mark("e1", "down", on)
+        assert pool.model.endpoints.ready == 1
+    assert pool.mark("away", "down") == "unknown"
+
+
+def test_a_mark_changes_the_version_that_heartbeats_bring(side: ScriptSide) -> None:
+    pool = Pool(side)
+    assert pool.beat()[4] == "1"
+    for _ in range(2):
+        pool.mark("e1", "down")
+        assert pool.beat()[4] == "1+1"
+
+
 def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(side: ScriptSide) -> None:
     pool = Pool(side, total_capacity=7)
     pool.admit("runs")

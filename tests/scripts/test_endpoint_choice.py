@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from decision_ledger import events_of
 from script_fleet import OpenFleet, addresses
 
 from picker_fleet.request import Endpoint
@@ -81,40 +80,6 @@ MARKS = pytest.mark.parametrize("what", ["drained", "down"])
 
 
 @MARKS
-async def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(fleet: OpenFleet, what: str) -> None:
-    # Two endpoints with room for two each, and a request on the first.
-    async with fleet("a", "b", endpoints=2, upper_per=2) as (it, a, b):
-        assert await a.admit("runs", subset=(E1,)) == Decision("placed", E1)
-        # One replica marks it.
-        assert await a.store.mark_endpoint(E1, what, True) == "marked"
-        # Neither replica places there, the bounds are those of one endpoint, and what runs is counted.
-        assert await b.admit("r1") == Decision("placed", E2)
-        assert (await b.admit("r2")).status == "queued"
-        state = await it.state()
-        assert (state.upper, state.ready_backends) == (2, 1)
-        assert state.in_flight == {E1: 1, E2: 1}
-        # When the mark is taken away, what waited goes on, there too.
-        assert await b.store.mark_endpoint(E1, what, False) == "marked"
-        assert events_of(await it.log(), "r2") == ["queued", "granted"]
-        assert (await b.place("r2")).status == "placed"
-        await a.settle("runs", "r1", "r2")
-        assert await it.at_rest()
-        assert (await it.state()).upper == 4
-
-
-async def test_both_marks_must_go_before_an_endpoint_is_picked(fleet: OpenFleet) -> None:
-    # An endpoint that is drained and down, each said twice.
-    async with fleet("a", endpoints=2, upper_per=5) as (_, a):
-        for what in ("drained", "down", "drained", "down"):
-            await a.store.mark_endpoint(E1, what, True)
-        # When one mark goes, the other still holds; when both have gone, it is picked again.
-        await a.store.mark_endpoint(E1, "down", False)
-        assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
-        await a.store.mark_endpoint(E1, "drained", False)
-        assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)
-
-
-@MARKS
 async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
     # A marked endpoint.
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):
@@ -130,33 +95,3 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)
         assert not await it.redis.exists(it.keys.marks)
-
-
-async def test_a_draining_endpoint_that_is_marked_is_counted_once(fleet: OpenFleet) -> None:
-    # An endpoint that discovery calls draining.
-    async with fleet("a", endpoints=2, upper_per=5) as (it, a):
-        await a.publish(Endpoint(E1, draining=True), Endpoint(E2), upper_per=5)
-        # When it is marked and unmarked, there is one ready endpoint all along.
-        for on in (True, False):
-            await a.store.mark_endpoint(E1, "down", on)
-            assert (await it.state()).ready_backends == 1
-        assert await a.admit("r", subset=(E1,)) == Decision("refused", "no-endpoints 1")
-
-
-async def test_an_unknown_endpoint_cannot_be_marked(fleet: OpenFleet) -> None:
-    async with fleet("a") as (it, a):
-        assert await a.store.mark_endpoint("10.9.9.9:1", "down", True) == "unknown"
-        assert not await it.redis.exists(it.keys.marks)
-
-
-async def test_a_mark_changes_the_version_that_heartbeats_bring(fleet: OpenFleet) -> None:
-    # A replica that knows the endpoints.
-    async with fleet("a", endpoints=2) as (_, a):
-        before = (await a.store.heartbeat("{}", 60)).endpoints_version
-        # When one is marked, the version changes; when it is said again, it does not.
-        await a.store.mark_endpoint(E1, "down", True)
-        marked = (await a.store.heartbeat("{}", 60)).endpoints_version
-        assert marked != before
-        assert marked.partition("+")[0] == before
-        await a.store.mark_endpoint(E1, "down", True)
-        assert (await a.store.heartbeat("{}", 60)).endpoints_version == marked
