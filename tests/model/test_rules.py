@@ -331,15 +331,6 @@ def test_both_marks_must_go_before_an_endpoint_is_picked(side: ScriptSide) -> No
     assert pool.admit("r2 candidates=e1") == ["placed e1 0"]
 
 
-def test_a_draining_endpoint_that_is_marked_is_counted_once(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2)
-    pool.publish({"e1": True, "e2": False})
-    for on in (True, False):
-        pool.mark("e1", "down", on)
-        assert pool.model.endpoints.ready == 1
-    assert pool.mark("away", "down") == "unknown"
-
-
 def test_a_mark_changes_the_version_that_heartbeats_bring(side: ScriptSide) -> None:
     pool = Pool(side)
     assert pool.beat()[4] == "1"
