@@ -321,24 +321,6 @@ def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, 
     assert pool.model.upper == 4
 
 
-def test_both_marks_must_go_before_an_endpoint_is_picked(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=5)
-    for what in ("drained", "down", "drained", "down"):
-        pool.mark("e1", what)
-    pool.mark("e1", "down", on=False)
-    assert pool.admit("r1 candidates=e1") == ["refused no-endpoints 1"]
-    pool.mark("e1", "drained", on=False)
-    assert pool.admit("r2 candidates=e1") == ["placed e1 0"]
-
-
-def test_a_mark_changes_the_version_that_heartbeats_bring(side: ScriptSide) -> None:
-    pool = Pool(side)
-    assert pool.beat()[4] == "1"
-    for _ in range(2):
-        pool.mark("e1", "down")
-        assert pool.beat()[4] == "1+1"
-
-
 def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(side: ScriptSide) -> None:
     pool = Pool(side, total_capacity=7)
     pool.admit("runs")
