@@ -32,32 +32,26 @@ def taken_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def test_port_in_use_is_named(taken_port: int) -> None:
-    said = up(*SMALL, "--port", str(taken_port), "--admin-port", str(up_port()))
-    assert said.returncode == 1
-    assert said.stderr == f"port {taken_port} is in use; it is wanted for Envoy (--port)\n"
-
-
-def test_admin_port_in_use_is_named(taken_port: int) -> None:
-    free = up_port()
-    said = up(*SMALL, "--port", str(free), "--admin-port", str(taken_port))
-    assert said.returncode == 1
-    assert f"port {taken_port} is in use" in said.stderr
-    assert "replica-1" in said.stderr
-
-
-def test_port_wanted_twice_is_named() -> None:
-    free = up_port()
-    said = up(*SMALL, "--port", str(free), "--admin-port", str(free))
-    assert said.returncode == 1
-    assert f"port {free} is wanted for Envoy (--port) and for the admin API" in said.stderr
-
-
-def up_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.mark.parametrize(
+    ("envoy", "admin", "said"),
+    [
+        ("taken", "free", "port {taken} is in use; it is wanted for Envoy (--port)\n"),
+        ("free", "taken", "port {taken} is in use; it is wanted for the admin API of replica-1"),
+        ("free", "free", "port {free} is wanted for Envoy (--port) and for the admin API"),
+    ],
+)
+def test_a_port_that_cannot_be_used_is_named(taken_port: int, envoy: str, admin: str, said: str) -> None:
+    ports = {"taken": taken_port, "free": free_port()}
+    done = up(*SMALL, "--port", str(ports[envoy]), "--admin-port", str(ports[admin]))
+    assert done.returncode == 1
+    assert done.stderr.startswith(said.format(**ports))
 
 
 def test_part_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -88,7 +82,7 @@ def test_replica_without_its_first_list_of_endpoints_is_named(tmp_path: Path) ->
 
 
 def test_unreachable_redis_is_told() -> None:
-    said = up(*SMALL, "--port", "0", "--redis", f"redis://:secret@127.0.0.1:{up_port()}/0")
+    said = up(*SMALL, "--port", "0", "--redis", f"redis://:secret@127.0.0.1:{free_port()}/0")
     assert said.returncode == 1
     assert said.stderr.startswith("redis: nothing accepts connections")
     assert "secret" not in said.stderr
