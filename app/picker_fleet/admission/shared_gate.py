@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,7 @@ _REBUILD_PAUSE_S = 0.1
 _NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
 _TAKEN_OVER = "taken over by a newer stream"
 METER_WINDOW_S = 10  # whole seconds, without the present one
+_MAX_RECENT = 50_000  # the oldest are dropped
 _MAX_METERED_FLOWS = 5000  # a second
 _MAX_LISTED = 200
 _MAX_LISTED_BYTES = 16_000  # of names, about
@@ -479,6 +480,30 @@ class SharedGate:
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+class RecentlyRunning:
+    """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
+    their costs."""
+
+    def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
+        self._window_s, self._clock = window_s, clock
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
+
+    def seen(self, request_id: str, cost: float) -> None:
+        now_s, seen = self._clock(), self._seen
+        seen[request_id] = now_s, cost
+        seen.move_to_end(request_id)
+        while len(seen) > _MAX_RECENT or now_s - next(iter(seen.values()))[0] > self._window_s:
+            seen.popitem(last=False)
+
+    def ended(self, request_id: str) -> None:
+        self._seen.pop(request_id, None)
+
+    def costs(self) -> dict[str, float]:
+        """Cost by id."""
+        since_s = self._clock() - self._window_s
+        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
 
 
 class ServiceMeter:

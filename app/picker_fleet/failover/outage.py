@@ -147,30 +147,6 @@ def _add(entries: OrderedDict[str, T], key: str, value: T) -> None:
         entries.popitem(last=False)
 
 
-class RecentlyRunning:
-    """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
-    their costs."""
-
-    def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
-        self._window_s, self._clock = window_s, clock
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
-
-    def seen(self, request_id: str, cost: float) -> None:
-        now_s, seen = self._clock(), self._seen
-        seen[request_id] = now_s, cost
-        seen.move_to_end(request_id)
-        while len(seen) > MAX_ENTRIES or now_s - next(iter(seen.values()))[0] > self._window_s:
-            seen.popitem(last=False)
-
-    def ended(self, request_id: str) -> None:
-        self._seen.pop(request_id, None)
-
-    def costs(self) -> dict[str, float]:
-        """Cost by id."""
-        since_s = self._clock() - self._window_s
-        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
-
-
 @dataclass(slots=True, eq=False)
 class Resync:
     """One attempt to report to Redis, which answers again, what happened without it."""
