@@ -349,7 +349,13 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
         fleet.server.set_ready(True)
         assert await fleet.health("readiness") == NOT_SERVING
 
-        # The late one is refused with a reason.
+        # A new one is refused so that Envoy asks another replica.
+        refused = fleet.exchange()
+        async with asyncio.timeout(10):
+            assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+        assert len(fleet.metrics.answers) == 0
+
+        # The one that had begun is refused with a reason.
         [answer] = await talk(late, body(ASK), answers=1)
         immediate = answer.immediate_response
         assert immediate.status.code == 503

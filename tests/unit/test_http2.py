@@ -4,6 +4,7 @@ Peers are written frame by frame, so that they can send what no client library w
 """
 
 import asyncio
+import contextlib
 import itertools
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -576,9 +577,12 @@ async def test_many_window_updates_in_one_read_wake_each_waiting_writer_once() -
     class Transport:
         def set_write_buffer_limits(self, high: int) -> None: ...
 
+        def get_extra_info(self, name: str) -> tuple[str, int]:
+            return ("10.0.0.9", 1)
+
         def write(self, data: bytes) -> None: ...
 
-    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams())
+    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams(lambda: 0.0))
     connection.connection_made(Transport())
     connection.blocked[1] = Blocked()  # type: ignore[assignment]
     credit = frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1")
@@ -619,6 +623,75 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         assert (await peer.ended()).code == http2.NO_ERROR
 
 
+async def test_a_refused_path_is_refused_on_every_connection_and_others_go_on() -> None:
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hold(stream: Stream) -> bytes | None:
+        message = await stream.read()
+        begun.set()
+        await release.wait()
+        return message
+
+    async with serving(hold) as server, server.peer() as peer:
+        await peer.send(peer.headers(1), frame(DATA, END_STREAM, 1, ASK))
+        await begun.wait()
+        server.transport.refuse("/test/Echo")
+        async with server.peer() as other:
+            for late, stream in ((peer, 3), (other, 1)):
+                await late.send(late.headers(stream), frame(DATA, END_STREAM, stream, ASK))
+                reset = await late.until(lambda got: got.kind == RST_STREAM)
+                assert (reset.stream, reset.code) == (stream, http2.REFUSED_STREAM)
+        release.set()
+        assert [got.payload for got in await peer.answer(1) if got.kind == DATA] == [ASK]
+
+
+RESET = http2.CANCEL.to_bytes(4, "big")
+# How a peer ends a request that it has just begun: by its reset, or by a fault for which this side resets.
+GIVING_UP = {
+    "reset": lambda stream: frame(RST_STREAM, 0, stream, RESET),
+    "an empty window update": lambda stream: frame(WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
+    "a second end": lambda stream: frame(DATA, END_STREAM, stream) * 2,
+}
+
+
+async def give_up(peer: Peer, streams: range, how: Callable[[int], bytes]) -> None:
+    """Begin requests and end them at once, without reading what comes back."""
+    for stream in streams:
+        await peer.send(peer.headers(stream), frame(DATA, 0, stream, ASK), how(stream))
+
+
+@pytest.mark.parametrize("how", GIVING_UP.values(), ids=GIVING_UP)
+async def test_an_address_that_gives_up_requests_without_end_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: Callable[[int], bytes]
+) -> None:
+    monkeypatch.setattr(http2, "_GIVEN_UP_AT_ONCE", 50.0)
+    monkeypatch.setattr(http2, "_GIVEN_UP_PER_S", 0.001)
+
+    async def wait(stream: Stream) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    async with serving(wait) as server:
+        for streams in (range(1, 200, 2), range(1, 5, 2)):  # a new connection begins with nothing
+            async with server.peer() as peer:
+                with contextlib.suppress(ConnectionError):
+                    await give_up(peer, streams, how)
+                assert (await peer.ended()).code == http2.ENHANCE_YOUR_CALM
+    assert len([line for line in caplog.messages if "gives up too many requests" in line]) == 1
+
+
+async def test_any_number_of_clients_may_leave_that_have_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_GIVEN_UP_AT_ONCE", 50.0)
+    monkeypatch.setattr(http2, "_GIVEN_UP_PER_S", 0.001)
+    monkeypatch.setattr(http2, "YOUNG_S", 0.0)
+    async with serving() as server:
+        async with server.peer() as peer:
+            await give_up(peer, range(1, 2001, 2), GIVING_UP["reset"])
+            await peer.send(PING_FRAME)
+            await peer.until(lambda got: got.kind == PING)
+        await works(server)
+
+
 async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -636,13 +709,16 @@ async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not(
 
 async def test_a_peer_that_reads_no_replies_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2, "_UNSENT_REPLIES", 100)
-    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams())
+    connection = http2.Connection({}, native.GrpcStream, set(), http2.OpenStreams(lambda: 0.0))
     written: list[bytes] = []
 
     class Transport:
         closed = False
 
         def set_write_buffer_limits(self, high: int) -> None: ...
+
+        def get_extra_info(self, name: str) -> tuple[str, int]:
+            return ("10.0.0.9", 1)
 
         def write(self, data: bytes) -> None:
             written.append(data)

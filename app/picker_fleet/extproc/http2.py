@@ -13,13 +13,14 @@ read every whole message.
 import asyncio
 import logging
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
 import hpack
 
 from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.transport import Handler
+from picker_fleet.rates import Rates
 
 STREAMS: Final = 20_000  # open at once, on all connections together
 CONNECTIONS: Final = 4096
@@ -36,6 +37,12 @@ _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
 _END_S: Final = 5.0  # for a closed connection's last bytes
 _UNSENT_REPLIES: Final = 10_000  # to pings and settings of a peer that does not read
 _SETTINGS: Final = 100  # frames of a connection; each may cost a step for each of its streams
+# Requests that one address may give up within a second of their begin (docs/security.md, "Rapid resets").
+YOUNG_S: Final = 1.0
+_GIVEN_UP_PER_S: Final = 500.0
+_GIVEN_UP_AT_ONCE: Final = 4000.0
+_ADDRESSES: Final = 10_000
+_WARNING_S: Final = 10.0  # between two of its kind
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream
@@ -119,6 +126,7 @@ class _Request(NamedTuple):
 class Stream(Protocol):
     """What a connection needs of a stream; `native.GrpcStream` is the one."""
 
+    began_s: float
     receive_window: int
     send_window: int
     task: asyncio.Task[None] | None
@@ -163,12 +171,29 @@ class NewStream(Protocol):
 
 
 class OpenStreams:
-    """Counts the streams of all connections of a transport."""
+    """What the connections of a transport share: the number of their streams, which handlers are `refused`,
+    and how many requests each address has given up.
 
-    __slots__ = ("count",)
+    `clock` is in seconds.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_clock", "_rates", "_warned_s", "count", "refused")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
+        self.refused: set[Handler] = set()
+        self._clock = clock
+        self._rates = Rates(_GIVEN_UP_PER_S, _GIVEN_UP_AT_ONCE, _ADDRESSES, clock)
+        self._warned_s = -_WARNING_S
+
+    def gave_up(self, address: str) -> bool:
+        """Count a young request that `address` gave up; whether it has given up too many."""
+        if not self._rates.take(address):
+            return False
+        if self._clock() - self._warned_s >= _WARNING_S:
+            self._warned_s = self._clock()
+            _log.warning("a peer gives up too many requests at once; its connection is closed: %s", address)
+        return True
 
 
 class Connection(asyncio.Protocol):
@@ -194,6 +219,7 @@ class Connection(asyncio.Protocol):
         self._handlers = handlers
         self._connections = connections
         self._transport: Any = None
+        self._address = ""
         self._closed = False
         self._tail = b""
         self._streams: dict[int, Stream] = {}
@@ -223,6 +249,8 @@ class Connection(asyncio.Protocol):
             self._closed = True
             transport.abort()
             return
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if isinstance(peer, tuple) else ""
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         self._connections.add(self)
         settings = ((_MAX_STREAMS, STREAMS), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES))
@@ -463,7 +491,11 @@ class Connection(asyncio.Protocol):
         self._last_id = stream_id
         if request.reset is not None:
             self.reset(stream_id, request.reset)
-        elif stream_id > self._refuse_after or self._open_streams.count >= STREAMS:
+        elif (
+            stream_id > self._refuse_after
+            or self._open_streams.count >= STREAMS
+            or request.handler in self._open_streams.refused
+        ):
             self.reset(stream_id, REFUSED_STREAM)
         elif request.handler is None or request.budget is None:
             remote_ended = bool(flags & END_STREAM)
@@ -498,7 +530,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed reset")
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(PROTOCOL_ERROR, "a reset of a stream that is not open")
-        self._cancel(stream_id)
+        self._give_up(stream_id)
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -575,7 +607,20 @@ class Connection(asyncio.Protocol):
         """End a stream with an error code; with CANCEL, if it is still open."""
         if code != CANCEL or stream_id in self._streams:
             self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
+        if code == CANCEL:
+            self._cancel(stream_id)
+        else:
+            self._give_up(stream_id)  # the peer broke the protocol to end it
+
+    def _give_up(self, stream_id: int) -> None:
+        """The peer ends a stream before its handler does."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        young = asyncio.get_running_loop().time() - stream.began_s < YOUNG_S
         self._cancel(stream_id)
+        if young and self._open_streams.gave_up(self._address):
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many requests are given up at once")
 
     def _cancel(self, stream_id: int) -> None:
         """A stream is over before its handler is: cancel that."""

@@ -73,6 +73,7 @@ class GrpcStream:
         "_started",
         "_unread_bytes",
         "_writer",
+        "began_s",
         "receive_window",
         "send_window",
         "sid",
@@ -104,6 +105,7 @@ class GrpcStream:
         self._fault: Exception | None = None
         self._unread_bytes = 0
         self._received_bytes = 0
+        self.began_s = asyncio.get_running_loop().time()
         self.receive_window = WINDOW_BYTES
         self.send_window = send_window
         self.task: asyncio.Task[None] | None = None
@@ -350,7 +352,7 @@ class NativeTransport:
         }
         self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
         self._connections: set[Connection] = set()
-        self._open_streams = OpenStreams()
+        self._open_streams = OpenStreams(lambda: asyncio.get_running_loop().time())
         self._server: asyncio.Server | None = None
         self._keepalive: asyncio.Task[None] | None = None
 
@@ -366,6 +368,10 @@ class NativeTransport:
         self._keepalive = asyncio.create_task(self._keep_alive(), name="keepalive")
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
+
+    def refuse(self, path: str) -> None:
+        """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""
+        self._open_streams.refused.add(self._handlers[path.encode()][0])
 
     async def stop(self, grace_s: float | None) -> None:
         """As `Transport.stop`. A GOAWAY sends the peers' next streams elsewhere."""

@@ -82,6 +82,7 @@ class Server:
         self.set_ready(False)
         await asyncio.sleep(self._settings.drain_grace)
         self._drain_gate.close()
+        self._transport.refuse(PROCESS)
         await self._quiet(self._settings.drain_timeout)
         self._drain_gate.cancel_waiters()
         await self._quiet(_FLUSH_S)

@@ -37,6 +37,7 @@ class Status(enum.IntEnum):
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
     INTERNAL = 13
+    UNAVAILABLE = 14
 
     def __str__(self) -> str:
         return str(self.value)
@@ -85,6 +86,10 @@ class Transport(Protocol):
         Raises:
             StartupError: the address cannot be bound.
         """
+        ...
+
+    def refuse(self, path: str) -> None:
+        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
@@ -180,14 +185,15 @@ class GrpcioTransport:
                 ("grpc.keepalive_timeout_ms", 10_000),
             )
         )
+        self._refused: set[str] = set()
         by_service: dict[str, dict[str, Any]] = {}
         for path, handler in handlers.items():
             _, service, method = path.split("/")
             methods = by_service.setdefault(service, {})
             if isinstance(handler, Streaming):
-                methods[method] = grpc.stream_stream_rpc_method_handler(_served(handler))
+                methods[method] = grpc.stream_stream_rpc_method_handler(self._served(path, handler))
             else:
-                methods[method] = grpc.stream_unary_rpc_method_handler(_served(handler))
+                methods[method] = grpc.stream_unary_rpc_method_handler(self._served(path, handler))
         services = [grpc.method_handlers_generic_handler(*each) for each in by_service.items()]
         self._server.add_generic_rpc_handlers(services)
 
@@ -204,22 +210,27 @@ class GrpcioTransport:
         _let_loop_run()
         return port
 
+    def refuse(self, path: str) -> None:
+        """As `Transport.refuse`: with UNAVAILABLE, since a handler has no say in HTTP/2."""
+        self._refused.add(path)
+
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
 
+    def _served(self, path: str, handler: Handler) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+        async def serve(_: Any, context: Any) -> bytes | None:
+            try:
+                if path in self._refused:
+                    raise RpcError(Status.UNAVAILABLE, "this replica is shutting down")
+                # Without a last message the client has all its answers or is gone, and ignores an empty one.
+                last = await handler(_GrpcioStream(context))
+                return last if last or isinstance(handler, Streaming) else b""
+            except RpcError as fault:
+                code = next(code for code in grpc.StatusCode if code.value[0] == fault.status)
+                await context.abort(code, str(fault))
+                raise AssertionError("abort raises") from fault
 
-def _served(handler: Handler) -> Callable[[Any, Any], Awaitable[bytes | None]]:
-    async def serve(_: Any, context: Any) -> bytes | None:
-        try:
-            # Without a last message the client has all its answers or is gone, and ignores an empty one.
-            last = await handler(_GrpcioStream(context))
-            return last if last or isinstance(handler, Streaming) else b""
-        except RpcError as fault:
-            code = next(code for code in grpc.StatusCode if code.value[0] == fault.status)
-            await context.abort(code, str(fault))
-            raise AssertionError("abort raises") from fault
-
-    return serve
+        return serve
 
 
 def _let_loop_run() -> None:
