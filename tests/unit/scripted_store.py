@@ -58,7 +58,13 @@ class ScriptedStore:
         return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
 
     def settle(
-        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+        self,
+        request_id: str,
+        outcome: Outcome,
+        actual: float | None = None,
+        answer_tokens: int | None = None,
+        *,
+        urgent: bool = False,
     ) -> asyncio.Future[str]:
         self.settled.append((request_id, actual, answer_tokens))
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()

@@ -114,6 +114,7 @@ class SharedGate:
         self._keys = keys or Keyring()
         self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
+        self.fleet_queued = 0  # requests that wait in the fleet, as of the last heartbeat
         self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
@@ -423,7 +424,13 @@ class SharedGate:
             answer_tokens = completion.completion_tokens
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
-        return self._store.settle(completion.id, completion.outcome, actual, answer_tokens)
+        return self._store.settle(
+            completion.id,
+            completion.outcome,
+            actual,
+            answer_tokens,
+            urgent=bool(self._waiting or self.fleet_queued),
+        )
 
     def _note_failed(self, address: str) -> None:
         """No request goes to the endpoint until a probe succeeds."""

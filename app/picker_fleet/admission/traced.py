@@ -104,8 +104,14 @@ class TracedStore(Store):
         return verdict
 
     def settle(
-        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+        self,
+        request_id: str,
+        outcome: Outcome,
+        actual: float | None = None,
+        answer_tokens: int | None = None,
+        *,
+        urgent: bool = False,
     ) -> asyncio.Future[str]:
-        answer = super().settle(request_id, outcome, actual, answer_tokens)
+        answer = super().settle(request_id, outcome, actual, answer_tokens, urgent=urgent)
         self._traces.settled(request_id, answer)
         return answer

@@ -346,6 +346,7 @@ class Heartbeat:
                 await self._publisher.publish()
             pulse = await self._send()
         self.pulse = pulse
+        self._gate.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:

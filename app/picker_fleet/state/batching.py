@@ -52,7 +52,7 @@ MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or a delayed script for others
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
-_DELAYED = ("settle", "renew")  # nobody waits for their replies
+_DELAYED = ("settle", "renew")  # nobody waits for their replies, unless they are urgent
 _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"
@@ -335,9 +335,10 @@ class BatchingClient:
         return self._pending.unsent(name)
 
     def submit(
-        self, name: str, args: tuple[Argument, ...], *, durable: bool = False
+        self, name: str, args: tuple[Argument, ...], *, durable: bool = False, urgent: bool = False
     ) -> asyncio.Future[Reply]:
-        """Add one item to the next batch of script `name`; the future brings its reply.
+        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` one is not
+        delayed for others.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
@@ -349,7 +350,7 @@ class BatchingClient:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
         self._pending.add(name, Item(args, answer, durable))
-        self._schedule(now=name not in _DELAYED)
+        self._schedule(now=urgent or name not in _DELAYED)
         return answer
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:

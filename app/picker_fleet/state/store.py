@@ -194,15 +194,22 @@ class Store:
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
 
     def settle(
-        self, request_id: str, outcome: Outcome, actual: float | None = None, answer_tokens: int | None = None
+        self,
+        request_id: str,
+        outcome: Outcome,
+        actual: float | None = None,
+        answer_tokens: int | None = None,
+        *,
+        urgent: bool = False,
     ) -> asyncio.Future[str]:
         """settled MODEL | left MODEL | unknown. Kept until Redis takes it.
 
         `actual` is the request's real cost, in the unit it was charged in; `answer_tokens` what its answer
-        had, for the estimate of later ones. None: not known.
+        had, for the estimate of later ones. None: not known. `urgent`: a request may wait for its place.
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
-        return self._client.submit("settle", (request_id, outcome.value, *known), durable=True)
+        args = (request_id, outcome.value, *known)
+        return self._client.submit("settle", args, durable=True, urgent=urgent)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         """buried | back (it had been restored, and counts). After it, no sign of life from before the end,
