@@ -39,7 +39,7 @@ _IDLE_S = 300.0  # of a connection without a request
 _BACKLOG = 1024
 _KEEPALIVE_S = 20
 _CHECKS = 6  # of stalled connections, within STALLED_S
-_REASONS = {200: b"OK", 503: b"Service Unavailable"}
+_REASONS = {200: "OK", 503: "Service Unavailable"}
 
 _log = logging.getLogger(__name__)
 
@@ -340,12 +340,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         keep = keep and not self._server.draining
-        lines = [b"HTTP/1.1 %d %s\r\n" % (status, _REASONS.get(status, b"Refused"))]
-        lines += [b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in headers]
-        if not keep:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"content-length: %d\r\n\r\n" % len(body))
-        self._transport.write(b"".join((*lines, body)))
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+        close = "" if keep else "connection: close\r\n"
+        reason = _REASONS.get(status, "Refused")
+        head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
         if not keep:
             self._transport.close()
 

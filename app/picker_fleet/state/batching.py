@@ -337,8 +337,8 @@ class BatchingClient:
     def submit(
         self, name: str, args: tuple[Argument, ...], *, durable: bool = False, urgent: bool = False
     ) -> asyncio.Future[Reply]:
-        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` one is not
-        delayed for others.
+        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` item is
+        not delayed for others.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
