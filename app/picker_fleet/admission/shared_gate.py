@@ -115,6 +115,7 @@ class SharedGate:
         self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
         self.fleet_queued = 0  # requests that wait in the fleet, as of the last heartbeat
+        self._queued = 0  # those of this replica: a part of `_waiting`
         self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
@@ -191,9 +192,11 @@ class SharedGate:
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request.model, request.target_model, 1)
         self._any_waiting.set()
+        self._queued += 1
         try:
             return await self._wait(waiter, verdict)
         finally:
+            self._queued -= 1
             self._metrics.waiting(request.model, request.target_model, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
@@ -429,7 +432,7 @@ class SharedGate:
             completion.outcome,
             actual,
             answer_tokens,
-            urgent=bool(self._waiting or self.fleet_queued),
+            urgent=bool(self._queued or self.fleet_queued),
         )
 
     def _note_failed(self, address: str) -> None:
