@@ -14,7 +14,7 @@ from local_requests import rules, start, waiting
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.peers import BudgetTransfer, OutageCount
+from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, OutageCount
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -77,7 +77,13 @@ async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
 
 
 async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
-    async with replica(gives) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
+    given: list[float] = []
+
+    async def counts(least: float, most: float) -> float:
+        given.append(2.0)
+        return 2.0
+
+    async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
         # A client without the fleet's key, and one with it.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         unsigned = b'{"pool":"p","least":1.0,"most":5.0,"nonce":"n","signature":""}'
@@ -87,9 +93,10 @@ async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_place
         # A changed request gets nothing, and so does one that is sent to another replica.
         assert await raw(address, question.replace(b"5.0", b"9.0")) == b'{"given":0.0}'
         assert await raw(other, question) == b'{"given":0.0}'
-        # The intended replica answers it once.
+        # The intended replica gives once, and says so again to who has missed the answer.
         assert await raw(address, question) == b'{"given":2.0}'
-        assert await raw(address, question) == b'{"given":0.0}'
+        assert await raw(address, question) == b'{"given":2.0}'
+        assert given == [2.0]
 
 
 async def raw(address: str, question: bytes) -> bytes:
@@ -97,6 +104,25 @@ async def raw(address: str, question: bytes) -> bytes:
         answer = await channel.unary_unary(f"/{SERVICE}/Ask")(question, timeout=10)
         assert isinstance(answer, bytes)
         return answer
+
+
+async def test_what_a_late_answer_gives_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_transfer, "_MARGIN_S", 0.0)
+    asked, open_ = 0, asyncio.Event()
+
+    async def slow(least: float, most: float) -> float:
+        nonlocal asked
+        asked += 1
+        await open_.wait()
+        return 2.0
+
+    async with replica(slow) as address, peers() as them:
+        answer = asyncio.create_task(them.ask(address, 1.0, 5.0))
+        await asyncio.sleep(1.5 * TRANSFER_WAIT_S)  # the first call has met its deadline
+        assert not answer.done()
+        open_.set()
+        assert await answer == 2.0
+    assert asked == 1
 
 
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])

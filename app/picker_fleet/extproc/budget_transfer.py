@@ -1,7 +1,8 @@
 """Budget of other replicas while Redis is away: a small gRPC service beside Envoy's.
 
 Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`; it counts only with
-the fleet's signature, for the called replica, and once. Amounts are in the stock's unit.
+the fleet's signature, for the called replica, and once: an `Ask` that is repeated because its response was
+late gets the same response. Amounts are in the stock's unit.
 
     Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if it has none
@@ -10,6 +11,7 @@ the fleet's signature, for the called replica, and once. Amounts are in the stoc
 `handlers` serves them; failover asks through `GrpcPeers`.
 """
 
+import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
@@ -34,6 +36,7 @@ _IDS = 2000  # of one request
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
+_ASKED_TIMES = 30  # for one transfer, while its response does not come
 
 Fields = Mapping[str, Any]
 
@@ -60,6 +63,7 @@ def handlers(
     `own_address` is this replica's address as its peers know it, host:port.
     """
     seen_nonces: OrderedDict[str, None] = OrderedDict()
+    transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce
 
     def checked(method: str, request: bytes) -> Fields | None:
         """The fields of a request that counts."""
@@ -72,19 +76,23 @@ def handlers(
             fault = keys.fault(_PURPOSE, text, str(fields["signature"]))
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
-        if fault or nonce in seen_nonces:
+        if fault or (nonce in seen_nonces and nonce not in transfers):
             return None
         seen_nonces[nonce] = None
         if len(seen_nonces) > _NONCES_KEPT:
-            seen_nonces.popitem(last=False)
+            transfers.pop(seen_nonces.popitem(last=False)[0], None)
         return fields
 
     async def ask(stream: Stream) -> bytes:
         fields = checked(_ASK, await stream.read() or b"")
-        given = 0.0
-        if fields is not None and 0 < float(fields["least"]) <= float(fields["most"]):
-            given = await transfer(float(fields["least"]), float(fields["most"]))
-        return orjson.dumps({"given": given})
+        if fields is None or not 0 < float(fields["least"]) <= float(fields["most"]):
+            return orjson.dumps({"given": 0.0})
+        nonce = str(fields["nonce"])
+        if nonce not in transfers:
+            least, most = float(fields["least"]), float(fields["most"])
+            transfers[nonce] = asyncio.ensure_future(transfer(least, most))
+        # It goes on when the caller gives up, who will ask for its result again.
+        return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
 
     async def answer_count(stream: Stream) -> bytes:
         own = count() if checked(_COUNT, await stream.read() or b"") is not None else None
@@ -111,11 +119,17 @@ class GrpcPeers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
-        answer = await self._call(_ASK, address, {"least": least, "most": most})
-        given = answer.get("given") if answer is not None else None
-        if not isinstance(given, int | float):
-            return None
-        return given if 0 <= given <= most else 0.0
+        request = self._request(_ASK, address, {"least": least, "most": most})
+        for _ in range(_ASKED_TIMES):
+            try:
+                answer = await self._answer(_ASK, address, request)
+            except TimeoutError:
+                continue  # it may have given some, and says so when asked again
+            given = answer.get("given") if answer is not None else None
+            if not isinstance(given, int | float):
+                return None
+            return given if 0 <= given <= most else 0.0
+        return None
 
     async def count(self, address: str) -> OutageCount | None:
         answer = await self._call(_COUNT, address, {})
@@ -134,14 +148,33 @@ class GrpcPeers:
         return ended
 
     async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
-        """The response; None if none came that is a JSON object."""
+        """The response to a question that changes nothing; None if none comes."""
+        try:
+            return await self._answer(method, address, self._request(method, address, fields))
+        except TimeoutError:
+            return None
+
+    def _request(self, method: str, address: str, fields: Fields) -> bytes:
         nonce = secrets.token_hex(8)
         text = _signed_text(self._pool, address, nonce, method, fields)
         signature = self._keys.sign(_PURPOSE, text)
-        request = orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
+        return orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
+
+    async def _answer(self, method: str, address: str, request: bytes) -> dict[str, Any] | None:
+        """The response; None if none came that is a JSON object.
+
+        Raises:
+            TimeoutError: whether the request arrived is not known.
+        """
         try:
             answer = orjson.loads(await self._send(method, address, request))
-        except (grpc.aio.AioRpcError, OSError, ValueError):
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            return None
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):
             return None
         return answer if isinstance(answer, dict) else None
 

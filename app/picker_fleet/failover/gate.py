@@ -5,6 +5,7 @@ Redis is away (G8; docs/without-redis.md).
 import asyncio
 import enum
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from picker_fleet.admission.shared_gate import RecentlyRunning, SharedGate
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
-from picker_fleet.failover.local_gate import LocalGate, LocalPicker
+from picker_fleet.failover.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import Outage, Resync, unseen_s
 from picker_fleet.failover.peers import (
@@ -551,6 +552,8 @@ class FailoverGate:
             lost = await lost_budget(own, outage.ended_before, self._peer_client, others)
             if lost is None or self.outage_count() is None:
                 continue
+            if self._fleet.config.settings.request_queue_controller.unit == "requests":
+                lost = float(math.floor(lost + RESIDUE))  # parts of a place would be of no use
             if lost > 0:
                 _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
                 outage.gate.release(lost)

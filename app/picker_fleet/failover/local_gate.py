@@ -22,7 +22,7 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.explain import live_load_addresses
 from picker_fleet.telemetry.metrics import Metrics
 
-_RESIDUE = 1e-9  # of sums of fractions
+RESIDUE = 1e-9  # of sums of fractions
 _FAILED_S = 10.0  # an endpoint that could not be connected to gets no request for so long
 
 
@@ -35,7 +35,7 @@ class LocalBudget:
 
     def acquire(self, amount: float) -> bool:
         """Take `amount` if it is free; an amount of 0 is granted in debt, too."""
-        if amount > 0 and self.free + _RESIDUE < amount:
+        if amount > 0 and self.free + RESIDUE < amount:
             return False
         self.free -= amount
         return True
@@ -54,7 +54,7 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
         return 0.0
     if not counts_requests:
         return free / max(live, 1)
-    each, remainder = divmod(math.floor(free + _RESIDUE), max(live, 1))
+    each, remainder = divmod(math.floor(free + RESIDUE), max(live, 1))
     return float(each + (rank < remainder))
 
 

@@ -1,8 +1,9 @@
 """The other replicas during an outage: which are live, what each says of itself, and budget from them.
 
 Envoy's access log goes to any replica, so freed budget gathers where the ends are received. A replica whose
-requests wait asks each of the others for some, one question at a time each. Budget whose reply is lost is
-used by nobody until Redis is back, never by two replicas.
+requests wait asks each of the others for some, one question at a time each. A question without a reply is
+repeated, and the peer repeats its reply, so that a pause of either loses no budget; that of a peer that dies
+is used by nobody until Redis is back, never by two replicas.
 """
 
 import asyncio
