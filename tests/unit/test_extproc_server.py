@@ -306,14 +306,6 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
         ]
 
 
-async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
-    async with replica() as fleet:
-        call = fleet.channel.unary_unary(f"/{SERVICE}/Other")(b"")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so() -> None:
     async with replica() as fleet:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -430,3 +422,41 @@ async def test_grpcio_threads_do_not_preempt_the_event_loop() -> None:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
         assert {os.sched_getscheduler(thread) for thread in threads if thread != own} == {os.SCHED_BATCH}
         assert os.sched_getscheduler(own) == os.SCHED_OTHER
+
+
+REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+UNKNOWN = [
+    *(f"/{service}/ServerReflectionInfo" for service in REFLECTION),
+    f"/{SERVICE}/Other",
+    "/grpc.health.v1.Health/List",
+    "/no.such.Service/Method",
+    "/",
+]
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+async def test_unknown_methods_are_unimplemented(path: str) -> None:
+    async with replica() as fleet:
+        streamed = fleet.channel.stream_stream(path)()
+        with pytest.raises(grpc.aio.AioRpcError) as fault:
+            await fleet.channel.unary_unary(path)(b"", timeout=10)
+        async with asyncio.timeout(10):
+            found = await streamed.code(), fault.value.code()
+        assert found == (grpc.StatusCode.UNIMPLEMENTED,) * 2
+        assert await fleet.health("") == SERVING
+
+
+async def test_a_malformed_question_about_health_is_an_invalid_argument() -> None:
+    async with replica() as fleet:
+        ask = fleet.channel.unary_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.aio.AioRpcError) as fault:
+            await ask(b"\xff\xff", timeout=10)
+        assert fault.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_every_watcher_of_health_is_told_of_a_change() -> None:
+    async with replica() as fleet:
+        watches = [fleet.watch(name) for name in ("", SERVICE, "readiness") * 20]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
+        fleet.server.set_ready(False)
+        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 60
