@@ -380,10 +380,11 @@ def outage_serves(run: RunResult) -> Finding:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Requests sent and served between two moments, a second; None if none was sent."""
-    sent = [each for each in run.answers if from_s <= each.sent_s < to_s]
-    served = [each for each in sent if each.kind is Kind.SERVED and each.sent_s + (each.head_s or 0) < to_s]
-    return len(served) / (to_s - from_s) if sent else None
+    """Answers that began between two moments, a second; None if no request was sent between them."""
+    if not any(from_s <= each.sent_s < to_s for each in run.answers):
+        return None
+    served = [each for each in run.answers if each.kind is Kind.SERVED]
+    return sum(from_s <= each.sent_s + (each.head_s or 0) < to_s for each in served) / (to_s - from_s)
 
 
 def outage_bound(run: RunResult) -> Finding:

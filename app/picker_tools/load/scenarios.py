@@ -275,7 +275,6 @@ _ALL = (
         promises=(
             "overloaded",
             "faults-happened",
-            "quiet-share",
             "quiet-wait",
             "quiet-not-refused",
             "only-overload-errors",

@@ -1,0 +1,27 @@
+"""The SVG that plays a run's lines."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from picker_tools.load.recording import Recording
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_lines_appear_in_the_order_and_at_the_times_at_which_they_came(tmp_path: Path) -> None:
+    now_s = [0.0]
+    recording = Recording(speed=2.0, clock=lambda: now_s[0])
+    recording.line("starts")
+    now_s[0] = 24.0
+    recording.line("kill -9 of replica-2\nand <more>")
+    recording.write(tmp_path / "new" / "run.svg")
+    rows = ElementTree.parse(tmp_path / "new" / "run.svg").getroot().findall(f"{SVG}text")
+    assert [row.text for row in rows] == ["starts", "kill -9 of replica-2", "and <more>"]
+    shown = [row.find(f"{SVG}animate") for row in rows]
+    # Twelve seconds of twenty, the last eight of which show the whole.
+    assert [each.get("keyTimes") if each is not None else "" for each in shown] == [
+        "",
+        "0;0.6000",
+        "0;0.6000",
+    ]
+    assert [row.get("class") for row in rows] == ["", "fault", ""]
