@@ -126,6 +126,18 @@ def weights(grants: int) -> Scenario:
     return Scenario("weights", sources, _config(16, ordering="workload-aware"), (4, 20), grants)
 
 
+SKEW_WEIGHTS: Mapping[str, float] = {"heavy": 4.0, "light": 1.0}
+
+
+def skewed(grants: int, *, swapped: bool) -> Scenario:
+    """Weights 4:1. With several replicas no replica receives requests of both flows (`assign_replicas`);
+    `swapped` exchanges the flows' replicas."""
+    sources = [Source(name, weight=weight, callers=64) for name, weight in SKEW_WEIGHTS.items()]
+    if swapped:
+        sources.reverse()
+    return Scenario("swapped" if swapped else "skewed", tuple(sources), _config(16), (4, 20), grants)
+
+
 def split_flows(grants: int) -> Scenario:
     """The same, but the fourth may choose its fairness id: 50 flows of weight 1."""
     sources = tuple(
