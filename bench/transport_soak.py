@@ -216,7 +216,7 @@ def _write(readings: list[Reading], done: Counter[str]) -> None:
     mib = 1024 * 1024
     here = describe_machine("bench.transport_soak", sys.argv[1:])
     lines = [
-        "# The native transport, for ten minutes",
+        f"# The native transport, for {readings[-1].at_s / 60:.0f} minutes",
         "",
         "One process serves exchanges, plain and by TLS. Its peers ask, reset, stop amid messages,",
         "break the protocol, and begin new connections. Memory and files are read in pauses, in which no",

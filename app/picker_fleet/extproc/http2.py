@@ -240,6 +240,7 @@ class Connection(asyncio.Protocol):
         self._unsent_bytes = 0
         self._draining = False
         self._cancelled: set[asyncio.Task[None]] = set()  # whose handlers have not ended yet
+        self._cut: asyncio.TimerHandle | None = None
 
     # asyncio's side.
 
@@ -261,6 +262,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        if self._cut is not None:
+            self._cut.cancel()  # it would keep the transport
         self._unsent = []
         self._connections.discard(self)
         for stream_id in list(self._streams):
@@ -365,7 +368,7 @@ class Connection(asyncio.Protocol):
         for stream_id in list(self._streams):
             self._cancel(stream_id)
         self._transport.close()
-        asyncio.get_running_loop().call_later(_END_S, self._transport.abort)  # the peer may not read
+        self._cut = asyncio.get_running_loop().call_later(_END_S, self._transport.abort)  # it may not read
 
     def abort(self) -> None:
         """Cut the connection without a word."""
