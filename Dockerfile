@@ -5,7 +5,7 @@ ARG PYTHON=3.11
 # The project's wheel, and the pip that installs it. The images have no pip.
 FROM python:${PYTHON}-slim AS build
 WORKDIR /src
-ENV PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 COPY deploy/images/build.lock ./
 RUN python -m venv /opt/build && /opt/build/bin/pip install --require-hashes --requirement build.lock
 
@@ -21,19 +21,19 @@ RUN python -m venv --without-pip /opt/picker
 
 FROM packages AS build-edge
 COPY deploy/images/edge.lock ./
-RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement edge.lock
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --no-compile --require-hashes --requirement edge.lock
 COPY --from=wheel /wheel /wheel
 RUN sh install.sh edge.lock
 
 FROM packages AS build-load
 COPY deploy/images/load.lock ./
-RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement load.lock
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --no-compile --require-hashes --requirement load.lock
 COPY --from=wheel /wheel /wheel
 RUN sh install.sh load.lock
 
 FROM packages AS build-picker
 COPY deploy/images/picker.lock ./
-RUN /opt/build/bin/pip --python /opt/picker/bin/python install --require-hashes --requirement picker.lock
+RUN /opt/build/bin/pip --python /opt/picker/bin/python install --no-compile --require-hashes --requirement picker.lock
 COPY --from=wheel /wheel /wheel
 RUN sh install.sh picker.lock
 

@@ -56,7 +56,7 @@ class Log:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """Time a step; what is appended to the yielded list is notes beside it."""
+        """Time a step; the yielded list takes notes on it."""
         print(f"{name} …", flush=True)
         notes: list[str] = []
         began_s = time.monotonic()
