@@ -47,6 +47,7 @@ ERROR_REPLIES = (
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
+    ("ERR The user executing the script ", "denied"),  # the same, before Redis 7.2
     ("ERR unknown command", "denied"),
     ("ERR Function not found", "denied"),  # and it cannot be given the library
     # The primary, but it takes no writes that need memory, or none at all.
