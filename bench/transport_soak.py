@@ -1,4 +1,4 @@
-"""Ten minutes of every kind of stream on the native transport, plain and by TLS: `python -m
+"""Every kind of stream for a while on the native transport, plain and by TLS: `python -m
 bench.transport_soak`.
 
 One process serves exchanges whose gate places, refuses or lets wait; this one is its peers. They ask, leave
