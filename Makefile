@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test lint format bench bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -65,6 +65,9 @@ bench: $(VENV)/.installed ## measure against the constant picker in the same run
 
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
 	$(BIN)/python -m bench.fairness $(ARGS)
+
+bench-benefit: $(VENV)/.installed ## does the queue help? simulated model servers at 60 to 200 % of their capacity
+	$(BIN)/python -m bench.benefit $(ARGS)
 
 bench-skew: $(VENV)/.installed ## weights 4:1 with skewed ingress at 1 to 8 replicas: within 1 %?
 	$(BIN)/python -m bench.fairness.skew

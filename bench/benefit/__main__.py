@@ -1,0 +1,175 @@
+"""`python -m bench.benefit`: does the queue help? Writes bench/results/benefit.md and its picture."""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from bench.benefit import simulation
+from bench.benefit.policies import CRITICALITY
+from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures, quantile
+from bench.rig.page import table
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_LOADS = (0.6, 0.9, 1.2, 2.0)
+_IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)
+_NEARLY = 0.97  # the bound is the lowest that reaches this part of the capacity
+_BOUNDS_AT = 1.2
+
+Runs = dict[tuple[str, float], list[Figures]]
+
+_HOW = f"""\
+# Does the queue help?
+
+`python -m bench.benefit`; seeds {{seeds}}. The findings are in [docs/benefit.md](../../docs/benefit.md).
+
+A simulation, so its figures do not depend on the machine: {SERVERS} model servers with continuous batching, a
+full KV cache with preemption and recompute, constants from the vLLM paper (OPT-13B on one A100-40GB,
+ShareGPT's mean lengths) and the GPU's data sheet (`bench/benefit/engine.py` names them). The queue
+(`LocalQueue`, `FairQueue`) and the scheduler are the product's. A freed place is known 10 ms late; the
+network and Redis take no time. All policies get the same requests.
+
+Two tenants of equal weight: `chat` asks for {CHAT_LOAD:.0%} of the capacity, `bulk` for the rest of the load.
+A tenth of bulk's requests are `urgent` (criticality {CRITICALITY["urgent"]}), the others `nightly`
+({CRITICALITY["nightly"]}). A client leaves {DEADLINE_S:g} s after it asked; its request is aborted. The queue
+has the defaults (1000 places, 100 a flow where flows count, TTL 30 s). With one queue a replica four replicas
+share bounds and capacities; chat arrives at the first three, bulk at the last three.
+
+Capacity: **{{capacity:.1f}} answers/s**, the most that the servers give with a fixed number of requests at
+each. Bound: **{{bound}} requests** a server, the lowest that reaches {_NEARLY:.0%} of it.
+"""
+
+_READ = """\
+Times are in seconds, p50 / p95 / p99 of the requests that were answered before the client left. *In time* is
+their part of all; the rest was refused, expired in the queue, or its client left. Where clients with long
+answers leave, answers/s rise above the capacity, so tokens/s of these answers are the fairer figure. *Fair*
+is Jain's index of the tenants' tokens over their max-min fair parts. *Recomputed* tokens were lost by
+preemption; *too late* were computed for a client that then left. Both are parts of all computed tokens.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.benefit", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
+    parser.add_argument("--out", type=Path, default=_RESULTS, metavar="DIR", help="default: bench/results")
+    args = parser.parse_args(arguments)
+    seeds = range(1, args.seeds + 1)
+    curve = {each: simulation.saturated(each, 1) for each in _IN_FLIGHT}
+    capacity = max(per_s for per_s, _, _ in curve.values())
+    bound = min(each for each, (per_s, _, _) in curve.items() if per_s >= _NEARLY * capacity)
+    print(f"capacity {capacity:.2f}/s, bound {bound}", flush=True)
+    runs: Runs = {}
+    for load in _LOADS:
+        for policy in POLICIES:
+            runs[policy, load] = [simulation.run(policy, load, capacity, bound, seed) for seed in seeds]
+            print(
+                f"{load:.0%} {policy}: chat's median TTFT {_wait(runs[policy, load], 'chat', 0.5):.2f} s",
+                flush=True,
+            )
+    bounds = {
+        each: [simulation.run("weighted-fair", _BOUNDS_AT, capacity, each, seed) for seed in seeds]
+        for each in _IN_FLIGHT
+    }
+    page = _HOW.format(seeds=", ".join(map(str, seeds)), capacity=capacity, bound=bound)
+    parts = [page, "![Time to first token and fairness by load](benefit.svg)", _READ]
+    parts += [f"## At {load:.0%} of the capacity\n\n{_at_load(runs, load)}" for load in _LOADS]
+    parts.append(f"## The bound\n\n{_of_bounds(curve, bounds)}")
+    (args.out / "benefit.md").write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    _draw(runs, args.out / "benefit.svg")
+    return 0
+
+
+def _mean(runs: Sequence[Figures], of: Callable[[Figures], float]) -> float:
+    return statistics.fmean(map(of, runs))
+
+
+def _wait(runs: Sequence[Figures], kind: str, q: float) -> float:
+    return quantile(sorted(wait for run in runs for wait in run.waits_s(kind)), q)
+
+
+def _quantiles(found: list[float]) -> str:
+    found.sort()
+    return " / ".join(f"{quantile(found, q):.2f}" for q in (0.5, 0.95, 0.99))
+
+
+def _at_load(runs: Runs, load: float) -> str:
+    head = ["policy", "answers/s", "tokens/s", "fair", "recomputed", "too late"]
+    rows = [
+        [
+            policy,
+            f"{_mean(found, lambda run: run.per_s):.2f}",
+            f"{_mean(found, lambda run: run.tokens_per_s):.0f}",
+            f"{_mean(found, lambda run: run.jain):.3f}",
+            f"{_mean(found, lambda run: run.recomputed):.1%}",
+            f"{_mean(found, lambda run: run.too_late):.1%}",
+        ]
+        for policy in POLICIES
+        if (found := runs[policy, load])
+    ]
+    times = [
+        [
+            policy,
+            kind,
+            f"{_mean(found, lambda run, kind=kind: run.in_time(kind)):.1%}",  # type: ignore[misc]
+            _quantiles([wait for run in found for wait in run.waits_s(kind)]),
+            _quantiles([took for run in found for took in run.durations_s(kind)]),
+        ]
+        for policy in POLICIES
+        for kind in KINDS
+        if (found := runs[policy, load])
+    ]
+    return f"{table(head, rows)}\n\n{table(['policy', 'class', 'in time', 'TTFT', 'end to end'], times)}"
+
+
+def _of_bounds(curve: dict[int, tuple[float, float, float]], bounds: dict[int, list[Figures]]) -> str:
+    text = f"""\
+First the servers alone, with always that many requests at each; then weighted-fair with that bound at
+{_BOUNDS_AT:.0%} of the capacity."""
+    head = ["requests a server", "answers/s", "recomputed", "mean TTFT at the server"]
+    head += ["with the queue: tokens/s", "recomputed", "chat's TTFT", "chat in time", "fair"]
+    rows = [
+        [
+            str(each),
+            f"{curve[each][0]:.2f}",
+            f"{curve[each][1]:.1%}",
+            f"{curve[each][2]:.2f}",
+            f"{_mean(found, lambda run: run.tokens_per_s):.0f}",
+            f"{_mean(found, lambda run: run.recomputed):.1%}",
+            _quantiles([wait for run in found for wait in run.waits_s("chat")]),
+            f"{_mean(found, lambda run: run.in_time('chat')):.1%}",
+            f"{_mean(found, lambda run: run.jain):.3f}",
+        ]
+        for each, found in bounds.items()
+    ]
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def _draw(runs: Runs, file: Path) -> None:
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "benefit"
+    mpl.rcParams["svg.fonttype"] = "none"
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    wait, fair = figure.subplots(1, 2)
+    colours = ("#c2410c", "#e08a5b", "#9aa5b1", "#2563a8", "#0f766e", "#7c3aed")
+    for policy, colour in zip(POLICIES, colours, strict=True):
+        loads = [100 * load for load in _LOADS]
+        found = [runs[policy, load] for load in _LOADS]
+        wait.plot(loads, [_wait(each, "chat", 0.95) for each in found], "o-", color=colour, markersize=3)
+        jains = [_mean(each, lambda run: run.jain) for each in found]
+        fair.plot(loads, jains, "o-", color=colour, markersize=3, label=policy)
+    wait.set_yscale("log")
+    wait.set_title("chat: TTFT, p95, s", fontsize=10)
+    fair.set_title("Jain's index of the tenants' shares", fontsize=10)
+    fair.legend(frameon=False, fontsize=7)
+    for axes in (wait, fair):
+        axes.set_xlabel("load, % of the capacity")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

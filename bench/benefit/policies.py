@@ -1,0 +1,155 @@
+"""What stands before the model servers: the real queue (`LocalQueue`, `FairQueue`) and scheduler.
+
+Time is handed in. What is not simulated is the network: a decision takes no time, but a freed place is known
+`RELEASE_S` after the answer's end.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bench.benefit.engine import KV_SLOTS, Engine, Job
+from picker_fleet.config import EffectiveConfig, parse
+from picker_fleet.errors import RequestError
+from picker_fleet.failover.local_queue import LocalQueue, Waiting, rules_of
+from picker_fleet.request import Band, InferenceRequest, Workload
+from picker_fleet.scheduling.chooser import with_in_flight
+from picker_fleet.scheduling.scheduler import Scheduler
+from picker_fleet.scheduling.scorers import EndpointState, PickRequest
+
+RELEASE_S = 0.01
+_SCRAPE_S = 0.1
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # as in deploy/picker.yaml
+CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
+
+
+class Policy(Protocol):
+    def arrive(self, job: Job, now_s: float) -> None: ...
+    def release(self, job: Job, now_s: float) -> None: ...
+    def leave(self, job: Job) -> None: ...
+
+
+@dataclass(slots=True)
+class Pool:
+    """The servers as a picker sees them: its own count of requests in flight, and scraped metrics.
+
+    `started` is told of each request that is given to a server.
+    """
+
+    engines: Sequence[Engine]
+    random: Callable[[], float]
+    started: Callable[[int], None] = lambda server: None
+    in_flight: list[int] = field(default_factory=list)
+    _seen: list[tuple[float, float, float]] = field(default_factory=list)
+    _seen_s: float = -1.0
+    _scheduler: Scheduler = field(default_factory=lambda: Scheduler(with_in_flight(_SCORERS)))
+
+    def __post_init__(self) -> None:
+        self.in_flight = [0] * len(self.engines)
+
+    def place(self, job: Job, server: int) -> None:
+        job.server = server
+        self.in_flight[server] += 1
+        self.engines[server].waiting.append(job)
+        self.started(server)
+
+    def least_request(self) -> int:
+        """The less loaded of two random servers, Envoy's default for LEAST_REQUEST."""
+        count = len(self.engines)
+        first, second = int(self.random() * count), int(self.random() * count)
+        return first if self.in_flight[first] <= self.in_flight[second] else second
+
+    def best(self, now_s: float) -> int:
+        """The scheduler's choice, from metrics that are at most `_SCRAPE_S` old."""
+        if now_s - self._seen_s >= _SCRAPE_S or not self._seen:
+            self._seen = [(len(e.waiting), len(e.running), e.used / KV_SLOTS) for e in self.engines]
+            self._seen_s = now_s
+        states = [
+            EndpointState(str(at), waiting=seen[0], running=seen[1], kv_utilisation=seen[2], in_flight=load)
+            for at, (seen, load) in enumerate(zip(self._seen, self.in_flight, strict=True))
+        ]
+        pick = PickRequest(random=self.random)
+        return int(self._scheduler.rank(pick, states, limit=1).best[0].address)
+
+
+class Direct:
+    """No queue: each request goes to a server at once, by `scored` the scheduler's choice."""
+
+    def __init__(self, pool: Pool, *, scored: bool) -> None:
+        self._pool, self._scored = pool, scored
+
+    def arrive(self, job: Job, now_s: float) -> None:
+        self._pool.place(job, self._pool.best(now_s) if self._scored else self._pool.least_request())
+
+    def release(self, job: Job, now_s: float) -> None:
+        self._pool.in_flight[job.server] -= 1
+
+    def leave(self, job: Job) -> None:
+        pass
+
+
+class Queued:
+    """`queues` queues, each with its part of the bound and the capacities; one is the fleet's.
+
+    With several, tenants' ingress is skewed: all but one of the queues get requests of `bulk`, and all but
+    one get those of `chat`.
+    """
+
+    def __init__(self, pool: Pool, *, fairness: str, ordering: str, bound: float, queues: int = 1) -> None:
+        tree: Mapping[str, object] = {
+            "discovery": {"static": [{"address": "10.0.0.1:8000"}]},
+            "fair_request_queue": {"fairness": fairness, "ordering": ordering},
+            "workloads": {"wait_cap": 30.0},
+        }
+        settings = parse(tree)
+        rules = rules_of(EffectiveConfig(settings, {}), queues)
+        self._ttl_s = settings.fair_request_queue.queue_ttl
+        self._pool = pool
+        self._queues = [LocalQueue(rules) for _ in range(queues)]
+        self._room = [bound * len(pool.engines) / queues] * queues
+        self._waiting: dict[int, tuple[int, Waiting]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._at: dict[int, int] = {}
+
+    def arrive(self, job: Job, now_s: float) -> None:
+        at = self._ingress(job)
+        workload = Workload(job.kind, CRITICALITY[job.kind], registered=False)
+        request = InferenceRequest(
+            str(job.number), "m", "m", True, job.tenant, Band.DEFAULT, 1.0, workload, 1.0, self._ttl_s, None
+        )
+        try:
+            waiting, _ = self._queues[at].offer(request, 1.0, now_s)
+        except RequestError:
+            job.refused = True
+            return
+        self._jobs[request.id], self._waiting[job.number] = job, (at, waiting)
+        self._serve(at, now_s)
+
+    def release(self, job: Job, now_s: float) -> None:
+        self._pool.in_flight[job.server] -= 1
+        at = self._at.pop(job.number)
+        self._room[at] += 1
+        self._serve(at, now_s)
+
+    def leave(self, job: Job) -> None:
+        """The client has left, or the request has expired."""
+        if (found := self._waiting.pop(job.number, None)) is not None:
+            self._queues[found[0]].remove(found[1])
+            job.refused = True
+
+    def _serve(self, at: int, now_s: float) -> None:
+        queue = self._queues[at]
+        while self._room[at] >= 1 and (turn := queue.turn(now_s)) is not None:
+            waiting, by_guard = turn
+            job = self._jobs.pop(waiting.id)
+            self._waiting.pop(job.number)
+            queue.serve(waiting, by_guard)
+            self._room[at] -= 1
+            self._at[job.number] = at
+            self._pool.place(job, self._pool.best(now_s))
+
+    def _ingress(self, job: Job) -> int:
+        count = len(self._queues)
+        if count == 1:
+            return 0
+        return job.number % (count - 1) + (job.tenant == "bulk")
