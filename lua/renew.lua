@@ -52,7 +52,8 @@ local function restore(id, attempt, served, token, ago_ms)
   r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, fields.flow,
     fields.workload, fields.model
   r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
-  r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, pool.largest_bound()), -1
+  local bound = pool.largest_bound()
+  r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, bound), -1
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then
@@ -63,7 +64,7 @@ local function restore(id, attempt, served, token, ago_ms)
   tombstones.has_come_back(id)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   record.put(r)
-  log_event('restored', r)
+  log_event('restored', r, nil, nil, bound)
   return 'restored'
 end
 

@@ -177,7 +177,7 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
     # A bound of four, also where some of its endpoints are down at the moment.
-    async with fleet("a", endpoints=2, checked=False) as (it, a):
+    async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
         # An accounting token claims more.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import faulty_queues as faulty
 import pytest
-from queue_simulator import QueueSimulator
+from queue_simulator import QueueSimulator, Request
 
 from picker_fleet.cli import main
 from picker_tools.audit import measures
@@ -365,6 +365,35 @@ def test_the_same_loads_on_a_correct_queue_show_no_violation(
     report = audit(queue.log)
     assert report.violations == 0, report.as_json()["promises"]
     assert all(finding.checked for finding in report.findings if load is mixed_load)
+
+
+@pytest.mark.parametrize(
+    ("note", "taken", "says"),
+    [
+        ("4", 2.0, []),
+        ("6", 3.0, []),  # of three endpoints one is not ready
+        ("4", 9.0, ["stock is 9 where 2 follows"]),
+        ("2", 1.0, ["request r is restored under a bound of 2"]),
+        ("7", 3.5, ["request r is restored under a bound of 7"]),
+    ],
+)
+def test_a_restored_request_takes_its_share_of_the_bound_of_all_endpoints_at_most(
+    note: str, taken: float, says: list[str]
+) -> None:
+    queue = QueueSimulator(claim_share=0.5)
+    queue.stock = taken
+    queue.write("restored", Request("r", "flow", cost=9.0, endpoint=queue.endpoints[0]), note=note)
+    queue.stock = 0.0
+    queue.write("completed", Request("r", "flow", cost=9.0, endpoint=queue.endpoints[0]))
+    assert violations_of(audit(queue.log)) == says
+
+
+@pytest.mark.parametrize("note", ["", "many", "inf", "nan"])
+def test_a_restored_request_without_a_bound_is_an_entry_error(note: str) -> None:
+    queue = QueueSimulator()
+    queue.write("restored", Request("r", "flow"), note=note)
+    with pytest.raises(EntryError, match="note is"):
+        audit(queue.log)
 
 
 def test_a_missing_entry_is_the_only_violation_and_the_rest_is_checked() -> None:

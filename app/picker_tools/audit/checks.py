@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from picker_tools.audit.log import ENDS, GUARD, Entry
-from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, same
+from picker_tools.audit.replay import RUNNING, STATES_BEFORE, Replay, RequestState, Step, largest_bound, same
 from picker_tools.audit.report import Finding
 
 
@@ -303,6 +303,8 @@ class Conservation(Check):
         if step.entry.request:
             self._check_event(step)
         self._check_counts(step)
+        if step.entry.event == "restored":
+            self._check_largest_bound(step.entry)
         self._check_idle(step)
 
     def _check_event(self, step: Step) -> None:
@@ -338,6 +340,15 @@ class Conservation(Check):
             )
         if queued is not None and queued != entry.queued:
             self._finding.add(f"{entry.queued} are queued where {queued} follow", *self._with_previous(entry))
+
+    def _check_largest_bound(self, entry: Entry) -> None:
+        """A restored request may take a part of the bound that all endpoints would have, ready or not."""
+        bound, rules = largest_bound(entry), self._replay.rules
+        per_endpoint = rules.upper_per if rules else 0.0
+        endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0
+        is_a_bound = rules is None or same(bound, endpoints * per_endpoint)
+        if bound < entry.upper or not is_a_bound:
+            self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 
     def _check_idle(self, step: Step) -> None:
         """Nothing runs exactly when the stock is 0, and nothing waits when the queue is empty."""

@@ -285,6 +285,21 @@ def same(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=1e-12, abs_tol=1e-9)
 
 
+def largest_bound(restored: Entry) -> float:
+    """The upper bound if all endpoints were ready, as the entry of a restored request has it.
+
+    Raises:
+        EntryError: its note is no finite number.
+    """
+    try:
+        bound = float(restored.note)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise EntryError(f"entry {restored.seq}: note is {restored.note[:80]!r}")
+    return bound
+
+
 class Replay:
     """The state after the entries so far. Call `advance` after the checks have seen the step.
 
@@ -396,7 +411,8 @@ class Replay:
         rules = self.rules or Rules()
         if not rules.queues:
             return 0.0
-        return entry.cost if entry.event == "restored" else min(entry.cost, rules.claim_share * entry.upper)
+        bound = largest_bound(entry) if entry.event == "restored" else entry.upper
+        return min(entry.cost, rules.claim_share * bound)
 
     def _join(self, entry: Entry) -> None:
         """Decide from the first entry whether the pool was empty before it."""
