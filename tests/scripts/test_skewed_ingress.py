@@ -1,0 +1,44 @@
+"""Weights hold whichever replica receives which flow's requests."""
+
+import pytest
+from script_fleet import Fleet, OpenFleet, Replica
+
+HEAVY, LIGHT = 40, 10  # of 50 turns at weights 4:1
+
+
+async def queue(by: list[Replica], flow: str, weight: float, numbers: range) -> dict[str, Replica]:
+    """Queue a request for each number at these replicas in turn. Returns who received each."""
+    received = {f"{flow} {number}": by[number % len(by)] for number in numbers}
+    for request_id, replica in received.items():
+        await replica.admit(request_id, flow=flow, weight=weight)
+    return received
+
+
+async def granted_flow(it: Fleet, received: dict[str, Replica]) -> str:
+    """The flow of the request granted last, which is placed and ends."""
+    entry = next(each for each in reversed(await it.log(last=10)) if each.event == "granted")
+    replica = received[entry.request]
+    await replica.place(entry.request)
+    await replica.settle(entry.request)
+    return entry.flow
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+async def test_weights_four_to_one_hold_though_each_replica_receives_one_flow_and_then_the_other(
+    fleet: OpenFleet, replicas: int
+) -> None:
+    async with fleet(*"abcdefgh"[:replicas], upper_per=1, lower_per=1) as it:
+        first, second = list(it.replicas[: (replicas + 1) // 2]), list(it.replicas[replicas // 2 :])
+        await first[0].admit("running")
+        received: dict[str, Replica] = {}
+        # One half of the replicas receives what is served first of a flow, the other half what is served later.
+        for flow, weight, served, halves in (
+            ("heavy", 4.0, HEAVY, (first, second)),
+            ("light", 1.0, LIGHT, (second, first)),
+        ):
+            received |= await queue(halves[0], flow, weight, range(served // 2))
+            received |= await queue(halves[1], flow, weight, range(served // 2, served + 10))
+        await first[0].settle("running")
+        flows = [await granted_flow(it, received) for _ in range(HEAVY + LIGHT)]
+        for turns in (flows, flows[: len(flows) // 2]):
+            assert turns.count("heavy") == 4 * turns.count("light")
