@@ -31,7 +31,7 @@ async def test_weights_four_to_one_hold_though_each_replica_receives_one_flow_an
         first, second = list(it.replicas[: (replicas + 1) // 2]), list(it.replicas[replicas // 2 :])
         await first[0].admit("running")
         received: dict[str, Replica] = {}
-        # One half of the replicas receives what is served first of a flow, the other half what is served later.
+        # One half of the replicas receives what of a flow is served first, the other half what is later.
         for flow, weight, served, halves in (
             ("heavy", 4.0, HEAVY, (first, second)),
             ("light", 1.0, LIGHT, (second, first)),
