@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scripted_store import until
 
 from picker_fleet.errors import ExpiredTtl, NoEndpoints, TooManyFlows
-from picker_fleet.extproc import context
 from picker_fleet.extproc.context import NewFlowLimit
 
 ASK = b'{"model": "m", "prompt": "p"}'
@@ -178,10 +177,8 @@ def test_a_source_is_the_last_address_that_a_trusted_proxy_has_told(
     assert passes(limit, "b", other) is not same
 
 
-def test_names_and_sources_without_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_MAX_FLOWS", 100)
-    monkeypatch.setattr(context, "_MAX_SOURCES", 100)
-    limit = NewFlowLimit(1000, ["known"], 0, Clock())
+def test_names_and_sources_without_end_are_forgotten() -> None:
+    limit = NewFlowLimit(1000, ["known"], 0, Clock(), max_flows=100, max_sources=100)
     for n in range(1000):
         assert passes(limit, f"f{n}", b"10.0.%d.%d" % divmod(n, 256))
     assert len(limit._seen) == 100

@@ -220,13 +220,21 @@ class NewFlowLimit:
     """
 
     def __init__(
-        self, per_minute: int, configured: Collection[str], hops: int, clock: Callable[[], float]
+        self,
+        per_minute: int,
+        configured: Collection[str],
+        hops: int,
+        clock: Callable[[], float],
+        *,
+        max_flows: int = _MAX_FLOWS,
+        max_sources: int = _MAX_SOURCES,
     ) -> None:
+        self._max_flows = max_flows
         self._per_minute = per_minute
         self._hops = hops
         self._seen: dict[str, None] = {}
         self._configured = frozenset(configured)
-        self._rates = Rates(per_minute / _MINUTE_S, per_minute, _MAX_SOURCES, clock)
+        self._rates = Rates(per_minute / _MINUTE_S, per_minute, max_sources, clock)
 
     def check(self, flow: str, forwarded_for: bytes) -> None:
         """Count `flow` if it is new; `forwarded_for` is the header as Envoy has it.
@@ -245,7 +253,7 @@ class NewFlowLimit:
                     retry_after_s=max(1, math.ceil(wait_s)),
                 )
         self._seen[flow] = None
-        if len(self._seen) > _MAX_FLOWS:
+        if len(self._seen) > self._max_flows:
             del self._seen[next(iter(self._seen))]
 
     def _source(self, forwarded_for: bytes) -> str:
