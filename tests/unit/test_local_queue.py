@@ -122,6 +122,17 @@ def test_a_higher_band_preempts_the_newest_request_of_the_lowest_band_in_a_full_
     assert drain(queue) == ["high", "old"]
 
 
+def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> None:
+    queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
+    for _ in range(2):
+        for flow in ("a", "b"):
+            queue.offer(ask(flow, flow=flow, band=Band.SHEDDABLE), 1.0, 0.0)
+        _, preempted = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 0.0)
+        assert preempted is not None
+        assert preempted.request.id == "a"
+        assert drain(queue) == ["high", "b"]
+
+
 def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     full.offer(ask("a", flow="a"), 1.0, 0.0)
