@@ -95,7 +95,13 @@ class Pool:
         return self._answer("renew", args, "restored")
 
     def settle(
-        self, request_id: str, outcome: Outcome, actual: float | None = None, tokens: int | None = None
+        self,
+        request_id: str,
+        outcome: Outcome,
+        actual: float | None = None,
+        tokens: int | None = None,
+        *,
+        urgent: bool = False,
     ) -> Done:
         known = self.counted.pop(request_id, None) is not None
         return self._answer("settle", (request_id, outcome.value), "settled" if known else "unknown")
