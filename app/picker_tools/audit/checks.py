@@ -347,7 +347,7 @@ class Conservation(Check):
         per_endpoint = rules.upper_per if rules else 0.0
         endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0
         is_a_bound = rules is None or same(bound, endpoints * per_endpoint)
-        if bound < entry.upper or not is_a_bound:
+        if entry.note and (bound < entry.upper or not is_a_bound):
             self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 
     def _check_idle(self, step: Step) -> None:

@@ -286,11 +286,14 @@ def same(left: float, right: float) -> bool:
 
 
 def largest_bound(restored: Entry) -> float:
-    """The upper bound if all endpoints were ready, as the entry of a restored request has it.
+    """The upper bound if all endpoints were ready, as the entry of a restored request has it; the bound in
+    force where an earlier version of the scripts has written the entry.
 
     Raises:
         EntryError: its note is no finite number.
     """
+    if not restored.note:
+        return restored.upper
     try:
         bound = float(restored.note)
     except ValueError:
