@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -48,6 +48,9 @@ endif
 
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
+
+kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about eight minutes)
+	@PICKER_KUBERNETES="$$(bash .ci/kubernetes)" && export PICKER_KUBERNETES && $(BIN)/pytest tests/kubernetes $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
 	$(BIN)/ruff check .

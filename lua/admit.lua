@@ -101,9 +101,9 @@ end
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
-  if pool.ready == 0 then return refuse(r, REFUSED_NO_ENDPOINTS) end
+  if pool.ready == 0 and settings.queue_unready ~= 1 then return refuse(r, REFUSED_NO_ENDPOINTS) end
   r.deadline_ms = now_ms + left_ms
-  local reply = pool.queued == 0 and bypass(r, turn, picks)
+  local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
   if reply then return reply end
   -- With the queue off nobody waits for a limit.
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then

@@ -163,11 +163,12 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "fair_request_queue": {"overload_status": 429},
         "request_queue_controller": {"watermark_per_backend": 100},
         "scheduling": {
+            "fallbacks": 0,  # gateways that pick by ORIGINAL_DST take one address
             "scorers": [
                 {"name": "queue-depth", "weight": 2},
                 {"name": "kv-cache", "weight": 2},
                 {"name": "prefix-affinity", "weight": 3},
-            ]
+            ],
         },
     }
 

@@ -254,6 +254,8 @@ class FairRequestQueue(Section):
     # Stands for an answer of unknown length where the flow has had none yet; only under `unit: tokens`.
     default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
     overload_status: Literal[503, 429] = 503
+    # While no endpoint is ready requests wait for their TTL at most, as for a pool that is scaled to zero.
+    queue_without_endpoints: Flag = False
 
     @model_validator(mode="after")
     def _flow_fits(self) -> Self:

@@ -223,14 +223,14 @@ class QueueModel(PoolModel):
     def _decide(self, r: Request, item: Arrival, left_ms: int) -> str:
         if left_ms <= 0:
             return "expired"
-        if self.endpoints.ready == 0:
+        if self.endpoints.ready == 0 and not self.moment.settings.get("queue_unready"):
             return self._refuse(r, "no-endpoints")
         return self._bypass(r, item) or self._full(r) or self._queue(r, left_ms)
 
     def _bypass(self, r: Request, item: Arrival) -> str | None:
         take = self.share_of_stock(r)
         no_room = take > 0 and self.stock + take > self.upper
-        blocked = self.moment.settings["paused"] or len(self.queue) or no_room
+        blocked = self.moment.settings["paused"] or len(self.queue) or no_room or not self.endpoints.ready
         if blocked or self.endpoints.flow_full(r) or self.places() < 1:
             return None
         reply, limited, _ = self._place(r, item.candidates)

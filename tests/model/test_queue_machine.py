@@ -69,6 +69,7 @@ LIVE: dict[str, list[Any]] = {
     "live_weight": [0, 0.3, 2],
     "paused": [0, 0, 0, 1],
     "queue_enabled": [1, 0],
+    "queue_unready": [0, 1],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
 BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}

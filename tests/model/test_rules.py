@@ -104,6 +104,14 @@ def test_without_a_ready_endpoint_a_request_is_refused(side: ScriptSide, drainin
     assert pool.is_at_rest()
 
 
+def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: ScriptSide) -> None:
+    pool = Pool(side, queue_unready=1)
+    pool.publish({"e1": True})
+    assert pool.admit("r1, r2 cost=5") == ["queued 10000", "queued 10000"]
+    pool.publish({"e1": False})
+    assert pool.place("r1", "e1") == "placed e1 0"
+
+
 # Settings, what waits behind one that fills the pool, how those are served (or the first of them).
 ORDERS: dict[str, tuple[CASES, str, str]] = {
     "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),

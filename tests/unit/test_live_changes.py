@@ -28,6 +28,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "band_policy": "weighted",
         "band_weights": {"Critical": 5}, "fairness": "round-robin", "ordering": "edf",
         "overload": "reject-noncritical", "starvation_after": "2500ms", "guard_share": 0.25,
+        "queue_without_endpoints": True,
     },
     "request_queue_controller": {
         "watermark_per_backend": 10, "percentage_deviation_for_bounds": 0.2, "lower_bound_per_backend": 9,
@@ -72,6 +73,7 @@ def test_shared_settings_have_every_name_of_the_scripts() -> None:
         "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100, "overload": "preempt",
         "weights": {"gold": 3.0}, "paused": 0, "default_answer": 256, "answer_alpha": 0.2,
         "live_weight": 1.0, "max_workloads": 20_000, "queue_enabled": 1,
+        "queue_unready": 0,
     }  # fmt: skip
 
 
@@ -96,6 +98,7 @@ def test_every_live_key_has_its_effect_and_no_other() -> None:
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
         "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
+        "queue_unready": 1,
     }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ _EXPIRY_ANSWER_S = 0.5
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
+_NO_ENDPOINTS = "no-endpoints"  # why the script refused
 _TAKEN_OVER = "taken over by a newer stream"
 METER_WINDOW_S = 10  # whole seconds, without the present one
 _MAX_RECENT = 50_000  # the oldest are dropped
@@ -227,7 +228,15 @@ class SharedGate:
             answer = await self._store.place(request.id, waiter.attempt, choice.candidates)
         finally:
             waiter.placing = False
+        if self._is_worth_another(request, choice, answer):
+            return Decision("gone", "")
         return self._chosen(request, choice, answer)
+
+    def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> bool:
+        """Whether `request` was refused for want of an endpoint, and the script's own choice may find one:
+        endpoints may have been replaced since this replica read them."""
+        none_found = verdict.status == "refused" and verdict.detail.startswith(_NO_ENDPOINTS)
+        return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
     async def _admit_known(self, waiter: Waiter) -> Decision:
         """`placed` or `queued`; every refusal is raised. Waits until a lost pool is rebuilt."""
@@ -241,6 +250,11 @@ class SharedGate:
             verdict = await self._store.admit(
                 request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
             )
+            if self._is_worth_another(request, choice, verdict):
+                choice = self._chooser.unscored(request)
+                verdict = await self._store.admit(
+                    request, waiter.attempt, choice.candidates, self._loop.time() - waiter.arrived_s
+                )
             if verdict.status != "unknown-pool":
                 return self._chosen(request, choice, verdict)
             self._on_unknown_pool()

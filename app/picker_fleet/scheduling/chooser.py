@@ -64,6 +64,11 @@ class EndpointChooser(Protocol):
         """The candidates for `request`."""
         ...
 
+    def unscored(self, request: InferenceRequest) -> Choice:
+        """The script's own choice for `request`: what this replica knows of the endpoints may be out of
+        date."""
+        ...
+
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
@@ -163,6 +168,9 @@ class LeastLoadedChooser:
         else:
             candidates = ANY_ENDPOINT if subset is None else ",".join(subset)
         return Choice(candidates, LeastLoadedPick(known, self._in_flight(), subset, selector, candidates))
+
+    def unscored(self, request: InferenceRequest) -> Choice:
+        return self.choose(request)
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
@@ -313,6 +321,9 @@ class ScoringChooser:
         limit = len(self._states) if request.limit else _MAX_SCORED
         ranking = self._scheduler.rank(pick, self._states, limit=limit)
         return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
+
+    def unscored(self, request: InferenceRequest) -> Choice:
+        return self._least_loaded.choose(request)
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""

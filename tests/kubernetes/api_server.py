@@ -1,0 +1,236 @@
+"""A real Kubernetes API server on Debian's etcd, without a kubelet: tests write the status of pods."""
+
+import base64
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+
+TOKEN = "the-tests-own"
+NAMESPACE = "models"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+POOLS = f"/apis/inference.networking.k8s.io/v1/namespaces/{NAMESPACE}/inferencepools"
+READY_S = 90.0
+Tree = dict[str, Any]
+
+_AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata"}],
+}
+
+
+class ApiServer:
+    """etcd and kube-apiserver in `folder`. `api` calls as an administrator; the audit log has every call."""
+
+    def __init__(self, folder: Path, binary: str, crds: Path) -> None:
+        self.folder, self._binary, self._crds = folder, binary, crds
+        self._etcd_port, self._peer_port, self.port = free_port(), free_port(), free_port()
+        self._etcd: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self.url = f"https://{LOOPBACK}:{self.port}"
+        self.api = httpx.Client(
+            base_url=self.url,
+            verify=False,
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=30,
+            trust_env=False,
+        )
+
+    def start(self) -> None:
+        """Start both, and bring the CRDs and the namespace in."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._run("openssl", "genrsa", "-out", "sa.key", "2048")
+        self._run(
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "api.key"),
+            *("-out", "api.crt", "-subj", "/CN=localhost", "-days", "3"),
+            *("-addext", f"subjectAltName=IP:{LOOPBACK}"),
+        )
+        (self.folder / "tokens.csv").write_text(f'{TOKEN},admin,1,"system:masters"\n')
+        (self.folder / "audit.yaml").write_text(yaml.safe_dump(_AUDIT))
+        etcd = shutil.which("etcd")
+        assert etcd, "etcd is missing: install Debian's etcd-server"
+        self._etcd = self._spawn(
+            "etcd",
+            *(etcd, "--data-dir", "etcd", "--unsafe-no-fsync"),
+            *("--listen-client-urls", self._etcd_url, "--advertise-client-urls", self._etcd_url),
+            *("--listen-peer-urls", f"http://{LOOPBACK}:{self._peer_port}"),
+        )
+        self.start_api()
+        for file in sorted(self._crds.glob("*.yaml")):
+            self.create_all(yaml.safe_load_all(file.read_text()))
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+        self._until(lambda: self.api.get(POOLS).status_code == 200, "the CRDs are served")
+
+    def start_api(self) -> None:
+        """Start the API server alone; returns once it is ready."""
+        self._server = self._spawn(
+            "apiserver",
+            *(self._binary, f"--etcd-servers={self._etcd_url}", "--service-cluster-ip-range=10.0.0.0/24"),
+            *("--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=sa.key"),
+            *("--service-account-signing-key-file=sa.key", "--token-auth-file=tokens.csv"),
+            *("--authorization-mode=RBAC", "--disable-admission-plugins=ServiceAccount"),
+            *(f"--secure-port={self.port}", f"--bind-address={LOOPBACK}"),
+            *("--tls-cert-file=api.crt", "--tls-private-key-file=api.key"),
+            *("--audit-policy-file=audit.yaml", "--audit-log-path=audit.log", "--audit-log-mode=blocking"),
+        )
+        self._until(lambda: self.api.get("/readyz").text == "ok", "the API server is ready")
+
+    def kill_api(self) -> None:
+        """Kill the API server; etcd goes on."""
+        assert self._server is not None
+        self._server.kill()
+        self._server.wait()
+
+    def stop(self) -> None:
+        for process in (self._server, self._etcd):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        self.api.close()
+
+    def kubeconfig(self, name: str, token: str = TOKEN) -> Path:
+        """A kubeconfig file for who has `token`."""
+        certificate = base64.b64encode((self.folder / "api.crt").read_bytes()).decode()
+        file = self.folder / f"{name}.kubeconfig"
+        tree = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [
+                {"name": "test", "cluster": {"server": self.url, "certificate-authority-data": certificate}}
+            ],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [
+                {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}
+            ],
+        }
+        file.write_text(yaml.safe_dump(tree))
+        return file
+
+    def token_of(self, account: str, namespace: str = NAMESPACE) -> str:
+        """A token of a service account."""
+        answer = self.call(
+            "POST",
+            f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token",
+            {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}},
+        )
+        return str(answer["status"]["token"])
+
+    def call(self, method: str, path: str, tree: Tree | None = None, kind: str = "application/json") -> Tree:
+        """The answer, which must be a good one."""
+        content = None if tree is None else json.dumps(tree)
+        answer = self.api.request(method, path, content=content, headers={"content-type": kind})
+        assert answer.is_success, f"{method} {path}: {answer.status_code} {answer.text[:1000]}"
+        found: Tree = answer.json()
+        return found
+
+    def create_all(self, trees: Iterable[Tree]) -> None:
+        for tree in trees:
+            self.apply(tree)
+
+    def apply(self, tree: Tree) -> Tree:
+        """Server-side apply."""
+        path = f"{self.path_of(tree)}/{tree['metadata']['name']}?fieldManager=tests&force=true"
+        return self.call("PATCH", path, tree, "application/apply-patch+yaml")
+
+    def path_of(self, tree: Tree) -> str:
+        """The path of the collection that an object belongs to, as the server's discovery says."""
+        version = tree["apiVersion"]
+        base = f"/apis/{version}" if "/" in version else f"/api/{version}"
+        for resource in self.call("GET", base)["resources"]:
+            if resource["kind"] == tree["kind"] and "/" not in resource["name"]:
+                namespace = tree["metadata"].get("namespace", "default")
+                middle = f"/namespaces/{namespace}" if resource["namespaced"] else ""
+                return f"{base}{middle}/{resource['name']}"
+        raise AssertionError(f"{version} has no {tree['kind']}")
+
+    def compact(self) -> None:
+        """Have etcd forget every revision but the newest."""
+        with httpx.Client(base_url=self._etcd_url, trust_env=False) as etcd:
+            status = etcd.post("/v3/kv/range", json={"key": "AA=="}).json()
+            answer = etcd.post("/v3/kv/compaction", json={"revision": status["header"]["revision"]})
+            assert answer.is_success, answer.text
+
+    def calls(self, user: str | None = None) -> list[Tree]:
+        """The audited calls, of one user if one is named."""
+        lines = (self.folder / "audit.log").read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [each for each in found if user is None or each["user"].get("username") == user]
+
+    # Objects of the tests.
+
+    def put_pool(self, name: str, ports: Iterable[int], labels: Mapping[str, str]) -> None:
+        self.apply(
+            {
+                "apiVersion": "inference.networking.k8s.io/v1",
+                "kind": "InferencePool",
+                "metadata": {"name": name, "namespace": NAMESPACE},
+                "spec": {
+                    "selector": {"matchLabels": dict(labels)},
+                    "targetPorts": [{"number": port} for port in ports],
+                    "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
+                },
+            }
+        )
+
+    def put_pod(self, name: str, address: str, labels: Mapping[str, str], *, ready: bool = True) -> None:
+        """A running pod at `address`."""
+        self.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "namespace": NAMESPACE, "labels": dict(labels)},
+                "spec": {"nodeName": "node", "containers": [{"name": "server", "image": "server"}]},
+            }
+        )
+        self.set_ready(name, address, ready=ready)
+
+    def set_ready(self, name: str, address: str, *, ready: bool) -> None:
+        status = {
+            "phase": "Running",
+            "podIP": address,
+            "podIPs": [{"ip": address}],
+            "conditions": [{"type": "Ready", "status": str(ready)}],
+        }
+        self.call("PATCH", f"{PODS}/{name}/status", {"status": status}, "application/merge-patch+json")
+
+    def delete_pod(self, name: str, *, grace_s: int) -> None:
+        """Without a kubelet a pod with a grace period stays terminating until it is deleted without one."""
+        self.call("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": grace_s})
+
+    @property
+    def _etcd_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._etcd_port}"
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
+
+    def _spawn(self, name: str, *command: str) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+
+    def _until(self, condition: Any, what: str) -> None:
+        end = time.monotonic() + READY_S
+        while time.monotonic() < end:
+            for name, process in (("etcd", self._etcd), ("apiserver", self._server)):
+                assert process is None or process.poll() is None, (self.folder / f"{name}.log").read_text()[
+                    -3000:
+                ]
+            try:
+                if condition():
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: not within {READY_S:g} s")

@@ -1,0 +1,66 @@
+"""A real API server for all tests, and what a cluster runs around it for each."""
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from api_server import NAMESPACE, PODS, POOLS, ApiServer
+from redis_servers import redis_server
+from seat import Seat
+
+from picker_tools.local_fleet.network import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def built() -> tuple[str, str, Path]:
+    """The API server, helm, and the folder of the CRDs, as .ci/kubernetes builds them."""
+    if not (lines := os.environ.get("PICKER_KUBERNETES", "")):
+        made = subprocess.run(
+            ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
+        )
+        assert made.returncode == 0, made.stderr[-3000:]
+        lines = made.stdout
+    server, helm, crds = lines.split()
+    return server, helm, Path(crds)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """One API server; a test that kills it starts it again."""
+    binary, _, crds = built()
+    server = ApiServer(tmp_path_factory.mktemp("cluster"), binary, crds)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def empty(cluster: ApiServer) -> ApiServer:
+    """The API server without pods and pools."""
+    for pod in cluster.call("GET", PODS)["items"]:
+        cluster.delete_pod(pod["metadata"]["name"], grace_s=0)
+    for pool in cluster.call("GET", POOLS)["items"]:
+        cluster.call("DELETE", f"{POOLS}/{pool['metadata']['name']}")
+    return cluster
+
+
+@pytest.fixture
+async def seat(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
+    """Two pickers in the namespace's pool `llm` of no pods yet, behind a gateway."""
+    with redis_server(tmp_path / "valkey") as valkey:
+        here = Seat(tmp_path, valkey.url, free_port(), tls=False)
+        try:
+            empty.put_pool("llm", [here.port], {"app": "llm"})
+            for _ in range(2):
+                await here.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
+            for picker in here.pickers:
+                await here.ready(picker)
+            await here.start_gateway()
+            yield here
+        finally:
+            await here.close()

@@ -1,0 +1,50 @@
+"""A pool of no ready pod: requests wait for the first one, and an autoscaler sees them."""
+
+import asyncio
+
+from api_server import NAMESPACE, ApiServer
+from seat import Seat
+
+from picker_tools.local_fleet import network
+
+APP = {"app": "llm"}
+HOST = "127.0.0.21"
+READY_S = 60.0
+
+
+async def test_requests_wait_for_the_first_ready_pod(empty: ApiServer, seat: Seat) -> None:
+    assert (await seat.ask()).status_code == 503, "by default an empty pool refuses"
+    queueing = "fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}"
+    for picker in seat.pickers:
+        picker.process.terminate()
+        picker.process.wait()
+    seat.pickers.clear()
+    for _ in range(2):
+        file = seat.folder / "queueing.yaml"
+        file.write_text(queueing)
+        await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE, "--config", str(file))
+    for picker in seat.pickers:
+        await seat.ready(picker)
+    await seat.start_gateway()
+
+    async def demand() -> float:
+        return sum([await picker.figure("epp_queue_length") for picker in seat.pickers])
+
+    assert await demand() == 0
+    for picker in seat.pickers:
+        assert "epp_queue_length" in (await picker.admin.get("/metrics")).text
+
+    async def none_waits() -> bool | None:
+        return await demand() == 0 or None
+
+    waiting = [asyncio.create_task(seat.ask()) for _ in range(40)]
+
+    async def all_wait() -> bool | None:
+        return await demand() == len(waiting) or None
+
+    assert await network.until(all_wait, within_s=READY_S), await demand()
+    await seat.start_model(HOST)
+    empty.put_pod("first", HOST, APP)
+    answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+    assert await network.until(none_waits, within_s=READY_S)
