@@ -66,7 +66,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"of metrics and the admin API (default: {_METRICS_PORT})",
     )
     for flag, text in (
-        ("--secure-serving", "ext_proc by TLS, with a certificate of its own unless --cert-path has one"),
+        (
+            "--secure-serving",
+            "ext_proc by TLS, with a certificate of its own unless --cert-path has one (default: true)",
+        ),
         ("--conformance", "the test headers of the conformance suite; never in production"),
     ):
         add(flag, type=_boolean, nargs="?", const=True, metavar="BOOL", help=text)
@@ -156,6 +159,7 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "extproc": {
             "listen": f"0.0.0.0:{_GRPC_PORT}",
             "health_listen": f"0.0.0.0:{_HEALTH_PORT}",
+            "tls": {},  # gateways reach their picker by TLS and check no certificate
             "trusted_headers": [FAIRNESS_ID[0], OBJECTIVE[0]],
         },
         "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}"},
@@ -183,6 +187,10 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
     ):
         if port is not None:
             tree.setdefault(section, {})[key] = f"0.0.0.0:{port}"
+    if args.secure_serving is False:
+        extproc["tls"] = None
+    elif args.cert_path is not None:
+        extproc["tls"] = {"cert": str(args.cert_path / "tls.crt"), "key": str(args.cert_path / "tls.key")}
     if args.conformance is not None:
         extproc["conformance"] = args.conformance
     series = {}

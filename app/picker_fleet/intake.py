@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import orjson
+from xxhash import xxh64_intdigest
 
 from picker_fleet import allowlist
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
@@ -182,6 +183,24 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
     return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces | tests
 
 
+class Split(NamedTuple):
+    """What requests for a model are sent as: names, and the cumulated weights that choose among them."""
+
+    names: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, targets: Iterable[tuple[str, int]]) -> "Split":
+        """Of names and weights; a weight of 0 is never chosen."""
+        weighted = [(name, weight) for name, weight in targets if weight]
+        return cls(tuple(name for name, _ in weighted), tuple(accumulate(weight for _, weight in weighted)))
+
+    def at(self, share: float) -> str:
+        """The name that `share`, from 0 to 1, falls on."""
+        # It may round up to the last bound.
+        return self.names[min(bisect_right(self.bounds, share * self.bounds[-1]), len(self.names) - 1)]
+
+
 class PrefixReader(Protocol):
     """The chooser, as far as intake goes."""
 
@@ -220,7 +239,27 @@ class Intake:
         }
         self._prefixes = prefixes
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
-        self._targets = {model.name: _split(model) for model in settings.models if model.target_models}
+        self._targets = {
+            model.name: Split.of((entry.name, entry.weight) for entry in model.target_models)
+            for model in settings.models
+            if model.target_models
+        }
+        self._configured = self._objectives
+        self._rewrites: Mapping[str, Split] = {}
+        self._any_rewrite: Split | None = None
+        self._rewrites_models = False
+
+    def use_live(
+        self, bands: Mapping[str, Band], rewrites: Mapping[str, Split], anything: Split | None
+    ) -> None:
+        """Take objectives and model rewrites that came while the replica runs, in place of the former ones.
+
+        They count before configured ones of the same name. `anything` is for models that `rewrites` lack.
+        """
+        live = {name: (band, self._configured.get(name, (band, 1.0))[1]) for name, band in bands.items()}
+        self._objectives = {**self._configured, **live}
+        self._rewrites, self._any_rewrite = rewrites, anything
+        self._rewrites_models = bool(rewrites) or anything is not None
 
     def request(
         self,
@@ -258,6 +297,8 @@ class Intake:
         band, weight = self._rank(model, objective)
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
         target = self._target(model)
+        if self._rewrites_models:
+            target = self._rewritten(target, request_id)
         return InferenceRequest(
             id=request_id,
             model=model,
@@ -291,11 +332,12 @@ class Intake:
 
     def _target(self, model: str) -> str:
         split = self._targets.get(model)
-        if split is None:
-            return model
-        names, bounds = split
-        # choose() may round up to the last bound
-        return names[min(bisect_right(bounds, self._choose() * bounds[-1]), len(names) - 1)]
+        return model if split is None else split.at(self._choose())
+
+    def _rewritten(self, model: str, request_id: str) -> str:
+        """What a live rewrite makes of `model`; a request that comes again under its id gets the same."""
+        split = self._rewrites.get(model, self._any_rewrite)
+        return model if split is None else split.at(xxh64_intdigest(request_id.encode()) / 2**64)
 
     def _ttl(self, text: str) -> float:
         """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
@@ -411,11 +453,6 @@ _short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests brin
 
 def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
     return {entry.name: entry.max_inflight_per_endpoint or 0 for entry in entries}
-
-
-def _split(model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    targets = model.target_models
-    return tuple(entry.name for entry in targets), tuple(accumulate(entry.weight for entry in targets))
 
 
 def _model_of(text: memoryview) -> str:

@@ -61,6 +61,7 @@ from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
+from picker_fleet.sections import Kubernetes as KubernetesPool
 from picker_fleet.sections import Tls, engine_of
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
@@ -188,6 +189,10 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                     "wake-ups",
                 )
                 start(source.watch(membership.discovered), "discovery")
+                if settings.discovery.kubernetes is not None:
+                    start(
+                        _follow_objects(settings.discovery.kubernetes, context.intake, membership), "objects"
+                    )
                 start(membership.run(), "membership")
                 start(parts.failover.run(), "redis-watch")
                 start(parts.scraping.run(), "scraping")
@@ -213,6 +218,18 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         await grpc_server.stop()
         if parts.traces is not None:
             await parts.traces.stop(_GOODBYE_S)
+
+
+async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership) -> None:
+    """Have `intake` follow the objectives and model rewrites of the API server."""
+    from picker_fleet.replica.inference_objects import InferenceObjects  # needs the extra [kubernetes]
+
+    await InferenceObjects(
+        named.pool,
+        named.namespace,
+        report=lambda found: intake.use_live(found.bands, found.splits, found.anything),
+        publishes=lambda: membership.pulse is not None and membership.pulse.leader,
+    ).run()
 
 
 def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:

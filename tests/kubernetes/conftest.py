@@ -41,7 +41,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def empty(cluster: ApiServer) -> ApiServer:
-    """The API server without pods and pools."""
+    """The API server without pods, pools, objectives and rewrites."""
+    for kind in ("inferenceobjectives", "inferencemodelrewrites"):
+        path = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/{kind}"
+        for each in cluster.call("GET", path)["items"]:
+            cluster.call("DELETE", f"{path}/{each['metadata']['name']}")
     for pod in cluster.call("GET", PODS)["items"]:
         cluster.delete_pod(pod["metadata"]["name"], grace_s=0)
     for pool in cluster.call("GET", POOLS)["items"]:
@@ -53,7 +57,7 @@ def empty(cluster: ApiServer) -> ApiServer:
 async def seat(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
     """Two pickers in the namespace's pool `llm` of no pods yet, behind a gateway."""
     with redis_server(tmp_path / "valkey") as valkey:
-        here = Seat(tmp_path, valkey.url, free_port(), tls=False)
+        here = Seat(tmp_path, valkey.url, free_port(), tls=True)
         try:
             empty.put_pool("llm", [here.port], {"app": "llm"})
             for _ in range(2):

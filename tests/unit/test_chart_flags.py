@@ -9,6 +9,7 @@ import pytest
 from picker_fleet import chart_flags
 from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError
+from picker_fleet.sections import Tls
 
 # As the inferencepool chart of the Gateway API inference extension v1.5.0 renders it.
 CHART = (
@@ -51,6 +52,7 @@ def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
     assert settings.extproc.health_listen == "0.0.0.0:9003"
     assert settings.admin.listen == "0.0.0.0:9090"
     assert settings.fair_request_queue.overload_status == 429
+    assert settings.extproc.tls == Tls()
     assert any(
         "x-gateway-inference-fairness-id, x-gateway-inference-objective" in remark for remark in remarks
     )
@@ -98,6 +100,12 @@ def test_flags_count_more_than_the_environment_and_that_more_than_defaults() -> 
     assert settings.admin.listen == "0.0.0.0:7090"
     assert settings.pool == "other.llm"
     assert settings.request_queue_controller.watermark_per_backend == 7
+
+
+def test_ext_proc_is_served_by_tls_unless_a_flag_says_otherwise(tmp_path: Path) -> None:
+    assert made("--pool-name", "llm", "--secure-serving=false")[0].extproc.tls is None
+    given, _ = made("--pool-name", "llm", "--secure-serving", "--cert-path", str(tmp_path))
+    assert given.extproc.tls == Tls(cert=tmp_path / "tls.crt", key=tmp_path / "tls.key")
 
 
 def test_our_own_configuration_may_come_by_either_flag(tmp_path: Path) -> None:

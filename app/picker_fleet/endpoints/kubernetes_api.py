@@ -32,6 +32,7 @@ _WATCH_S: Final = (300, 600)  # the server ends a watch after a time between the
 _LATE_S = 30.0  # past which a watch that the server has not ended is cut
 _RETRY_S: Final = (0.05, 1.0)  # first and longest pause after a fault; each is drawn from its upper half
 _REFUSED_S = 5.0  # the pause after an answer that another try will hardly change, such as 403
+_UNSERVED_S = 30.0  # the pause after a kind was not served
 _RELIST_S = 0.3  # replicas whose watches expire together list again within this time
 _CONNECTIONS = 8
 # A server that vanished without a word is noticed after 10 s.
@@ -206,12 +207,16 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What is watched: the path of a collection, and which of its objects. `what` names it in the log."""
+    """What is watched: the path of a collection, and which of its objects. `what` names it in the log.
+
+    An `optional` one may be of a kind that the API server does not serve.
+    """
 
     what: str
     path: str
     labels: Mapping[str, str] | None = None  # that objects must have
     name: str | None = None  # of the only object
+    optional: bool = False
 
     @property
     def params(self) -> dict[str, str]:
@@ -268,6 +273,10 @@ class Reflector(Generic[Kind]):
                     _log.info("the watch of %s expired; listing again", self._collection.what)
                     await asyncio.sleep(self._draw(0, max(_RELIST_S, self._pause_s)))
                     self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+                    continue
+                if self._collection.optional and fault.code == httpx2.codes.NOT_FOUND:
+                    self.items, expired, self._version = {}, True, ""
+                    await asyncio.sleep(self._draw(_UNSERVED_S / 2, _UNSERVED_S))
                     continue
                 self._log_fault(fault)
                 refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS

@@ -1,0 +1,124 @@
+"""Objectives and model rewrites of the API server: in force without restart, faults told in their status."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from api_server import NAMESPACE, ApiServer
+from seat import Seat
+
+from picker_tools.local_fleet import network
+
+GROUP = "inference.networking.x-k8s.io"
+HOST = "127.0.0.31"
+READY_S = 60.0
+
+
+def put(cluster: ApiServer, kind: str, name: str, spec: dict[str, Any]) -> None:
+    tree = {
+        "apiVersion": f"{GROUP}/v1alpha2",
+        "kind": kind,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"poolRef": {"name": "llm"}, **spec},
+    }
+    cluster.apply(tree)
+
+
+async def condition(cluster: ApiServer, kind: str, name: str, status: str) -> str:
+    """The message of the condition, once it has `status`."""
+    path = f"/apis/{GROUP}/v1alpha2/namespaces/{NAMESPACE}/{kind}/{name}"
+
+    async def written() -> str | None:
+        conditions = cluster.call("GET", path).get("status", {}).get("conditions", [])
+        return next((each["message"] for each in conditions if each["status"] == status), None)
+
+    found = await network.until(written, within_s=READY_S)
+    assert found, cluster.call("GET", path)
+    return str(found)
+
+
+async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, seat: Seat) -> None:
+    put(empty, "InferenceObjective", "urgent", {"priority": 7})
+    put(empty, "InferenceObjective", "batch", {"priority": -1})
+    assert await condition(empty, "inferenceobjectives", "urgent", "True") == "in use"
+    assert await condition(empty, "inferenceobjectives", "batch", "True") == "in use"
+    for picker in seat.pickers:
+        picker.process.terminate()
+        picker.process.wait()
+    seat.pickers.clear()
+    file = seat.folder / "queueing.yaml"
+    file.write_text("fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}")
+    await seat.ready(
+        await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE, "--config", str(file))
+    )
+    await seat.start_gateway()
+    objective = "x-gateway-inference-objective"
+    asks = [
+        asyncio.create_task(seat.ask({objective: name})) for name in ("urgent", "urgent", "batch", "unknown")
+    ]
+
+    async def waiting() -> dict[str, int] | None:
+        state = (await seat.pickers[0].admin.get("/api/v1/state")).json()
+        queued = {band["name"]: band["queued"] for band in state["bands"]}
+        return queued if sum(queued.values()) == len(asks) else None
+
+    assert await network.until(waiting, within_s=READY_S) == {"Critical": 2, "Default": 1, "Sheddable": 1}
+    await seat.start_model(HOST)
+    empty.put_pod("only", HOST, {"app": "llm"})
+    assert {answer.status_code for answer in await asyncio.gather(*asks)} == {200}
+
+
+async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat: Seat) -> None:
+    await seat.start_model(HOST)
+    empty.put_pod("only", HOST, {"app": "llm"})
+    targets = [{"modelRewrite": "v1", "weight": 9}, {"modelRewrite": "v2", "weight": 1}]
+    rules = [{"matches": [{"model": {"value": "llama"}}], "targets": targets}]
+    put(empty, "InferenceModelRewrite", "canary", {"rules": rules})
+    assert await condition(empty, "inferencemodelrewrites", "canary", "True") == "in use"
+
+    async def serves() -> bool | None:
+        return (await seat.ask()).status_code == 404 or None  # the simulator has neither v1 nor v2
+
+    assert await network.until(serves, within_s=READY_S)
+    sent: Counter[str] = Counter()
+    for _ in range(60):
+        answer = await seat.ask()
+        sent[next(name for name in ("v1", "v2") if name in answer.text)] += 1
+    assert sent["v1"] > sent["v2"] > 0
+
+    put(
+        empty,
+        "InferenceModelRewrite",
+        "canary",
+        {"rules": [{**rules[0], "targets": [{"modelRewrite": "llama"}]}]},
+    )
+
+    async def back() -> bool | None:
+        return (await seat.ask()).status_code == 200 or None
+
+    assert await network.until(back, within_s=READY_S)
+
+
+async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_on(
+    empty: ApiServer, seat: Seat
+) -> None:
+    await seat.start_model(HOST)
+    empty.put_pod("only", HOST, {"app": "llm"})
+    put(empty, "InferenceModelRewrite", "nothing", {"rules": []})
+    put(
+        empty, "InferenceModelRewrite", "zero", {"rules": [{"targets": [{"modelRewrite": "x", "weight": 0}]}]}
+    )
+    put(empty, "InferenceObjective", "huge", {"priority": 2**40})
+    assert "nothing is rewritten" in await condition(empty, "inferencemodelrewrites", "nothing", "False")
+    assert "no target has a weight above 0" in await condition(
+        empty, "inferencemodelrewrites", "zero", "False"
+    )
+    assert "no int32" in await condition(empty, "inferenceobjectives", "huge", "False")
+    for name in ("inferencemodelrewrites nothing", "inferencemodelrewrites zero", "inferenceobjectives huge"):
+        for picker in seat.pickers:
+            assert f"{name} is not used" in picker.log.read_text()
+
+    async def serves() -> bool | None:
+        return (await seat.ask()).status_code == 200 or None
+
+    assert await network.until(serves, within_s=READY_S)

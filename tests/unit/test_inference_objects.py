@@ -1,0 +1,113 @@
+"""What objectives and model rewrites amount to: bands, splits, who wins, and what is a fault."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from picker_fleet.config import parse
+from picker_fleet.intake import Ask, Intake
+from picker_fleet.replica.inference_objects import (
+    Objective,
+    Rewrite,
+    live_objects,
+    objective_fault,
+    rewrite_fault,
+)
+from picker_fleet.request import Band
+
+
+def objective(name: str, priority: int) -> Objective:
+    return msgspec.convert({"metadata": {"name": name}, "spec": {"priority": priority}}, Objective)
+
+
+def rewrite(name: str, created: str, *rules: dict[str, Any]) -> Rewrite:
+    metadata = {"name": name, "creationTimestamp": created}
+    return msgspec.convert({"metadata": metadata, "spec": {"rules": list(rules)}}, Rewrite)
+
+
+def rule(targets: dict[str, int], *models: str, kind: str = "Exact") -> dict[str, Any]:
+    return {
+        "matches": [{"model": {"value": model, "type": kind}} for model in models],
+        "targets": [{"modelRewrite": name, "weight": weight} for name, weight in targets.items()],
+    }
+
+
+def intake(settings: dict[str, Any] | None = None) -> Intake:
+    ids = iter(f"id-{number}" for number in range(100_000))
+    return Intake(parse(settings or {}), new_id=lambda: next(ids), choose=lambda: 0.5)
+
+
+def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
+    """The target model and band of a request."""
+    fields = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
+    request = gate.request(Ask(model, False, None), fields, subset=None, trusted=True)
+    return request.target_model, request.band
+
+
+@pytest.mark.parametrize(
+    ("priority", "band"),
+    [(1, Band.CRITICAL), (0, Band.DEFAULT), (-1, Band.SHEDDABLE), (2**31 - 1, Band.CRITICAL)],
+)
+def test_the_sign_of_a_priority_is_the_band(priority: int, band: Band) -> None:
+    header = "x-gateway-inference-objective"
+    gate = intake({"extproc": {"trusted_headers": [header]}, "objectives": [{"name": "kept"}]})
+    found = live_objects([objective("o", priority)], [])
+    gate.use_live(found.bands, found.splits, found.anything)
+    request = gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True)
+    assert request.band == band
+    gate.use_live({}, {}, None)
+    assert gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True).band == Band.DEFAULT
+
+
+def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
+    gate = intake()
+    found = live_objects([], [rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))])
+    gate.use_live(found.bands, found.splits, found.anything)
+    targets = Counter(ask(gate, "m")[0] for _ in range(10_000))
+    assert targets.keys() == {"v1", "v2"}
+    assert 800 < targets["v2"] < 1200
+    again = {ask(gate, "m", x_request_id="the-same")[0] for _ in range(20)}
+    assert len(again) == 1
+    assert ask(gate, "other")[0] == "other"
+
+
+def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> None:
+    old, new = rewrite("z", "1", rule({"old": 1}, "m")), rewrite("a", "2", rule({"new": 1}, "m", "n"))
+    rest = rewrite("rest", "3", rule({"rest": 1}))
+    found = live_objects([], [new, rest, old])
+    gate = intake()
+    gate.use_live(found.bands, found.splits, found.anything)
+    assert [ask(gate, model)[0] for model in ("m", "n", "x")] == ["old", "new", "rest"]
+
+
+def test_rewrites_that_name_each_other_are_one_step() -> None:
+    found = live_objects([], [rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b"))])
+    gate = intake()
+    gate.use_live(found.bands, found.splits, found.anything)
+    assert (ask(gate, "a")[0], ask(gate, "b")[0]) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("rules", "fault"),
+    [
+        ([], "spec.rules is empty"),
+        ([{"targets": []}], "nothing to rewrite to"),
+        ([rule({"v": 0}, "m")], "nothing to rewrite to"),
+        ([rule({"": 1}, "m")], "is no model's name"),
+        ([rule({"v": 1}, " ")], "is no model's name"),
+        ([rule({"v": -1}, "m")], "weight -1"),
+        ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is unknown"),
+        ([rule({"v": 1}, "m")], ""),
+    ],
+)
+def test_a_rewrite_that_cannot_be_used_says_why(rules: list[dict[str, Any]], fault: str) -> None:
+    found = rewrite_fault(rewrite("r", "1", *rules))
+    assert fault in found
+    assert bool(found) == bool(fault)
+
+
+def test_a_priority_is_an_int32() -> None:
+    assert objective_fault(objective("o", 2**31)) == "spec.priority is no int32"
+    assert objective_fault(objective("o", -(2**31))) == ""
