@@ -10,6 +10,8 @@ from picker_tools.local_fleet import network
 APP = {"app": "llm"}
 HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 READY_S = 60.0
+OBJECT_GROUPS = ["llm-d.ai", "inference.networking.x-k8s.io"]
+OBJECTS = ["inferenceobjectives", "inferencemodelrewrites"]
 
 
 async def started(cluster: ApiServer, seat: Seat, hosts: tuple[str, ...] = HOSTS) -> None:
@@ -139,12 +141,15 @@ async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothin
     empty.apply(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "picker", "namespace": NAMESPACE}}
     )
-    allowed = {"apiGroups": ["", "inference.networking.k8s.io"], "resources": ["pods", "inferencepools"]}
+    pool = {"apiGroups": ["", "inference.networking.k8s.io"], "resources": ["pods", "inferencepools"]}
+    objects = {"apiGroups": OBJECT_GROUPS, "resources": OBJECTS}
     role = {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "metadata": {"name": "picker", "namespace": NAMESPACE},
     }
-    empty.apply({**role, "kind": "Role", "rules": [{**allowed, "verbs": ["list", "watch"]}]})
+    empty.apply(
+        {**role, "kind": "Role", "rules": [{**each, "verbs": ["list", "watch"]} for each in (pool, objects)]}
+    )
     empty.apply(
         {
             **role,
@@ -163,10 +168,17 @@ async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothin
     await ready(seat, *HOSTS[1:])
 
     calls = empty.calls(f"system:serviceaccount:{NAMESPACE}:picker")
-    assert {each["responseStatus"]["code"] for each in calls} == {200}
+    answers = {
+        (each["objectRef"].get("apiGroup") == OBJECT_GROUPS[0], each["responseStatus"]["code"])
+        for each in calls
+    }
+    assert answers == {(False, 200), (True, 404)}, "llm-d.ai is not served here"
     begun = Counter(
         (each["verb"], each["requestURI"].partition("?")[0])
         for each in calls
         if each["stage"] == ("ResponseStarted" if each["verb"] == "watch" else "ResponseComplete")
     )
-    assert begun == {(verb, path): 1 for verb in ("list", "watch") for path in (PODS, POOLS)}
+    base = f"/apis/{OBJECT_GROUPS[1]}/v1alpha2/namespaces/{NAMESPACE}"
+    paths = (PODS, POOLS, *(f"{base}/{kind}" for kind in OBJECTS))
+    served = {what: count for what, count in begun.items() if OBJECT_GROUPS[0] not in what[1]}
+    assert served == {(verb, path): 1 for verb in ("list", "watch") for path in paths}

@@ -59,7 +59,7 @@ async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, s
 
     async def waiting() -> dict[str, int] | None:
         state = (await seat.pickers[0].admin.get("/api/v1/state")).json()
-        queued = {band["name"]: band["queued"] for band in state["bands"]}
+        queued = {band["band"]: band["queued"] for band in state["bands"]}
         return queued if sum(queued.values()) == len(asks) else None
 
     assert await network.until(waiting, within_s=READY_S) == {"Critical": 2, "Default": 1, "Sheddable": 1}
@@ -105,16 +105,16 @@ async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_o
     await seat.start_model(HOST)
     empty.put_pod("only", HOST, {"app": "llm"})
     put(empty, "InferenceModelRewrite", "nothing", {"rules": []})
-    put(
-        empty, "InferenceModelRewrite", "zero", {"rules": [{"targets": [{"modelRewrite": "x", "weight": 0}]}]}
-    )
+    put(empty, "InferenceModelRewrite", "blank", {"rules": [{"targets": [{"modelRewrite": " "}]}]})
     put(empty, "InferenceObjective", "huge", {"priority": 2**40})
     assert "nothing is rewritten" in await condition(empty, "inferencemodelrewrites", "nothing", "False")
-    assert "no target has a weight above 0" in await condition(
-        empty, "inferencemodelrewrites", "zero", "False"
-    )
+    assert "is no model's name" in await condition(empty, "inferencemodelrewrites", "blank", "False")
     assert "no int32" in await condition(empty, "inferenceobjectives", "huge", "False")
-    for name in ("inferencemodelrewrites nothing", "inferencemodelrewrites zero", "inferenceobjectives huge"):
+    for name in (
+        "inferencemodelrewrites nothing",
+        "inferencemodelrewrites blank",
+        "inferenceobjectives huge",
+    ):
         for picker in seat.pickers:
             assert f"{name} is not used" in picker.log.read_text()
 
