@@ -1,6 +1,7 @@
 """The shared state lost under running replicas is registered again, and a replayed token restores nothing."""
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,26 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
     # Four streams and five waiters of one flow on one replica.
     async with fleet("a", endpoints=2, joined=CONFIG) as (it, _):
         _, waiting = await filled(it, 4, 5)
+        await it.redis.flushall()
+        await until(lambda: _accounted(it, 9))
+        await all_served(it, 4, waiting)
+        assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
+
+
+async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet("a", endpoints=2, joined=CONFIG) as (it, a):
+        _, waiting = await filled(it, 4, 5)
+        real = a.store.admit
+
+        async def paused(
+            request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+        ) -> Decision:
+            time.sleep(0.1)  # the host takes the core, longer than the requests arrived apart
+            return await real(request, attempt, candidates, age_s)
+
+        monkeypatch.setattr(a.store, "admit", paused)
         await it.redis.flushall()
         await until(lambda: _accounted(it, 9))
         await all_served(it, 4, waiting)

@@ -353,14 +353,16 @@ class SharedGate:
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
+        # One reading of the clock: a pause of the process between two of them would reverse their order.
+        now_s = self._loop.time()
         async with asyncio.TaskGroup() as tasks:
-            registered = [tasks.create_task(self._register_waiter(waiter)) for waiter in waiters]
+            registered = [tasks.create_task(self._register_waiter(waiter, now_s)) for waiter in waiters]
         return all(task.result() for task in registered)
 
-    async def _register_waiter(self, waiter: Waiter) -> bool:
+    async def _register_waiter(self, waiter: Waiter, now_s: float) -> bool:
         if waiter.notification.done() or waiter.placing:
             return True
-        age_s = self._loop.time() - waiter.arrived_s
+        age_s = now_s - waiter.arrived_s
         choice = self._chooser.choose(waiter.request)
         try:
             answer = await self._store.admit(waiter.request, waiter.attempt, choice.candidates, age_s)
