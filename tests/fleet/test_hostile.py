@@ -6,8 +6,9 @@
 from hostile_attacks import ENDED
 from hostile_fleet import attack_fleet
 
-# How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, or hostile model
-# servers are taken out. A client at the address of a flood may be disconnected with it.
+# How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, hostile model servers are
+# taken out, or the attacker's own read of the queue was not answered within its limit of 2 s. A client at the
+# address of a flood may be disconnected with it.
 ALLOWED_OUTCOMES = {
     "hostile bodies of 8 MiB": {"200", "400", "413", "503"},
     "large bodies that stop half-way": {"400", "408", "503", ENDED},
@@ -24,7 +25,7 @@ ALLOWED_OUTCOMES = {
     "names with separators": {"200", "400", "404"},
     "spoofed steering headers": {"200", "400", "503"},
     "paths that are not inference, guessed keys": {"401", "404"},
-    "readers of the admin ports": {"200", "421", "429", ENDED},
+    "readers of the admin ports": {"200", "421", "429", "503", ENDED},
 }
 
 
