@@ -30,6 +30,7 @@ local function adopt(r, attempt, candidates, turn, picks)
       r.state = STATE_QUEUED
       tag = queue.insert(r)
     end
+    notifications.withdraw(r.owner, r.id) -- of an earlier request of this id
     record.put(r)
     log_event('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
@@ -124,6 +125,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
   r.state = STATE_QUEUED
+  notifications.withdraw(r.owner, r.id) -- of an earlier request of this id
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end

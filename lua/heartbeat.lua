@@ -2,7 +2,8 @@
 -- A replica reports that it lives, and learns what it must know: whether the pool is the one it knew, who publishes,
 -- the bounds, and the notifications that a lost wake-up has left in its inbox.
 --
--- Guarantees: a notification other than a grant is delivered once; a grant stays in the inbox until it is placed.
+-- Guarantees: a notification other than a grant is in the reply of one heartbeat, whether or not a wake-up or another
+-- reply has brought it before, and never once a new request of its id waits. A grant stays until it is placed.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -82,7 +83,7 @@ local function heartbeat(args)
       granted[#granted + 1] = inbox[i]
     else
       left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
-      defer_write('HDEL', key.inbox[owner], inbox[i]) -- delivered once; nothing else tells of it
+      defer_write('HDEL', key.inbox[owner], inbox[i])
     end
   end
   record.prefetch(granted, #granted)

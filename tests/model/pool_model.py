@@ -90,6 +90,9 @@ class PoolModel:
     def _log(self, event: str, about: str, by: str = "") -> None:
         self.events.append(f"{event} {about} {by}")
 
+    def _withdraw_notification(self, r: Request) -> None:
+        self.inboxes.get(r.owner, {}).pop(r.id, None)
+
     def _notify(self, r: Request, what: str) -> None:
         if what == "granted" or r.owner in self.replicas:
             self.inboxes.setdefault(r.owner, {})[r.id] = what
@@ -181,7 +184,7 @@ class PoolModel:
         return f"placed {r.endpoints} {','.join(loads)}", False, closed
 
     def _place_granted(self, r: Request, candidates: str) -> str:
-        self.inboxes.get(r.owner, {}).pop(r.id, None)
+        self._withdraw_notification(r)
         reply, limited, closed = self._place(r, candidates)
         if reply:
             self._log("placed", r.id)
@@ -214,7 +217,7 @@ class PoolModel:
         elif r.state == "placed":
             self._release(r)
         elif r.state == "granted":
-            self.inboxes.get(r.owner, {}).pop(r.id, None)
+            self._withdraw_notification(r)
         if ran:
             self._give_back(r)
         del self.requests[r.id]

@@ -257,6 +257,7 @@ class QueueModel(PoolModel):
 
     def _queue(self, r: Request, left_ms: int) -> str:
         self.requests[r.id] = r
+        self._withdraw_notification(r)  # of an earlier request of this id
         self.queue.insert(r)
         self._log("queued", r.id)
         return f"queued {left_ms}"
@@ -277,6 +278,7 @@ class QueueModel(PoolModel):
                 return "expired"
             if r.state == "held":
                 self.queue.insert(r)
+            self._withdraw_notification(r)  # of an earlier request of this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)

@@ -353,6 +353,30 @@ def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side
     assert pool.is_at_rest()
 
 
+def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("r")
+    pool.admit("q")
+    # The replica learns of the eviction from its own call; the notification is in its inbox too.
+    pool.call("evict", "q")
+    assert pool.told["a"] == ["evicted q"]
+    pool.admit("q")
+    pool.beat()
+    assert pool.told["a"] == ["evicted q"]
+
+
+def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("r")
+    pool.admit("q")
+    pool.call("evict", "q")
+    # The client sends it again to another replica, and then to this one.
+    pool.admit("q", by="b")
+    pool.admit("q")
+    pool.beat()
+    assert pool.told == {"a": ["evicted q"], "b": []}
+
+
 def test_a_critical_flow_gets_its_places_however_full_the_queue_is(side: ScriptSide) -> None:
     pool = Pool(side, total_capacity=6, flow_capacity=3)
     pool.admit("runs")
