@@ -92,7 +92,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         async def paused(
             request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
         ) -> Decision:
-            time.sleep(0.1)  # the host takes the core, longer than the requests arrived apart
+            time.sleep(0.1)  # noqa: ASYNC251 - the host takes the core, longer than between two arrivals
             return await real(request, attempt, candidates, age_s)
 
         monkeypatch.setattr(a.store, "admit", paused)
