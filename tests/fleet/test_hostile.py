@@ -6,9 +6,9 @@
 from hostile_attacks import ENDED
 from hostile_fleet import attack_fleet
 
-# How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, hostile model servers are
-# taken out, or the attacker's own read of the queue was not answered within its limit of 2 s. A client at the
-# address of a flood may be disconnected with it.
+# How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, hostile model servers
+# are taken out, or the attacker's own read of the queue was not answered within its limit of 2 s. A client
+# at the address of a flood may be disconnected with it.
 ALLOWED_OUTCOMES = {
     "hostile bodies of 8 MiB": {"200", "400", "413", "503"},
     "large bodies that stop half-way": {"400", "408", "503", ENDED},
