@@ -1,7 +1,7 @@
 """The pool's numbers and what befalls its requests, whichever call brings it about."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,6 +55,7 @@ class PoolModel:
         self.stock = self.upper = self.lower = self.rate = 0.0
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
         self.events: list[str] = []
+        self.scan_order: Sequence[str] = ()  # in which the next sweep finds the requests
         self._choose = choose
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
@@ -319,7 +320,7 @@ class PoolModel:
 
     def _walk(self) -> None:
         if self.refiling or self.moment.settings["ordering"] == "workload-aware":
-            self.queue.reorder(self.refiling)
+            self.queue.reorder(self.refiling, self.scan_order)
         self.refiling = False
 
     def _expire_down_marks(self) -> None:

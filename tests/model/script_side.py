@@ -61,6 +61,10 @@ class ScriptSide:
         names = self._redis.keys(f"{self._keys.prefix}*")
         return {str(name).removeprefix(self._keys.prefix) for name in names}
 
+    def scan_order(self) -> list[str]:
+        """The ids of all requests in the order in which a scan of the server finds them."""
+        return [str(id) for id, _ in self._redis.hscan_iter(f"{self._keys.prefix}requests")]
+
     def call(self, now_us: int, name: str, args: Sequence[Any]) -> Seen:
         pipe = self._redis.pipeline(transaction=False)
         pipe.set("clock", now_us)

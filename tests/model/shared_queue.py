@@ -1,7 +1,7 @@
 """The queue of the model: the fair queue of an outage, and what only the shared queue does."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 
 from model_state import Moment, Request, Workloads
@@ -102,10 +102,15 @@ class SharedQueue(FairQueue[Request]):
             for _, name in sorted((tag, name) for name, tag in self.throttled(band).items()):
                 self.unthrottle(number, name)
 
-    def reorder(self, policy_changed: bool) -> None:
-        """The sweep's scan: put each request where the policy in force has it, by rates as they are now."""
+    def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
+        """The sweep's scan: put each request where the policy in force has it, by rates as they are now.
+
+        The first request that comes to a flow queue decides about its start tag. It is the first that the
+        scan finds, so `scan_order` has the ids of all requests in that order.
+        """
         if policy_changed:
-            for r in list(self.requests()):
+            found = {id: at for at, id in enumerate(scan_order)}
+            for r in sorted(self.requests(), key=lambda r: found[r.id]):
                 if r.flow_queue != self.name_of(r):
                     self.remove(r)
                     self.insert(r)

@@ -26,6 +26,8 @@ class SideBySide:
     def call(self, name: str, caller: str, *rest: Any) -> Reply:
         """Make the call of both and compare what it returned, what it logged, and the state it left."""
         self.agree = False
+        if name == "sweep":
+            self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
         if name in ("admit", "place"):
             ids = [item.id if name == "admit" else item[0] for item in rest[0]]
