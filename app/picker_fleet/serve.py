@@ -280,9 +280,17 @@ async def _background() -> Any:
 def _on_signal() -> asyncio.Event:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_report_fault)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     return stopping
+
+
+def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log a fault that nobody awaits, except that of a name's lookup: a connection that gave up waiting for
+    it has its own error."""
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)
 
 
 def new_incarnation() -> str:

@@ -212,6 +212,26 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
         await listening
 
 
+async def test_an_interruption_is_logged_once_however_many_connections_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attempts = 0
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+        writer.close()
+
+    async with await asyncio.start_server(close, LOOPBACK, 0) as server:
+        url = f"redis://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/0"
+        listening = asyncio.create_task(listen(url, "channel", lambda *_: None))
+        await until(lambda: attempts >= 3)
+        listening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await listening
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["wake-ups interrupted"]
+
+
 async def test_route_and_metrics_streams_notice_that_their_server_vanished(between: Proxy, pool: str) -> None:
     url, clock = between.url, asyncio.get_running_loop().time
     routes = RouteStream(

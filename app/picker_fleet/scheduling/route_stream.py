@@ -119,14 +119,18 @@ class RouteStream:
 
     async def _write(self) -> None:
         client = CommandClient(self._url, self._stream, deadline_s=_CALL_S)
+        failing = False
         try:
             while True:
                 await self._pending.wait()
                 try:
                     await self._flush(client)
+                    failing = False
                     await asyncio.sleep(FLUSH_S)
                 except StateUnavailable as error:
-                    _log.warning("routes not written: %s", error)
+                    if not failing:  # one line for each time that they begin to fail
+                        _log.warning("routes not written: %s", error)
+                    failing = True
                     await asyncio.sleep(_PAUSE_S)
         finally:
             await client.close()
@@ -156,15 +160,19 @@ class RouteStream:
 
     async def _follow(self) -> None:
         client = CommandClient(self._url, self._stream, deadline_s=_READ_S)
+        failing = False
         try:
             while True:
                 try:
                     await self._resume(client)
                     while True:
                         await self._read(client)
+                        failing = False
                 except (StateUnavailable, TimeoutError) as error:
                     raise_if_cancelled()
-                    _log.warning("routes not followed: %s", str(error) or "no answer in time")
+                    if not failing:
+                        _log.warning("routes not followed: %s", str(error) or "no answer in time")
+                    failing = True
                 await asyncio.sleep(_PAUSE_S)
         finally:
             await client.close()

@@ -40,13 +40,18 @@ async def follow(
 
     The connection is pinged every `check_s`: nothing else notices a peer that has vanished. `on_subscribed`
     is awaited each time messages begin to come, so that it can read what was missed; StateUnavailable from
-    it reconnects. `what` names the messages in the log."""
+    it reconnects. `what` names the messages in the log, which has one line for each interruption, however
+    often a new connection fails."""
+    interrupted = False
     while True:
+        subscription = _Subscription(channel, on_message)
         try:
-            await _Subscription(channel, on_message).follow(url, on_subscribed, check_s)
+            await subscription.follow(url, on_subscribed, check_s)
         except (*DOWN, StateUnavailable) as fault:
             raise_if_cancelled()
-            _log.warning("%s interrupted: %s", what, str(fault) or "no answer in time")
+            if subscription.began or not interrupted:
+                _log.warning("%s interrupted: %s", what, str(fault) or "no answer in time")
+            interrupted = True
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -58,6 +63,11 @@ class _Subscription:
         self._received = True  # anything since the last PING
         self._subscribed: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[str] = loop.create_future()
+
+    @property
+    def began(self) -> bool:
+        """Whether messages have begun to come."""
+        return self._subscribed.done()
 
     async def follow(self, url: str, on_subscribed: OnSubscribed | None, check_s: float) -> None:
         """Raises one of DOWN when the connection has ended, or was silent for twice `check_s`."""
