@@ -50,7 +50,7 @@ redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
 
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about eight minutes)
-	@PICKER_KUBERNETES="$$(bash .ci/kubernetes)" && export PICKER_KUBERNETES && $(BIN)/pytest tests/kubernetes $(ARGS)
+	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
 	$(BIN)/ruff check .

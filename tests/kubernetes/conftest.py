@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def built() -> tuple[str, str, Path]:
     """The API server, helm, and the folder of the CRDs, as .ci/kubernetes builds them."""
-    if not (lines := os.environ.get("PICKER_KUBERNETES", "")):
+    if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
         made = subprocess.run(
             ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
         )
