@@ -1,11 +1,13 @@
 """What a cluster runs around an API server: pickers by the flags of a chart, a gateway, model servers, load.
 
 The gateway is an Envoy as implementations of inference gateways configure it: ext_proc in `standard`, and
-the endpoint by the header (`ORIGINAL_DST`), without fallbacks. The model servers are simulators at addresses
-of the loopback, all on one port, as pods are.
+the endpoint by the header (`ORIGINAL_DST`), without fallbacks. It tells the picker who served, and which
+endpoints may be picked where a request has the header `SUBSET_HEADER`. The model servers are simulators at
+addresses of the loopback, all on one port, as pods are.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -18,58 +20,66 @@ from typing import Any
 
 import httpx
 import yaml
+from google.protobuf.struct_pb2 import ListValue, Value
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.processes import envoy_binary, picker_command
 
 READY_S = 60.0
-ASK = {"model": "llama", "prompt": "hi", "max_tokens": 4}
+ASK = {"model": "llama", "prompt": "hi"}
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _MANAGER = (
     "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 )
 _ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
 _PROTOCOLS = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+_TO_METADATA = "type.googleapis.com/envoy.extensions.filters.http.header_to_metadata.v3.Config"
+_OVERRIDE_HOST = "type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost"
+_ROUND_ROBIN = "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin"
 _TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+_EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
+_DESTINATION = "x-gateway-destination-endpoint"
+_SERVED_HEADER = "x-test-served"
+SUBSET_HEADER = "x-test-subset"  # see `subset`
 Tree = dict[str, Any]
 
 
-def bootstrap(listen: int, admin: int, pickers: Sequence[int], *, tls: bool, failure_mode: str) -> Tree:
-    """An Envoy on `listen` that asks the pickers at the ports `pickers` of the loopback."""
-    cluster: Tree = {
-        "name": "picker",
-        "type": "STATIC",
-        "connect_timeout": "1s",
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-                "@type": _PROTOCOLS,
-                "explicit_http_config": {"http2_protocol_options": {}},
-            }
-        },
-        "health_checks": [
-            {
-                "timeout": "1s",
-                "interval": "0.5s",
-                "unhealthy_threshold": 1,
-                "healthy_threshold": 1,
-                "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
-            }
-        ],
-        "load_assignment": {
-            "cluster_name": "picker",
-            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(port)}} for port in pickers]}],
-        },
-    }
-    if tls:
-        cluster["transport_socket"] = {
-            "name": "envoy.transport_sockets.tls",
-            "typed_config": {"@type": _TLS, "common_tls_context": {"alpn_protocols": ["h2"]}},
-        }
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a gateway does for a pool."""
+
+    pickers: Sequence[int]  # ports of the loopback
+    weight: int = 1
+
+
+def subset(*addresses: str) -> dict[str, str]:
+    """The request header of which the gateway makes the hint that only `addresses` may be picked: a list."""
+    value = Value(list_value=ListValue(values=[Value(string_value=each) for each in addresses]))
+    return {SUBSET_HEADER: base64.b64encode(value.SerializeToString()).decode()}
+
+
+def bootstrap(
+    listen: int,
+    admin: int,
+    routes: Sequence[Route],
+    *,
+    tls: bool,
+    fail_open: Sequence[tuple[str, int]] = (),
+    http2: bool = False,
+    discovery: Path | None = None,
+) -> Tree:
+    """An Envoy on `listen`. Requests are split over `routes` by weight. The pickers of the first one are read
+    from the file `discovery` if there is one, and their health is not checked then.
+
+    Where no picker can be asked they are refused, or go to the addresses `fail_open` in turn. Model servers
+    are asked by HTTP/2 if `http2`.
+    """
     processor = {
         "@type": _EXT_PROC,
-        "failure_mode_allow": failure_mode == "FailOpen",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "failure_mode_allow": bool(fail_open),
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker-0"}},
         "message_timeout": "60s",
         "processing_mode": {
             "request_header_mode": "SEND",
@@ -84,11 +94,44 @@ def bootstrap(listen: int, admin: int, pickers: Sequence[int], *, tls: bool, fai
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
         },
     }
+    hint = {
+        "header": SUBSET_HEADER,
+        "remove": True,
+        "on_header_present": {
+            "metadata_namespace": "envoy.lb.subset_hint",
+            "key": "x-gateway-destination-endpoint-subset",
+            "type": "PROTOBUF_VALUE",
+            "encode": "BASE64",
+        },
+    }
+    served = {
+        "header": _SERVED_HEADER,
+        "remove": True,
+        "on_header_present": {
+            "metadata_namespace": "envoy.lb",
+            "key": "x-gateway-destination-endpoint-served",
+        },
+    }
+    split = [
+        {
+            "name": "pool",
+            "weight": route.weight,
+            "typed_per_filter_config": {
+                _EXT_PROC_FILTER: {
+                    "@type": _PER_ROUTE,
+                    "overrides": {"grpc_service": {"envoy_grpc": {"cluster_name": f"picker-{number}"}}},
+                }
+            },
+        }
+        for number, route in enumerate(routes)
+    ]
     manager = {
         "@type": _MANAGER,
         "stat_prefix": "gateway",
         "http_filters": [
-            {"name": "envoy.filters.http.ext_proc", "typed_config": processor},
+            {"name": "hint", "typed_config": {"@type": _TO_METADATA, "request_rules": [hint]}},
+            {"name": _EXT_PROC_FILTER, "typed_config": processor},
+            {"name": "served", "typed_config": {"@type": _TO_METADATA, "response_rules": [served]}},
             {"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER}},
         ],
         "route_config": {
@@ -96,47 +139,149 @@ def bootstrap(listen: int, admin: int, pickers: Sequence[int], *, tls: bool, fai
                 {
                     "name": "all",
                     "domains": ["*"],
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "60s"}}],
+                    "routes": [
+                        {
+                            "match": {"prefix": "/"},
+                            "route": {"weighted_clusters": {"clusters": split}, "timeout": "60s"},
+                            "response_headers_to_add": [
+                                {"header": {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
+                            ],
+                        }
+                    ],
                 }
             ]
         },
     }
-    pool = {
+    chain = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    listener = {"name": "gateway", "address": _address(listen), "filter_chains": [{"filters": chain}]}
+    pickers = [
+        _picker_cluster(f"picker-{number}", route.pickers, tls=tls) for number, route in enumerate(routes)
+    ]
+    if discovery is not None:
+        del pickers[0]["load_assignment"], pickers[0]["health_checks"]
+        source = {"path_config_source": {"path": str(discovery)}, "resource_api_version": "V3"}
+        pickers[0] |= {
+            "type": "EDS",
+            "eds_cluster_config": {"service_name": "picker-0", "eds_config": source},
+        }
+    pool = _failing_open(fail_open) if fail_open else _original_destination()
+    if http2:
+        pool |= _speaking_http2()
+    return {
+        "node": {"id": "gateway", "cluster": "gateway"},
+        "admin": {"address": _address(admin)},
+        "static_resources": {"listeners": [listener], "clusters": [*pickers, pool]},
+    }
+
+
+def _speaking_http2() -> Tree:
+    options = {"@type": _PROTOCOLS, "explicit_http_config": {"http2_protocol_options": {}}}
+    return {
+        "typed_extension_protocol_options": {
+            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options
+        }
+    }
+
+
+def _picker_cluster(name: str, pickers: Sequence[int], *, tls: bool) -> Tree:
+    cluster: Tree = {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "1s",
+        **_speaking_http2(),
+        "health_checks": [
+            {
+                "timeout": "1s",
+                "interval": "0.5s",
+                "unhealthy_threshold": 1,
+                "healthy_threshold": 1,
+                "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
+            }
+        ],
+        "load_assignment": _assignment(name, pickers),
+    }
+    if tls:
+        cluster["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {"@type": _TLS, "common_tls_context": {"alpn_protocols": ["h2"]}},
+        }
+    return cluster
+
+
+def _assignment(name: str, pickers: Sequence[int]) -> Tree:
+    hosts = [{"endpoint": {"address": _address(port)}} for port in pickers]
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": hosts}]}
+
+
+def publish(discovery: Path, pickers: Sequence[int]) -> None:
+    """Have gateways that read the file `discovery` take the pickers at these ports."""
+    kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+    new = discovery.with_suffix(".new")
+    new.write_text(json.dumps({"resources": [{"@type": kind, **_assignment("picker-0", pickers)}]}))
+    new.rename(discovery)
+
+
+def _original_destination() -> Tree:
+    return {
         "name": "pool",
         "type": "ORIGINAL_DST",
         "lb_policy": "CLUSTER_PROVIDED",
         "connect_timeout": "2s",
-        "original_dst_lb_config": {
-            "use_http_header": True,
-            "http_header_name": "x-gateway-destination-endpoint",
-        },
+        "original_dst_lb_config": {"use_http_header": True, "http_header_name": _DESTINATION},
     }
+
+
+def _failing_open(hosts: Sequence[tuple[str, int]]) -> Tree:
+    """The endpoint by the header, any of `hosts` without it."""
+    fallback = {"name": "round-robin", "typed_config": {"@type": _ROUND_ROBIN}}
+    policy = {
+        "@type": _OVERRIDE_HOST,
+        "override_host_sources": [{"header": _DESTINATION}],
+        "fallback_policy": {"policies": [{"typed_extension_config": fallback}]},
+    }
+    endpoints = [{"endpoint": {"address": _address(port, host)}} for host, port in hosts]
     return {
-        "admin": {"address": _address(admin)},
-        "static_resources": {
-            "listeners": [
-                {
-                    "name": "gateway",
-                    "address": _address(listen),
-                    "filter_chains": [
-                        {
-                            "filters": [
-                                {
-                                    "name": "envoy.filters.network.http_connection_manager",
-                                    "typed_config": manager,
-                                }
-                            ]
-                        }
-                    ],
-                }
-            ],
-            "clusters": [cluster, pool],
+        "name": "pool",
+        "type": "STATIC",
+        "connect_timeout": "2s",
+        "load_balancing_policy": {
+            "policies": [{"typed_extension_config": {"name": "override-host", "typed_config": policy}}]
         },
+        "load_assignment": {"cluster_name": "pool", "endpoints": [{"lb_endpoints": endpoints}]},
     }
 
 
-def _address(port: int) -> Tree:
-    return {"socket_address": {"address": LOOPBACK, "port_value": port}}
+def echo_over_http2(hosts: Sequence[tuple[str, int]]) -> Tree:
+    """An Envoy that answers any request at `hosts`, by cleartext HTTP/2 only."""
+    listeners = []
+    for host, port in hosts:
+        manager = {
+            "@type": _MANAGER,
+            "stat_prefix": "echo",
+            "codec_type": "HTTP2",
+            "http_filters": [{"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER}}],
+            "route_config": {
+                "virtual_hosts": [
+                    {
+                        "name": "all",
+                        "domains": ["*"],
+                        "routes": [{"match": {"prefix": "/"}, "direct_response": {"status": 200}}],
+                        "response_headers_to_add": [
+                            {"header": {"key": "x-served-by", "value": f"{host}:{port}"}}
+                        ],
+                    }
+                ]
+            },
+        }
+        chain = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+        listeners.append(
+            {"name": host, "address": _address(port, host), "filter_chains": [{"filters": chain}]}
+        )
+    return {"static_resources": {"listeners": listeners}}
+
+
+def _address(port: int, host: str = LOOPBACK) -> Tree:
+    return {"socket_address": {"address": host, "port_value": port}}
 
 
 @dataclass(slots=True)
@@ -180,6 +325,7 @@ class Seat:
     tls: bool
     pickers: list[Picker] = field(default_factory=list)
     gateway: httpx.AsyncClient | None = None
+    _started: int = 0
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     _clients: list[httpx.AsyncClient] = field(default_factory=list)
     _models: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
@@ -215,7 +361,8 @@ class Seat:
 
     async def start_picker(self, kubeconfig: Path, pool: str, namespace: str, *flags: str) -> Picker:
         grpc, health, metrics = free_port(), free_port(), free_port()
-        number = len(self.pickers)
+        number = self._started
+        self._started += 1
         process = self.spawn(
             f"picker-{number}",
             picker_command(
@@ -247,20 +394,40 @@ class Seat:
 
         assert await network.until(is_ready, within_s=READY_S), picker.log.read_text()[-3000:]
 
-    async def start_gateway(self, failure_mode: str = "FailClose") -> httpx.AsyncClient:
+    async def start_gateway(
+        self,
+        routes: Sequence[Route] | None = None,
+        *,
+        fail_open: Sequence[tuple[str, int]] = (),
+        http2: bool = False,
+        discovery: Path | None = None,
+    ) -> httpx.AsyncClient:
+        """As `bootstrap`; by default all pickers serve one pool. Returns once it takes all for healthy."""
         listen, admin = free_port(), free_port()
+        routes = routes or [Route([picker.grpc for picker in self.pickers])]
         tree = bootstrap(
-            listen, admin, [picker.grpc for picker in self.pickers], tls=self.tls, failure_mode=failure_mode
+            listen,
+            admin,
+            routes,
+            tls=self.tls,
+            fail_open=fail_open,
+            http2=http2,
+            discovery=discovery,
         )
         file = self.folder / "envoy.yaml"
         file.write_text(yaml.safe_dump(tree))
-        self.spawn("envoy", [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"])
+        self.spawn_envoy("envoy", file)
 
         async def is_ready() -> bool | None:
             with contextlib.suppress(httpx.TransportError):
                 async with httpx.AsyncClient(trust_env=False) as client:
                     page = await client.get(f"http://{LOOPBACK}:{admin}/clusters")
-                    return page.text.count("health_flags::healthy") >= len(self.pickers) or None
+                    healthy = [
+                        line
+                        for line in page.text.splitlines()
+                        if line.startswith("picker-") and line.endswith("::health_flags::healthy")
+                    ]
+                    return len(healthy) == sum(len(route.pickers) for route in routes) or None
             return None
 
         assert await network.until(is_ready, within_s=READY_S), (self.folder / "envoy.log").read_text()[
@@ -273,18 +440,23 @@ class Seat:
         self._clients.append(self.gateway)
         return self.gateway
 
-    async def ask(self, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    def spawn_envoy(self, name: str, file: Path) -> None:
+        command = [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"]
+        self.spawn(name, command)
+
+    async def ask(self, headers: Mapping[str, str] | None = None, tokens: int = 4) -> httpx.Response:
         assert self.gateway is not None
-        return await self.gateway.post("/v1/completions", content=json.dumps(ASK), headers=headers or {})
+        body = json.dumps({**ASK, "max_tokens": tokens})
+        return await self.gateway.post("/v1/completions", content=body, headers=headers or {})
 
     @contextlib.asynccontextmanager
-    async def load(self, clients: int = 8) -> AsyncIterator[Load]:
+    async def load(self, clients: int = 8, tokens: int = 4) -> AsyncIterator[Load]:
         """Closed loops of `clients` while the context is open."""
         load, stop = Load(), asyncio.Event()
 
         async def client() -> None:
             while not stop.is_set():
-                answer = await self.ask()
+                answer = await self.ask(tokens=tokens)
                 if answer.status_code == 200:
                     load.served[answer.headers.get("x-served-by", "any")] += 1
                 else:

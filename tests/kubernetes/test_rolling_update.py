@@ -1,0 +1,59 @@
+"""Replicas are replaced one by one under load, as a Deployment does it: no client sees an error."""
+
+from api_server import NAMESPACE, ApiServer
+from seat import READY_S, Load, Picker, Seat, publish
+
+from picker_tools.local_fleet import network
+
+HOSTS = ("127.0.0.51", "127.0.0.52")
+LONG_TOKENS = 400  # of an answer that takes about 1.2 s
+LATE_REQUESTS = 20  # that are served before the gateway hears that a replica ends
+
+
+async def progress(loads: tuple[Load, ...], requests: int) -> None:
+    """Wait until so many more requests were served in each."""
+    aims = [load.served.total() + requests for load in loads]
+
+    async def reached() -> bool | None:
+        return all(load.served.total() >= aim for load, aim in zip(loads, aims, strict=True)) or None
+
+    assert await network.until(reached, within_s=READY_S), [load.errors[:3] for load in loads]
+
+
+async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServer, seat: Seat) -> None:
+    for number, host in enumerate(HOSTS):
+        await seat.start_model(host)
+        empty.put_pod(f"p{number}", host, {"app": "llm"})
+    wanted = {f"{host}:{seat.port}" for host in HOSTS}
+    await seat.everywhere(lambda found: found.keys() == wanted, "both pods are known")
+    serving = list(seat.pickers)
+    discovery = seat.folder / "pickers.json"
+    publish(discovery, [picker.grpc for picker in serving])
+    await seat.start_gateway(discovery=discovery)
+    async with seat.load(clients=8) as short, seat.load(clients=8, tokens=LONG_TOKENS) as long:
+        loads = (short, long)
+        await progress(loads, 20)
+        for old in tuple(serving):
+            new = await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
+            await seat.ready(new)
+            publish(discovery, [picker.grpc for picker in (*serving, new)])
+            await progress(loads, 20)
+            old.process.terminate()
+            serving.remove(old)
+            await progress((short,), LATE_REQUESTS)
+            serving.append(new)
+            publish(discovery, [picker.grpc for picker in serving])
+            await ended(old)
+            seat.pickers.remove(old)
+            await progress(loads, 20)
+        assert [picker.process.poll() for picker in serving] == [None, None]
+    assert short.errors == []
+    assert long.errors == []
+
+
+async def ended(picker: Picker) -> None:
+    async def has() -> bool | None:
+        return picker.process.poll() is not None or None
+
+    assert await network.until(has, within_s=READY_S), picker.log.read_text()[-3000:]
+    assert picker.process.returncode == 0, picker.log.read_text()[-3000:]
