@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import yaml
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
+ROOT = Path(__file__).parents[2]
 TOKEN = "the-tests-own"
 NAMESPACE = "models"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -28,6 +30,18 @@ _AUDIT = {
     "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata"}],
 }
+
+
+def built() -> tuple[str, str, Path]:
+    """The API server, helm, and the folder of the CRDs, as .ci/kubernetes builds them."""
+    if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
+        made = subprocess.run(
+            ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
+        )
+        assert made.returncode == 0, made.stderr[-3000:]
+        lines = made.stdout
+    server, helm, crds = lines.split()
+    return server, helm, Path(crds)
 
 
 class ApiServer:
@@ -140,8 +154,9 @@ class ApiServer:
             self.apply(tree)
 
     def apply(self, tree: Tree) -> Tree:
-        """Server-side apply."""
-        path = f"{self.path_of(tree)}/{tree['metadata']['name']}?fieldManager=tests&force=true"
+        """Server-side apply; a field that the API does not have is an error."""
+        query = "fieldManager=tests&force=true&fieldValidation=Strict"
+        path = f"{self.path_of(tree)}/{tree['metadata']['name']}?{query}"
         return self.call("PATCH", path, tree, "application/apply-patch+yaml")
 
     def path_of(self, tree: Tree) -> str:
@@ -154,6 +169,23 @@ class ApiServer:
                 middle = f"/namespaces/{namespace}" if resource["namespaced"] else ""
                 return f"{base}{middle}/{resource['name']}"
         raise AssertionError(f"{version} has no {tree['kind']}")
+
+    def objects(self, namespace: str) -> list[str]:
+        """The path of every object in a namespace but events."""
+        groups = self.call("GET", "/apis")["groups"]
+        bases = ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]
+        found = []
+        for base in bases:
+            for resource in self.call("GET", base)["resources"]:
+                if (
+                    not resource["namespaced"]
+                    or "list" not in resource["verbs"]
+                    or resource["kind"] == "Event"
+                ):
+                    continue
+                path = f"{base}/namespaces/{namespace}/{resource['name']}"
+                found += [f"{path}/{each['metadata']['name']}" for each in self.call("GET", path)["items"]]
+        return found
 
     def compact(self) -> None:
         """Have etcd forget every revision but the newest."""
@@ -184,26 +216,35 @@ class ApiServer:
             }
         )
 
-    def put_pod(self, name: str, address: str, labels: Mapping[str, str], *, ready: bool = True) -> None:
+    def put_pod(
+        self,
+        name: str,
+        address: str,
+        labels: Mapping[str, str],
+        *,
+        ready: bool = True,
+        namespace: str = NAMESPACE,
+    ) -> None:
         """A running pod at `address`."""
         self.apply(
             {
                 "apiVersion": "v1",
                 "kind": "Pod",
-                "metadata": {"name": name, "namespace": NAMESPACE, "labels": dict(labels)},
+                "metadata": {"name": name, "namespace": namespace, "labels": dict(labels)},
                 "spec": {"nodeName": "node", "containers": [{"name": "server", "image": "server"}]},
             }
         )
-        self.set_ready(name, address, ready=ready)
+        self.set_ready(name, address, ready=ready, namespace=namespace)
 
-    def set_ready(self, name: str, address: str, *, ready: bool) -> None:
+    def set_ready(self, name: str, address: str, *, ready: bool, namespace: str = NAMESPACE) -> None:
         status = {
             "phase": "Running",
             "podIP": address,
             "podIPs": [{"ip": address}],
             "conditions": [{"type": "Ready", "status": str(ready)}],
         }
-        self.call("PATCH", f"{PODS}/{name}/status", {"status": status}, "application/merge-patch+json")
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}/status"
+        self.call("PATCH", path, {"status": status}, "application/merge-patch+json")
 
     def delete_pod(self, name: str, *, grace_s: int) -> None:
         """Without a kubelet a pod with a grace period stays terminating until it is deleted without one."""

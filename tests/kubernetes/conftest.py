@@ -1,30 +1,14 @@
 """A real API server for all tests, and what a cluster runs around it for each."""
 
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from api_server import NAMESPACE, PODS, POOLS, ApiServer
+from api_server import NAMESPACE, PODS, POOLS, ApiServer, built
 from redis_servers import redis_server
 from seat import Seat
 
 from picker_tools.local_fleet.network import free_port
-
-ROOT = Path(__file__).parents[2]
-
-
-def built() -> tuple[str, str, Path]:
-    """The API server, helm, and the folder of the CRDs, as .ci/kubernetes builds them."""
-    if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
-        made = subprocess.run(
-            ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
-        )
-        assert made.returncode == 0, made.stderr[-3000:]
-        lines = made.stdout
-    server, helm, crds = lines.split()
-    return server, helm, Path(crds)
 
 
 @pytest.fixture(scope="session")

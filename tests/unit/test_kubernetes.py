@@ -1,5 +1,6 @@
 """Manifests and chart: valid for Kubernetes, good for the picker, and the same."""
 
+import argparse
 import re
 import subprocess
 from collections import Counter
@@ -11,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from picker_fleet import config
+from picker_fleet import chart_flags, config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -24,10 +25,10 @@ _ENDPOINT = {"port": str, "path": str, "interval": str, "scrapeTimeout": str}
 Tree = dict[str, Any]
 
 
-def plain() -> list[Tree]:
+def plain(folder: Path = FOLDER) -> list[Tree]:
     """The manifests that kustomization.yaml lists."""
-    names = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    return [tree for name in names for tree in yaml.safe_load_all((FOLDER / name).read_text())]
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [tree for name in names for tree in yaml.safe_load_all((folder / name).read_text())]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,8 @@ def rendered(renderer: str, folder: Path, values: Tree | None = None) -> list[Tr
 def check(trees: list[Tree]) -> None:
     """Fail on what an API server would refuse."""
     for tree in trees:
+        if tree["kind"] == "InferencePool":
+            continue  # tests/kubernetes applies it
         if tree["kind"] == "ServiceMonitor":
             assert tree["apiVersion"] == "monitoring.coreos.com/v1"
             assert tree["spec"].keys() == {"jobLabel", "selector", "endpoints"}
@@ -94,7 +97,7 @@ def test_every_manifest_is_listed_and_valid() -> None:
     assert kinds == {
         "Service": 2,
         **dict.fromkeys(scaling, 1),
-        **dict.fromkeys({"ConfigMap", "NetworkPolicy", "ServiceAccount", "ServiceMonitor"}, 1),
+        **dict.fromkeys({"ConfigMap", "Namespace", "NetworkPolicy", "ServiceAccount", "ServiceMonitor"}, 1),
     }
 
 
@@ -152,12 +155,45 @@ def test_the_parts_fit_each_other() -> None:
 def test_the_chart_renders_to_the_plain_manifests(renderer: str, tmp_path: Path) -> None:
     trees = rendered(renderer, tmp_path)
     check(trees)
-    # It has the same objects, except for the labels of a chart.
+    assert by_name(unmarked(trees)) == by_name(plain()[1:]), "the plain manifests begin with the namespace"
+    values = yaml.safe_load((CHART / "values-inference-pool.yaml").read_text())
+    trees = rendered(renderer, tmp_path, values)
+    check(trees)
+    assert by_name(unmarked(trees)) == by_name(plain(FOLDER / "inference-pool")[1:])
+
+
+def unmarked(trees: list[Tree]) -> list[Tree]:
+    """Without what only a chart's objects have."""
     for tree in trees:
         for mark in ("app.kubernetes.io/managed-by", "helm.sh/chart"):
             del tree["metadata"]["labels"][mark]
     del of(trees, "Deployment")["spec"]["template"]["metadata"]["annotations"]
-    assert by_name(trees) == by_name(plain())
+    return trees
+
+
+def test_in_a_gateways_seat_the_parts_fit_each_other() -> None:
+    trees = plain(FOLDER / "inference-pool")
+    container = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    chart_flags.add_flags(parser)
+    args, args.unknown = parser.parse_known_args(container["args"][3:])
+    args.config = None
+    found, _ = chart_flags.settings(args, {})
+    listening = {found.extproc.listen, found.extproc.health_listen, found.admin.listen}
+    assert listening == {f"0.0.0.0:{port}" for port in ports.values()}
+    own = config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
+    grace_s = of(trees, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > own.extproc.drain_grace + own.extproc.drain_timeout
+    pool = of(trees, "InferencePool")
+    assert found.discovery.kubernetes is not None
+    assert pool["metadata"]["name"] == found.discovery.kubernetes.pool
+    reference = pool["spec"]["endpointPickerRef"]
+    service = next(tree for tree in trees if tree["metadata"]["name"] == reference["name"])
+    assert [port["port"] for port in service["spec"]["ports"]] == [reference["port"]["number"]]
+    assert ports["grpc"] == reference["port"]["number"]
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "picker-redis", "key": "url"}
 
 
 @pytest.mark.timeout(540)

@@ -16,3 +16,13 @@ labels:
 {{- define "picker.port" -}}
 {{ splitList ":" . | last }}
 {{- end }}
+{{- /* With a pool the ports are those of the flags that charts of gateways pass. */}}
+{{- define "picker.grpcPort" -}}
+{{ if .Values.inferencePool.name }}9002{{ else }}{{ include "picker.port" .Values.config.extproc.listen }}{{ end }}
+{{- end }}
+{{- define "picker.adminPort" -}}
+{{ if .Values.inferencePool.name }}9090{{ else }}{{ include "picker.port" .Values.config.admin.listen }}{{ end }}
+{{- end }}
+{{- define "picker.config" -}}
+{{ toYaml (ternary .Values.inferencePool.config .Values.config (ne .Values.inferencePool.name "")) }}
+{{- end }}

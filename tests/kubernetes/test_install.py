@@ -1,0 +1,215 @@
+"""Chart and plain manifests against a real API server: install, upgrade, roll-back, uninstall, rights."""
+
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ROOT, ApiServer, built
+from redis_servers import redis_server
+from seat import READY_S, Seat
+
+from picker_tools.local_fleet import network
+from picker_tools.local_fleet.network import free_port
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+CHART = FOLDER / "chart"
+SEAT_VALUES = CHART / "values-inference-pool.yaml"
+NAMESPACE, RELEASE = "inference", "picker"
+GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
+OBJECTS = ("inferenceobjectives", "inferencemodelrewrites")
+ADDRESS = "127.0.0.61"
+Tree = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """An API server of this module's own, which serves objectives and rewrites of both groups."""
+    binary, _, crds = built()
+    server = ApiServer(tmp_path_factory.mktemp("install"), binary, crds)
+    try:
+        server.start()
+        for kind in OBJECTS:
+            text = (crds / f"{GROUPS[1]}_{kind}.yaml").read_text().replace(GROUPS[1], GROUPS[0])
+            server.create_all(yaml.safe_load_all(text))
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def namespace(fresh: ApiServer) -> Iterator[ApiServer]:
+    """The API server with an empty namespace for the fleet; a test must leave it empty."""
+    fresh.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    yield fresh
+    for path in fresh.objects(NAMESPACE):
+        fresh.call("DELETE", path)
+
+
+def helm(server: ApiServer, *words: str) -> str:
+    """What helm prints, as an administrator."""
+    _, program, _ = built()
+    command = [program, "--kubeconfig", str(server.kubeconfig("admin")), "--namespace", NAMESPACE, *words]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"HOME": str(server.folder), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rendered(server: ApiServer, *words: str) -> list[Tree]:
+    text = helm(server, "template", RELEASE, str(CHART), "--kube-version", "1.36", *words)
+    return [tree for tree in yaml.safe_load_all(text) if tree]
+
+
+def plain(folder: Path) -> list[Tree]:
+    """The manifests that a kustomization lists."""
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [tree for name in names for tree in yaml.safe_load_all((folder / name).read_text()) if tree]
+
+
+def deployment(server: ApiServer) -> Tree:
+    return server.call("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{RELEASE}")
+
+
+def image(server: ApiServer) -> str:
+    return str(deployment(server)["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def names(trees: list[Tree]) -> list[tuple[str, str]]:
+    return sorted((tree["kind"], tree["metadata"]["name"]) for tree in trees)
+
+
+@pytest.mark.parametrize("values", [(), ("--values", str(SEAT_VALUES))], ids=["dns", "inference-pool"])
+def test_helm_installs_upgrades_rolls_back_and_leaves_nothing(
+    namespace: ApiServer, values: tuple[str, ...]
+) -> None:
+    before = set(namespace.objects(NAMESPACE))
+    helm(namespace, "install", RELEASE, str(CHART), *values)
+    installed = set(namespace.objects(NAMESPACE)) - before
+    assert len(installed) == len(rendered(namespace, *values)) + 1, "helm's own record of the release"
+    assert image(namespace) == "picker-fleet:0.1.0"
+    helm(namespace, "upgrade", RELEASE, str(CHART), *values, "--set", "image.tag=0.2.0,maxUnavailable=2")
+    assert image(namespace) == "picker-fleet:0.2.0"
+    budget = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets/{RELEASE}"
+    assert namespace.call("GET", budget)["spec"]["maxUnavailable"] == 2
+    helm(namespace, "rollback", RELEASE, "1")
+    assert image(namespace) == "picker-fleet:0.1.0"
+    assert namespace.call("GET", budget)["spec"]["maxUnavailable"] == 1
+    helm(namespace, "uninstall", RELEASE)
+    assert set(namespace.objects(NAMESPACE)) == before
+
+
+@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "inference-pool"], ids=["dns", "inference-pool"])
+def test_plain_manifests_are_applied_changed_and_deleted(namespace: ApiServer, folder: Path) -> None:
+    before = set(namespace.objects(NAMESPACE))
+    trees = plain(folder)
+    assert trees[0]["kind"] == "Namespace"
+    namespace.create_all(trees)
+    first = deployment(namespace)["metadata"]["generation"]
+    namespace.create_all(trees)
+    assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
+    changed = next(tree for tree in trees if tree["kind"] == "Deployment")
+    changed["spec"]["template"]["spec"]["containers"][0]["image"] = "picker-fleet:0.2.0"
+    namespace.apply(changed)
+    assert image(namespace) == "picker-fleet:0.2.0"
+    assert deployment(namespace)["metadata"]["generation"] == first + 1
+    for tree in trees[1:]:
+        namespace.call("DELETE", f"{namespace.path_of(tree)}/{tree['metadata']['name']}")
+    assert set(namespace.objects(NAMESPACE)) == before
+
+
+def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manifests_say(
+    namespace: ApiServer,
+) -> None:
+    for words, folder in (((), FOLDER), (("--values", str(SEAT_VALUES)), FOLDER / "inference-pool")):
+        trees = rendered(namespace, *words)
+        namespace.create_all(trees)
+        by_hand = plain(folder)
+        assert names(trees) == names(by_hand[1:])
+        after = deployment(namespace)["spec"]
+        namespace.create_all(by_hand)
+        # The same but for a chart's mark of the configuration.
+        found = deployment(namespace)["spec"]
+        after["template"]["metadata"].pop("annotations", None)
+        found["template"]["metadata"].pop("annotations", None)
+        assert found == after
+
+
+def test_the_examples_are_what_the_api_takes(namespace: ApiServer) -> None:
+    for file in sorted((FOLDER / "examples").glob("*.yaml")):
+        namespace.create_all(yaml.safe_load_all(file.read_text()))
+
+
+@pytest.fixture
+async def seat(namespace: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
+    with redis_server(tmp_path / "valkey") as valkey:
+        here = Seat(tmp_path, valkey.url, free_port(), tls=True)
+        try:
+            yield here
+        finally:
+            await here.close()
+
+
+async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_other(
+    namespace: ApiServer, seat: Seat
+) -> None:
+    trees = rendered(
+        namespace, "--values", str(SEAT_VALUES), "--set", f"inferencePool.targetPorts={{{seat.port}}}"
+    )
+    namespace.create_all(trees)
+    role = next(tree for tree in trees if tree["kind"] == "Role")
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    # The replica that the Deployment runs: its flags, its configuration, its account.
+    container = next(tree for tree in trees if tree["kind"] == "Deployment")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    pool = container["args"][container["args"].index("--pool-name") + 1]
+    file = seat.folder / "picker.yaml"
+    file.write_text(next(tree for tree in trees if tree["kind"] == "ConfigMap")["data"]["picker.yaml"])
+    account = namespace.kubeconfig("account", namespace.token_of(RELEASE, NAMESPACE))
+    picker = await seat.start_picker(account, pool, NAMESPACE, "--config", str(file))
+    await seat.ready(picker)
+    await seat.start_model(ADDRESS)
+    namespace.put_pod("server-0", ADDRESS, {"app": "model-server"}, namespace=NAMESPACE)
+    await seat.everywhere(lambda found: found == {f"{ADDRESS}:{seat.port}": "ready"}, "the pod is found")
+    for group in GROUPS:
+        for kind, spec in (("InferenceObjective", {"priority": 1}), ("InferenceModelRewrite", {"rules": []})):
+            namespace.apply(
+                {
+                    "apiVersion": f"{group}/v1alpha2",
+                    "kind": kind,
+                    "metadata": {"name": f"one-{group.partition('.')[0]}", "namespace": NAMESPACE},
+                    "spec": {"poolRef": {"name": pool}, **spec},
+                }
+            )
+    user = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"
+
+    def used() -> set[tuple[str, str, str]]:
+        found = set()
+        for call in namespace.calls(user):
+            what = call["objectRef"]
+            resource = "/".join(part for part in (what["resource"], what.get("subresource")) if part)
+            found.add((what.get("apiGroup", ""), resource, call["verb"]))
+        return found
+
+    async def all_used() -> bool | None:
+        return used() >= granted or None
+
+    assert await network.until(all_used, within_s=READY_S), granted - used()
+    assert used() == granted
+    answers = {call["responseStatus"]["code"] for call in namespace.calls(user)}
+    assert answers == {200}
