@@ -1,6 +1,7 @@
 """Three scrapers, real simulators and a real Valkey: read once, known everywhere, handed over."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from script_fleet import until
 
-from picker_fleet.endpoints.scraping import ScrapingTask
+from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import VLLM, Scraping
@@ -78,13 +79,13 @@ class Replica:
 
 
 class ScrapingFleet:
-    def __init__(self, url: str, pool: str, addresses: list[str]) -> None:
+    def __init__(self, url: str, pool: str, addresses: list[str], names: Sequence[str]) -> None:
         self.addresses = addresses
         self.key = Keys.of(pool).prefix + "metrics"
-        self.live = list(REPLICAS)
+        self.live = list(names)
         self._cell = SnapshotCell()
         self.list(addresses)
-        self.replicas = {name: Replica(url, pool, name, self._cell, self.live) for name in REPLICAS}
+        self.replicas = {name: Replica(url, pool, name, self._cell, self.live) for name in names}
 
     def list(self, addresses: Sequence[str]) -> None:
         """Make these the pool's endpoints."""
@@ -145,8 +146,10 @@ async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def scraping(url: str, pool: str, addresses: list[str]) -> AsyncIterator[ScrapingFleet]:
-    fleet = ScrapingFleet(url, pool, addresses)
+async def scraping(
+    url: str, pool: str, addresses: list[str], names: Sequence[str] = REPLICAS
+) -> AsyncIterator[ScrapingFleet]:
+    fleet = ScrapingFleet(url, pool, addresses, names)
     try:
         yield fleet
     finally:
@@ -235,6 +238,32 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
         for address, names in scrapers.items():
             assert len(after[address]) == 1
             assert after[address] == names or names == {lost_name}
+
+
+async def test_in_a_large_fleet_some_replicas_publish_and_all_know(
+    valkey_url: str, pool: str, simulators: list[str]
+) -> None:
+    names = [f"replica-{number}" for number in range(12)]
+    expected = set(Scrapers(names[0], 1.0).among(names, 8, 0.0))
+    async with (
+        scraping(valkey_url, pool, simulators, names) as fleet,
+        Redis.from_url(valkey_url) as redis,
+        redis.pubsub(ignore_subscribe_messages=True) as channel,
+    ):
+        await fleet.settled()
+        await channel.subscribe(fleet.key)
+        # As many messages as they publish in two of their turns.
+        senders: Counter[str] = Counter()
+        async with asyncio.timeout(30):
+            while len(senders) < len(expected) or min(senders.values()) < 2:
+                if message := await channel.get_message(timeout=1):
+                    senders[json.loads(message["data"])["from"]] += 1
+        assert senders.keys() == expected
+        # One of them that scrapes something stops without a word: another takes its turn.
+        lost_name = next(iter((await fleet.scrapers(1))[simulators[0]]))
+        await fleet.replicas.pop(lost_name).stop()
+        await until(lambda: sum(one.meter.targets for one in fleet.replicas.values()) == len(simulators))
+        await until(lambda: all(one.knows(simulators) for one in fleet.replicas.values()))
 
 
 async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(

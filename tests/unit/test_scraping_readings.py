@@ -16,7 +16,12 @@ from picker_fleet.endpoints.readings import (
     encode_reading,
 )
 from picker_fleet.endpoints.scraper import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
-from picker_fleet.endpoints.scraping import ReplicaLiveness, assigned_endpoints, assigned_replica
+from picker_fleet.endpoints.scraping import (
+    Scrapers,
+    assigned_endpoints,
+    assigned_replica,
+    scrapers_wanted,
+)
 
 AMOUNTS = st.none() | st.floats(0, 1e12)
 NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_size=4)
@@ -213,37 +218,63 @@ def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
 
 
 def test_a_live_replica_counts_until_it_is_silent() -> None:
-    presence = ReplicaLiveness("b", 1.0)
-    assert presence.alive(["c", "b", "a"], 0.0) == ("a", "b", "c")
+    scrapers = Scrapers("b", 1.0)
+    assert scrapers.among(["c", "b", "a"], 8, 0.0) == ("a", "b", "c")
     for moment_s in (0.5, 1.0, 1.5):
-        presence.seen("a", moment_s)
-    assert presence.alive(["a", "b", "c"], 1.5) == ("a", "b")
-    presence.seen("c", 1.6)
-    assert presence.alive(["a", "b", "c"], 1.6) == ("a", "b", "c")
+        scrapers.seen("a", moment_s)
+    assert scrapers.among(["a", "b", "c"], 8, 1.5) == ("a", "b")
+    scrapers.seen("c", 1.6)
+    assert scrapers.among(["a", "b", "c"], 8, 1.6) == ("a", "b", "c")
 
 
 def test_a_replica_that_joins_has_time_to_publish() -> None:
-    presence = ReplicaLiveness("b", 1.0)
+    scrapers = Scrapers("b", 1.0)
     for moment_s, alive in ((10.0, ("b", "c")), (10.9, ("b", "c")), (11.1, ("b",))):
-        presence.seen("b", moment_s)
-        assert presence.alive(["b", "c"], moment_s) == alive
+        scrapers.seen("b", moment_s)
+        assert scrapers.among(["b", "c"], 8, moment_s) == alive
 
 
 def test_every_replica_is_live_while_none_publishes() -> None:
-    presence = ReplicaLiveness("b", 1.0)
-    presence.alive(["a", "b"], 0.0)
-    presence.seen("b", 0.5)
-    assert presence.alive(["a", "b"], 60.0) == ("a", "b")
-    presence.on_subscribed(60.0)
-    presence.seen("b", 60.1)
-    assert presence.alive(["a", "b"], 60.1) == ("a", "b")
+    scrapers = Scrapers("b", 1.0)
+    scrapers.among(["a", "b"], 8, 0.0)
+    scrapers.seen("b", 0.5)
+    assert scrapers.among(["a", "b"], 8, 60.0) == ("a", "b")
+    scrapers.on_subscribed(60.0)
+    scrapers.seen("b", 60.1)
+    assert scrapers.among(["a", "b"], 8, 60.1) == ("a", "b")
 
 
 def test_this_replica_is_there_if_it_is_live_and_alone_if_nobody_is() -> None:
-    presence = ReplicaLiveness("b", 1.0)
-    presence.seen("a", 100.0)
+    scrapers = Scrapers("b", 1.0)
+    scrapers.seen("a", 100.0)
     for live, alive in ((["a", "b"], ("a", "b")), (["a"], ("a",)), ([], ("b",))):
-        assert presence.alive(live, 100.0) == alive
+        assert scrapers.among(live, 8, 100.0) == alive
+
+
+def test_in_a_large_fleet_some_scrape_and_others_take_their_turn_when_they_fall_silent() -> None:
+    live = [f"r{number}" for number in range(100)]
+    scrapers = Scrapers("r0", 1.0)
+    first = scrapers.among(live, 8, 0.0)
+    assert len(first) == 8
+    # All replicas agree, whatever the order in which they know the others.
+    assert Scrapers("r1", 1.0).among(live[::-1], 8, 0.0) == first
+    # One of them falls silent: another takes its turn, and has its time to publish.
+    silent, *others = first
+    for moment_s in (0.5, 1.0, 1.5, 2.0):
+        for each in others:
+            scrapers.seen(each, moment_s)
+    second = scrapers.among(live, 8, 2.0)
+    assert set(others) < set(second)
+    assert len(second) == 8
+    assert silent not in second
+    # It publishes again, and has its turn back.
+    scrapers.seen(silent, 2.1)
+    assert scrapers.among(live, 8, 2.1) == first
+
+
+@pytest.mark.parametrize(("endpoints", "wanted"), [(0, 8), (128, 8), (129, 9), (1000, 63), (10_000, 64)])
+def test_more_endpoints_have_more_scrapers(endpoints: int, wanted: int) -> None:
+    assert scrapers_wanted(endpoints) == wanted
 
 
 def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost:

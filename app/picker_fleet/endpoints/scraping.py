@@ -4,6 +4,10 @@ Endpoints are assigned by rendezvous hashing (Thaler and Ravishankar, 1998): eve
 endpoint and replica, and the replica with the greatest hash scrapes the endpoint. No table is shared:
 replicas that agree on the live replicas agree on the assignment. A replica that leaves gives up only its own
 endpoints, evenly to the others; one that joins takes only those that become its own.
+
+Every message goes to all replicas, so its cost grows with their number. In a large fleet only some replicas
+scrape and publish (`scrapers_wanted`): else the cost would grow with the square of their number
+(docs/decisions.md, 24).
 """
 
 import asyncio
@@ -45,13 +49,19 @@ def _weight(address: str, replica: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-class ReplicaLiveness:
-    """Leaves out silent replicas, long before their membership lapses.
+def scrapers_wanted(endpoints: int) -> int:
+    """How many replicas scrape `endpoints` endpoints, if there are as many."""
+    return min(_MOST_SCRAPERS, max(_LEAST_SCRAPERS, math.ceil(endpoints / _ENDPOINTS_A_SCRAPER)))
+
+
+class Scrapers:
+    """Which of the live replicas scrape: the first of them that are there, in an order that all replicas
+    know.
 
     A killed replica counts as live until `replica_silence` is over, which is too long for an endpoint to go
-    unread. Every replica publishes on the metrics channel several times a heartbeat; one that has been silent
-    for `silence_s`, while others published, is left out until it publishes. If none does, Redis is silent,
-    and all count as live. Times are seconds of one monotonic clock."""
+    unread. A scraper publishes on the metrics channel several times a heartbeat; one that has been silent for
+    `silence_s`, while others published, is left out until its membership lapses or it publishes. If none
+    does, Redis is silent, and nobody is left out. Times are seconds of one monotonic clock."""
 
     def __init__(self, replica: str, silence_s: float) -> None:
         self._replica = replica
@@ -67,26 +77,42 @@ class ReplicaLiveness:
     def seen(self, replica: str, now_s: float) -> None:
         self._seen_s[replica] = self._newest_s = now_s
 
-    def alive(self, live: Sequence[str], now_s: float) -> tuple[str, ...]:
-        """Those of `live`, in order of their names, that are there. This replica is, if it is live.
+    def among(self, live: Sequence[str], count: int, now_s: float) -> tuple[str, ...]:
+        """At most `count` of `live`, in order of their names. This replica is always there.
 
         With nobody live the pool is not known yet, and this replica is on its own.
         """
         if not live:
             return (self._replica,)
-        for gone in self._seen_s.keys() - frozenset(live):
-            del self._seen_s[gone]
-        for replica in live:
-            self._seen_s.setdefault(replica, now_s)  # it just joined and has its time to publish
-        return tuple(replica for replica in sorted(live) if self._is_there(replica))
+        there: list[str] = []
+        expected: set[str] = set()
+        for replica in sorted(live, key=_rank):
+            if len(there) == count:
+                break
+            expected.add(replica)
+            self._seen_s.setdefault(replica, now_s)  # it has its time to publish
+            if self._is_there(replica):
+                there.append(replica)
+        for other in self._seen_s.keys() - expected:
+            del self._seen_s[other]  # it has left, or need not publish
+        return tuple(sorted(there))
 
     def _is_there(self, replica: str) -> bool:
         return replica == self._replica or self._newest_s - self._seen_s[replica] <= self._silence_s
 
 
+def _rank(replica: str) -> bytes:
+    return hashlib.blake2b(replica.encode(), digest_size=8).digest()
+
+
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # replicas speak once a look, or hardly less
+_SILENT_LOOKS = 3  # scrapers publish once a look, or hardly less
+# A replica gives scraping 1 % of a core (endpoints/scraper.py), enough for about 16 endpoints whose page
+# takes its server 8 ms.
+_ENDPOINTS_A_SCRAPER = 16
+_LEAST_SCRAPERS = 8
+_MOST_SCRAPERS = 64
 
 
 class ScrapingTask:
@@ -132,7 +158,7 @@ class ScrapingTask:
         )
         self._replica = replica
         # The silence is found by the look after the next message of others, still within a heartbeat.
-        self._liveness = ReplicaLiveness(replica, self._look_s * _SILENT_LOOKS)
+        self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
         self._live = live
         self._endpoints = endpoints
         self._meter = meter
@@ -157,14 +183,14 @@ class ScrapingTask:
 
     async def _follow(self) -> None:
         await self._channel.follow(
-            self._on_readings, on_subscribed=lambda: self._liveness.on_subscribed(self._clock())
+            self._on_readings, on_subscribed=lambda: self._scrapers.on_subscribed(self._clock())
         )
 
     def _on_readings(
         self, sender: str | None, readings: Mapping[str, EndpointMetrics], suspects: Sequence[str]
     ) -> None:
         if sender is not None:
-            self._liveness.seen(sender, self._clock())
+            self._scrapers.seen(sender, self._clock())
         if readings:
             self.readings.update(readings)
         if suspects:
@@ -173,7 +199,8 @@ class ScrapingTask:
     async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
         self.readings.update(batch)
         suspects, self._suspects = self._suspects, ()
-        await self._channel.publish(batch, suspects)
+        if batch or suspects or self._replica in self._assigned[1]:
+            await self._channel.publish(batch, suspects)
 
     async def _look_forever(self) -> None:
         while True:
@@ -188,7 +215,7 @@ class ScrapingTask:
         """Scrape the endpoints that are this replica's by what it knows now."""
         now_s = self._clock()
         snapshot = self._endpoints.current
-        present = self._liveness.alive(self._live(), now_s)
+        present = self._scrapers.among(self._live(), scrapers_wanted(len(snapshot.endpoints)), now_s)
         if (snapshot.version, present) != self._assigned:
             self._assigned = snapshot.version, present
             addresses = (endpoint.address for endpoint in snapshot.endpoints)
