@@ -162,7 +162,7 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
             "tls": {},  # gateways reach their picker by TLS and check no certificate
             "trusted_headers": [FAIRNESS_ID[0], OBJECTIVE[0]],
         },
-        "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}"},
+        "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}", "reference_metrics": True},
         "discovery": {"kubernetes": {"pool": pool, "namespace": namespace}},
         "fair_request_queue": {"overload_status": 429},
         "request_queue_controller": {"watermark_per_backend": 100},

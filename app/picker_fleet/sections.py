@@ -153,6 +153,7 @@ class Admin(Section):
     token_file: FilePath | None = None  # read as `token` where that is not set; an empty file is no token
     hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
     rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
+    reference_metrics: bool = False  # metrics also under the names of the reference picker
 
 
 class StaticEndpoint(Section):

@@ -70,6 +70,7 @@ from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry import logs
 from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 from picker_fleet.units import is_loopback, split_host_port
 
 if TYPE_CHECKING:
@@ -424,6 +425,16 @@ def assemble(settings: Settings, replica: str) -> Parts:
         peer_client=budget_transfer.GrpcPeers(settings.pool, signing, certificates),
     )
     replica_info = ReplicaInfo(shared, service, clock)
+    if settings.admin.reference_metrics:
+        named = settings.discovery.kubernetes
+        metrics.add(
+            ReferenceMetrics(
+                named.pool if named is not None else settings.pool,
+                metrics,
+                readings=scraping.readings.snapshot,
+                running=shared.running_by_model,
+            )
+        )
 
     membership = Membership(
         store,

@@ -84,7 +84,11 @@ class ApiServer:
         for file in sorted(self._crds.glob("*.yaml")):
             self.create_all(yaml.safe_load_all(file.read_text()))
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-        self._until(lambda: self.api.get(POOLS).status_code == 200, "the CRDs are served")
+        self.wait_for(POOLS)
+
+    def wait_for(self, path: str) -> None:
+        """Wait until a collection is served."""
+        self._until(lambda: self.api.get(path).status_code == 200, f"{path} is served")
 
     def start_api(self) -> None:
         """Start the API server alone; returns once it is ready."""

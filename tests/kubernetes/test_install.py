@@ -32,8 +32,10 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     try:
         server.start()
         for kind in OBJECTS:
+            path = f"/apis/{GROUPS[0]}/v1alpha2/namespaces/{NAMESPACE}/{kind}"
             text = (crds / f"{GROUPS[1]}_{kind}.yaml").read_text().replace(GROUPS[1], GROUPS[0])
             server.create_all(yaml.safe_load_all(text))
+            server.wait_for(path)
         yield server
     finally:
         server.stop()

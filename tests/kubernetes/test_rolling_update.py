@@ -47,8 +47,16 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             seat.pickers.remove(old)
             await progress(loads, 20)
         assert [picker.process.poll() for picker in serving] == [None, None]
+        assert await network.until(lambda: running_is(seat, any_run=True), within_s=READY_S)
     assert short.errors == []
     assert long.errors == []
+    assert await network.until(lambda: running_is(seat, any_run=False), within_s=READY_S)
+
+
+async def running_is(seat: Seat, *, any_run: bool) -> bool | None:
+    """Whether dashboards see requests that run."""
+    running = [await picker.figure("llm_d_epp_request_running") for picker in seat.pickers]
+    return (sum(running) > 0) == any_run or None
 
 
 async def ended(picker: Picker) -> None:

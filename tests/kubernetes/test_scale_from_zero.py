@@ -43,6 +43,8 @@ async def test_requests_wait_for_the_first_ready_pod(empty: ApiServer, seat: Sea
         return await demand() == len(waiting) or None
 
     assert await network.until(all_wait, within_s=READY_S), await demand()
+    reference = [await picker.figure("llm_d_epp_flow_control_queue_size") for picker in seat.pickers]
+    assert sum(reference) == len(waiting)
     await seat.start_model(HOST)
     empty.put_pod("first", HOST, APP)
     answers = await asyncio.gather(*waiting)

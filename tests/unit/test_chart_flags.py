@@ -51,6 +51,7 @@ def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
     assert settings.extproc.listen == "0.0.0.0:9002"
     assert settings.extproc.health_listen == "0.0.0.0:9003"
     assert settings.admin.listen == "0.0.0.0:9090"
+    assert settings.admin.reference_metrics
     assert settings.fair_request_queue.overload_status == 429
     assert settings.extproc.tls == Tls()
     assert any(

@@ -127,6 +127,12 @@ class SharedGate:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def running_by_model(self) -> Counter[str]:
+        """The placed requests whose streams this replica owns, by the model that was asked for."""
+        return Counter(
+            accounting_token.model_of(each.accounting_token) for each in self._owned_streams.values()
+        )
+
     async def any_waiting(self) -> None:
         if not self._waiting:
             self._any_waiting.clear()

@@ -172,6 +172,7 @@ class Metrics:
         self._pool_totals = {key: counters(name, text) for key, (name, text) in _POOL_TOTALS.items()}
         self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
+        self.pool_state: PoolState | None = None  # the newest that is known
         # A rate of 0 instead of a missing series.
         for band in Band:
             self._preemptions.add((band.label,), 0)
@@ -305,6 +306,7 @@ class Metrics:
 
     def pool(self, state: PoolState, watermark: float, queue_fill: float) -> None:
         """Show the shared state; `queue_fill` is the occupied part of the queue, 0 to 1."""
+        self.pool_state = state
         others = {
             "watermark": watermark,
             "queue_fill": queue_fill,
@@ -346,6 +348,15 @@ class Metrics:
                 for scorer, score in parts.items()
             }
         )
+
+    @property
+    def waiting_by_model(self) -> Mapping[Labels, float]:
+        """Requests of this replica that wait in the queue, by model and variant."""
+        return self._waiting.values
+
+    def add(self, family: "Family") -> None:
+        """Show a further family."""
+        self._page.add(family)
 
     def pieces(self) -> Iterator[bytes]:
         """The Prometheus text, of type `PAGE_TYPE`, in pieces that take microseconds each."""
@@ -522,6 +533,10 @@ class Gauges(_Values):
 
     def replace(self, values: dict[Labels, float]) -> None:
         self._values = values
+
+    @property
+    def values(self) -> Mapping[Labels, float]:
+        return self._values
 
     def pieces(self) -> Iterator[bytes]:
         if self._read is not None:

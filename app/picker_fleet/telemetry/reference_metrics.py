@@ -1,0 +1,96 @@
+"""The metrics of the reference picker that dashboards and autoscalers read, under its names.
+
+`llm_d_epp_…` are those of llm-d, `inference_…` the older ones of the Gateway API inference extension. Each is
+worked out when the page is read. What waits and what runs are this replica's own and add up over the fleet;
+what describes the pool is the same on every replica.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
+from typing import Final
+
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.telemetry.metrics import Gauges, LabelCap, Labels, Metrics, Page
+
+_FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
+_POOL: Final = ("llm_d_epp", "inference_pool")
+_AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
+    "average_queue_size": lambda reading: reading.waiting,
+    "average_running_requests": lambda reading: reading.running,
+    "average_kv_cache_utilization": lambda reading: reading.kv_utilisation,
+}
+
+
+class ReferenceMetrics:
+    """A family of `Metrics` (`Metrics.add`) for the pool that is named `pool`.
+
+    `readings` are the newest of each endpoint; `running` counts by model the requests whose answers pass this
+    replica.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        metrics: Metrics,
+        *,
+        readings: Callable[[], Mapping[str, Reading]],
+        running: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self._pool, self._metrics = (pool,), metrics
+        self._readings, self._running = readings, running
+        self._page = page = Page()
+        self._model = LabelCap()
+        self._running_seen: dict[Labels, float] = {("",): 0.0}
+
+        def gauges(names: tuple[str, ...], help_text: str, labels: Labels) -> tuple[Gauges, ...]:
+            return tuple(Gauges(page, name, help_text, labels) for name in names)
+
+        self._queue = gauges(
+            tuple(f"{prefix}_queue_size" for prefix in _FLOW_CONTROL),
+            "Requests of this replica that wait in the queue.",
+            ("inference_pool", "model_name", "target_model_name"),
+        )
+        self._saturation = gauges(
+            tuple(f"{prefix}_pool_saturation" for prefix in _FLOW_CONTROL),
+            "The stock as a part of its upper bound.",
+            ("inference_pool",),
+        )
+        self._requests = gauges(
+            ("llm_d_epp_request_running", "inference_objective_running_requests"),
+            "Requests in flight whose answers pass this replica.",
+            ("model_name",),
+        )
+        self._ready = gauges(
+            ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods"),
+            "Endpoints that take new requests.",
+            ("name",),
+        )
+        self._averages = {
+            what: gauges(tuple(f"{prefix}_{what}" for prefix in _POOL), "Mean of the endpoints.", ("name",))
+            for what in _AVERAGES
+        }
+
+    def pieces(self) -> Iterator[bytes]:
+        """As Family."""
+        waiting = {(*self._pool, *labels): value for labels, value in self._metrics.waiting_by_model.items()}
+        _show(self._queue, waiting or {(*self._pool, "", ""): 0.0})  # 0 instead of a missing series
+        self._running_seen = dict.fromkeys(self._running_seen, 0.0)
+        for model, count in self._running().items():
+            labels = (self._model(model),)
+            self._running_seen[labels] = self._running_seen.get(labels, 0.0) + count
+        _show(self._requests, self._running_seen)
+        state = self._metrics.pool_state
+        if state is not None:
+            full = state.stock / state.upper if state.upper > 0 else 1.0
+            _show(self._saturation, {self._pool: full})
+            _show(self._ready, {self._pool: float(state.ready_backends)})
+        known = [reading.metrics for reading in self._readings().values() if reading.known]
+        for what, amount_of in _AVERAGES.items():
+            amounts = [amount for each in known if (amount := amount_of(each)) is not None]
+            _show(self._averages[what], {self._pool: fmean(amounts)} if amounts else {})
+        yield from self._page.pieces()
+
+
+def _show(families: tuple[Gauges, ...], values: Mapping[Labels, float]) -> None:
+    for family in families:
+        family.replace(dict(values))

@@ -1,0 +1,90 @@
+"""Metrics under the names of the reference picker: the same figures, from the first reading on."""
+
+from collections import Counter
+from dataclasses import replace
+
+from metrics_page import samples
+from scripted_store import POOL
+
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
+
+QUEUE = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_queue_size")
+SATURATION = ("llm_d_epp_flow_control_pool_saturation", "inference_extension_flow_control_pool_saturation")
+RUNNING = ("llm_d_epp_request_running", "inference_objective_running_requests")
+READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
+
+
+def reading(waiting: float, running: float, kv: float, *, known: bool = True) -> Reading:
+    return Reading(EndpointMetrics(0, waiting, running, kv), 0.0, known)
+
+
+class Page:
+    """The metrics of a replica of the pool `llm`."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.readings: dict[str, Reading] = {}
+        self.running: Counter[str] = Counter()
+        self.metrics.add(
+            ReferenceMetrics(
+                "llm", self.metrics, readings=lambda: self.readings, running=lambda: self.running
+            )
+        )
+
+    def values(self, names: tuple[str, ...], *labels: str) -> list[float | None]:
+        found = samples(self.metrics)
+        return [found.get((name, *labels)) for name in names]
+
+
+def test_what_waits_and_runs_is_0_before_the_first_request() -> None:
+    page = Page()
+    assert page.values(QUEUE, "inference_pool=llm") == [0, 0]
+    assert page.values(RUNNING) == [0, 0]
+
+
+def test_requests_are_counted_by_model_and_fall_to_0() -> None:
+    page = Page()
+    page.metrics.waiting("llama", "llama-7b", 3)
+    page.running.update({"llama": 5, "": 1})
+    labels = ("inference_pool=llm", "model_name=llama", "target_model_name=llama-7b")
+    assert page.values(QUEUE, *labels) == [3, 3]
+    assert page.values(RUNNING, "model_name=llama") == [5, 5]
+    page.metrics.waiting("llama", "llama-7b", -3)
+    page.running.clear()
+    assert page.values(QUEUE, *labels) == [0, 0]
+    assert page.values(RUNNING, "model_name=llama") == [0, 0]
+
+
+def test_saturation_and_ready_endpoints_follow_the_pool() -> None:
+    page = Page()
+    page.metrics.pool(replace(POOL, stock=3.0, upper=12.0, ready_backends=2), 10.0, 0.0)
+    assert page.values(SATURATION, "inference_pool=llm") == [0.25, 0.25]
+    assert page.values(READY, "name=llm") == [2, 2]
+    page.metrics.pool(replace(POOL, stock=0.0, upper=0.0, ready_backends=0), 0.0, 0.0)
+    assert page.values(SATURATION, "inference_pool=llm") == [1, 1], "no endpoint: nothing fits"
+    assert page.values(READY, "name=llm") == [0, 0]
+
+
+def test_averages_are_of_the_endpoints_that_are_known() -> None:
+    page = Page()
+    names = tuple(f"{prefix}_average_queue_size" for prefix in ("llm_d_epp", "inference_pool"))
+    assert page.values(names, "name=llm") == [None, None]
+    page.readings = {
+        "a": reading(2, 4, 0.5),
+        "b": reading(4, 8, 0.7),
+        "c": reading(90, 90, 0.9, known=False),
+    }
+    assert page.values(names, "name=llm") == [3, 3]
+    assert page.values(("inference_pool_average_running_requests",), "name=llm") == [6]
+    assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]
+
+
+def test_a_client_cannot_make_series_without_end() -> None:
+    page = Page()
+    page.running.update({f"model-{number}": 1 for number in range(3000)})
+    found = samples(page.metrics)
+    series = [key for key in found if key[0] == RUNNING[0]]
+    assert len(series) == 1002
+    assert found[RUNNING[0], "model_name=other"] == 2000
