@@ -3,6 +3,7 @@
 import argparse
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,3 +231,11 @@ def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
             tree["data"] = {name: yaml.safe_load(text) for name, text in tree["data"].items()}
     assert len(found) == len(trees)
     return found
+
+
+def test_the_image_has_what_a_gateways_seat_needs() -> None:
+    """The chart passes --pool-name, so the image needs the packages of the extra `kubernetes`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.split(r"[<>=]", each)[0] for each in project["optional-dependencies"]["kubernetes"]}
+    pinned = (ROOT / "deploy" / "images" / "picker.lock").read_text()
+    assert extra <= set(re.findall(r"^([\w.-]+)==", pinned, re.MULTILINE))
