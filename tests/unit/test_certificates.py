@@ -85,7 +85,8 @@ async def channel(port: int, root: Path, own: Pair | None = None) -> AsyncIterat
 
 
 async def healthy(stub: Any) -> bool:
-    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENT_S)
+    # A handshake that a busy machine was too slow for is tried again.
+    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENT_S, wait_for_ready=True)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

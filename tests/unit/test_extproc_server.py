@@ -83,9 +83,13 @@ class Replica:
 
 @asynccontextmanager
 async def replica(
-    services: Mapping[str, Handler] | None = None, *, stalled_s: float = STALLED_S, **extproc: object
+    services: Mapping[str, Handler] | None = None,
+    *,
+    stalled_s: float = STALLED_S,
+    clock: Callable[[], float] | None = None,
+    **extproc: object,
 ) -> AsyncIterator[Replica]:
-    """A ready replica; `extproc` overrides settings of that section."""
+    """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
     quick = {
         "transport": chosen_transport(),
         "listen": "127.0.0.1:0",
@@ -94,7 +98,7 @@ async def replica(
     }
     settings = parse({"extproc": {**quick, **extproc}})
     gate, metrics = ScriptedGate(), Counted()
-    clock = asyncio.get_running_loop().time
+    clock = clock or asyncio.get_running_loop().time
     context = exchange_context(gate, metrics, settings, clock)
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
     server = Server(ExchangeService(context, uploads), context.drain_gate, settings.extproc, services or {})
@@ -109,9 +113,25 @@ async def replica(
         await server.stop()
 
 
+class StoppedClock:
+    """Stands until the test moves it, by `now_s` or `start()`: a host that pauses makes no upload late."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._since_s: float | None = None
+
+    def __call__(self) -> float:
+        if self._since_s is None:
+            return self.now_s
+        return self.now_s + asyncio.get_running_loop().time() - self._since_s
+
+    def start(self) -> None:
+        self._since_s = asyncio.get_running_loop().time()
+
+
 async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[ProcessingResponse]:
     """Send `messages`, read so many answers."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for message in messages:
             await call.write(message)
         return [await call.read() for _ in range(answers)]
@@ -120,7 +140,7 @@ async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[Pr
 async def rest(call: Any) -> list[ProcessingResponse]:
     """What still comes until the stream's end."""
     said = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (answer := await call.read()) is not grpc.aio.EOF:
             said.append(answer)
     return said
@@ -128,7 +148,7 @@ async def rest(call: Any) -> list[ProcessingResponse]:
 
 async def until(holds: Callable[[], object]) -> None:
     """Wait for a condition that the server's tasks make true."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - it is a plain condition, not an event
             await asyncio.sleep(0.01)
 
@@ -170,13 +190,18 @@ async def test_a_refusal_ends_the_stream() -> None:
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(mode: str) -> None:
-    async with replica(stalled_s=0.3) as fleet:
+    clock = StoppedClock()
+    async with replica(stalled_s=0.3, clock=clock) as fleet:
         # Two clients vanish during their upload: one after half of it, one before the end of the stream.
         ask = ASK if mode == "standard" else ASK.ljust(WHOLE_BYTES + 1)
         whole = len(ask)
         half, endless = fleet.exchange(), fleet.exchange()
         await talk(half, headers(mode, {"content-length": str(2 * whole)}), body(ask, ended=False), answers=0)
         await talk(endless, headers(mode, {"content-length": str(whole)}), body(ask, ended=False), answers=0)
+        async with asyncio.timeout(30):
+            await fleet.gate.asked.wait()
+        await until(lambda: fleet.context.open_requests.count == 2)
+        clock.start()
         for call in (half, endless):
             [answer] = await talk(call, answers=1)
             assert answer.immediate_response.status.code == 408
@@ -216,15 +241,21 @@ async def test_a_stream_without_a_body_is_refused(first: list[ProcessingRequest]
 
 
 async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
-    async with replica(body_timeout="200ms") as fleet:
+    clock = StoppedClock()
+    async with replica(body_timeout="200ms", clock=clock) as fleet:
         fleet.gate.open.clear()
         long = ASK.ljust(WHOLE_BYTES + 1)
         call = fleet.exchange()
         await talk(
             call, headers("lean", {"content-length": str(len(long))}), body(long, ended=False), answers=0
         )
-        other = fleet.exchange()
-        [answer] = await talk(other, headers("lean"), answers=1)  # one that is given up meanwhile
+        async with asyncio.timeout(30):
+            await fleet.gate.asked.wait()
+        other = fleet.exchange()  # one that is given up meanwhile
+        await talk(other, headers("lean"), answers=0)
+        await until(lambda: fleet.context.open_requests.count == 2)
+        clock.now_s = 1.0
+        [answer] = await talk(other, answers=1)
         assert answer.immediate_response.status.code == 408
         fleet.gate.open.set()
         assert parts(await talk(call, body(), answers=1)) == ["request_headers"]
@@ -256,7 +287,7 @@ async def test_a_client_that_leaves_cancels_its_queued_request(mode: str) -> Non
         call = fleet.exchange()
         first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
         await talk(call, first, *([body(ASK)] if mode != "headers" else []), answers=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await fleet.gate.asked.wait()
 
         call.cancel()
@@ -329,8 +360,9 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
         waiting, late = fleet.exchange(), fleet.exchange()
         await talk(waiting, headers("lean"), body(ASK), answers=0)
         await talk(late, headers("lean"), answers=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await fleet.gate.asked.wait()
+        await until(lambda: fleet.context.open_requests.count == 2)
 
         # It first announces that it takes nothing new.
         watch = fleet.watch("readiness")
@@ -343,7 +375,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
 
         # A new one is refused so that Envoy asks another replica.
         refused = fleet.exchange()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await refused.code() is grpc.StatusCode.UNAVAILABLE
         assert len(fleet.metrics.answers) == 0
 
@@ -355,7 +387,7 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
         assert not drain.done()
         fleet.gate.open.set()
         assert parts(await talk(waiting, answers=1)) == ["request_headers"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await drain
         assert fleet.gate.cancelled == []
 
@@ -365,7 +397,7 @@ async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
         fleet.gate.open.clear()
         call = fleet.exchange()
         await talk(call, headers("lean"), body(ASK), answers=0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await fleet.gate.asked.wait()
             drain = asyncio.create_task(fleet.server.drain())
             answer = await call.read()
@@ -385,7 +417,7 @@ async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
 
     async with replica({"/test.Logs/Stream": endless}) as fleet:
         call = fleet.channel.stream_stream("/test.Logs/Stream")()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await begun.wait()
             await fleet.server.drain()
         assert await call.code() is not grpc.StatusCode.OK
@@ -440,7 +472,7 @@ async def test_unknown_methods_are_unimplemented(path: str) -> None:
         streamed = fleet.channel.stream_stream(path)()
         with pytest.raises(grpc.aio.AioRpcError) as fault:
             await fleet.channel.unary_unary(path)(b"", timeout=10)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             found = await streamed.code(), fault.value.code()
         assert found == (grpc.StatusCode.UNIMPLEMENTED,) * 2
         assert await fleet.health("") == SERVING
