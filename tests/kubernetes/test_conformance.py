@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 import yaml
@@ -26,6 +27,22 @@ HOSTS = ("127.0.0.41", "127.0.0.42", "127.0.0.43")
 OTHER_HOSTS = ("127.0.0.44", "127.0.0.45", "127.0.0.46")
 APP, OTHER_APP = {"app": "primary"}, {"app": "secondary"}
 REQUESTS, AT_ONCE = 100, 10
+# How the suite runs its picker: flags besides pool and ports, configuration, rights to list and watch.
+SUITE_FLAGS = ("--v", "4", "--config-file", "{file}")
+SUITE_PLUGINS = {
+    "apiVersion": "inference.networking.x-k8s.io/v1alpha1",
+    "kind": "EndpointPickerConfig",
+    "plugins": [{"type": "header-based-testing-filter"}, {"type": "destination-endpoint-served-verifier"}],
+    "schedulingProfiles": [
+        {"name": "conformance-profile", "plugins": [{"pluginRef": "header-based-testing-filter"}]}
+    ],
+}
+SUITE_RIGHTS = {
+    "": ["pods"],
+    "inference.networking.k8s.io": ["inferencepools"],
+    "inference.networking.x-k8s.io": ["inferenceobjectives", "inferencemodelrewrites", "inferencepools"],
+}
+SERVING = b"\x08\x01"
 
 
 @pytest.fixture
@@ -121,6 +138,47 @@ async def test_all_requests_reach_only_the_pods_that_the_header_selects(
     # Names of headers have no case, and an unknown address is not replaced by another.
     assert (await served(gateway, {CHOICE.upper(): HOSTS[1]}, 5)).keys() == {f"{HOSTS[1]}:{bare.port}"}
     assert (await ask(gateway, {CHOICE: "127.0.0.99"})).status_code == 503
+
+
+def account_of_the_suite(cluster: ApiServer) -> Path:
+    """Credentials with the rights that the suite gives its picker: none for statuses and llm-d.ai."""
+    named = {"name": "suite", "namespace": NAMESPACE}
+    role = "rbac.authorization.k8s.io"
+    verbs = ["get", "list", "watch"]
+    rules = [
+        {"apiGroups": [group], "resources": what, "verbs": verbs} for group, what in SUITE_RIGHTS.items()
+    ]
+    binding = {
+        "subjects": [{"kind": "ServiceAccount", **named}],
+        "roleRef": {"apiGroup": role, "kind": "Role", "name": "suite"},
+    }
+    cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": named})
+    cluster.apply({"apiVersion": f"{role}/v1", "kind": "Role", "metadata": named, "rules": rules})
+    cluster.apply({"apiVersion": f"{role}/v1", "kind": "RoleBinding", "metadata": named, **binding})
+    return cluster.kubeconfig("suite", cluster.token_of("suite"))
+
+
+async def test_flags_configuration_and_rights_of_the_suite_are_enough(
+    empty: ApiServer, bare: Seat, servers: EchoServer
+) -> None:
+    await listen(servers, HOSTS, [bare.port])
+    for number, host in enumerate(HOSTS):
+        empty.put_pod(f"primary-{number}", host, APP)
+    empty.put_pool("primary", [bare.port], APP)
+    file = bare.folder / "conformance-plugins.yaml"
+    file.write_text(yaml.safe_dump(SUITE_PLUGINS))
+    flags = (*(flag.format(file=file) for flag in SUITE_FLAGS), "--conformance")
+    picker = await bare.start_picker(account_of_the_suite(empty), "primary", NAMESPACE, *flags)
+    await bare.ready(picker)
+    wanted = set(addresses(HOSTS, [bare.port]))
+    await bare.everywhere(lambda found: found.keys() == wanted, "the pods are known")
+    for service in (b"inference-extension", b"liveness", b"readiness"):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.health}") as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert await check(b"\x0a" + bytes([len(service)]) + service, timeout=READY_S) == SERVING
+    gateway = await bare.start_gateway()
+    assert (await served(gateway, {CHOICE: HOSTS[1]}, 20)).keys() == {f"{HOSTS[1]}:{bare.port}"}
+    assert (await served(gateway, {}, 60)).keys() == wanted
 
 
 async def test_a_request_without_a_body_is_placed_and_the_model_server_sees_where(
