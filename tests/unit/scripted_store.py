@@ -1,6 +1,7 @@
 """A store with scripted replies, which records its calls."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -150,12 +151,12 @@ class ScriptedStore:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let other tasks run until `condition` holds; AssertionError if all of them rest before it does."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("never became true")
+    """Let other tasks, threads and connections run until `condition` holds; TimeoutError after 30 s."""
+    async with asyncio.timeout(30):
+        for turn in itertools.count():
+            if condition():
+                return
+            await asyncio.sleep(0 if turn < 1000 else 0.001)
 
 
 def _overlaid(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
