@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions compose-test hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions bench-sizing compose-test hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -86,6 +86,9 @@ bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels a
 
 bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS=--taken)
 	$(BIN)/python -m bench.refill $(ARGS)
+
+bench-sizing: $(VENV)/.installed ## how much of a Valkey a fleet takes; 50 whole replicas (ARGS='--whole 0')
+	$(BIN)/python -m bench.sizing $(ARGS)
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)

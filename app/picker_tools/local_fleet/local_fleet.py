@@ -34,6 +34,7 @@ _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
 _REPLICA_GRACE_S = 10.0  # they leave the pool, and have nothing to finish
 _REST_GRACE_S = 4.0
+_STARTED_TOGETHER = 10  # replicas; of more, some would be refused for starting too slowly
 _VALKEY_ATTEMPTS = 3  # another process may take its port before it does
 
 
@@ -171,7 +172,8 @@ class LocalFleet:
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
         await together(*works)
-        await self._supervisor.bring_up(self._replicas)
+        for first in range(0, len(self._replicas), _STARTED_TOGETHER):
+            await self._supervisor.bring_up(self._replicas[first : first + _STARTED_TOGETHER])
 
     async def _bring_up_envoy(self) -> None:
         from picker_tools.local_fleet.envoy import Envoy

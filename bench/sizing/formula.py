@@ -1,0 +1,118 @@
+"""Cores of a Valkey by the size of a fleet: a formula of a few parameters. Times in µs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Measured: what each replica sends a second at rest (heartbeat, state, sweep, two pings), and what a replica
+# that scrapes publishes (endpoints/scraping.py).
+_CALLS_A_REPLICA = 5
+_PUBLISHED_A_SCRAPER = 2.5
+_SCRAPERS = 8
+_TOLD = 256  # `state` and `view_replicas` tell of no more replicas
+_SETTLE_DELAY_S = 0.002  # ends wait so long for others (state/batching.py)
+_MAX_BATCH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`queued`: each request waits for its turn. `dashboards`: how many are open."""
+
+    replicas: int
+    requests_per_s: float
+    queued: bool = False
+    dashboards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A fleet, and the cores that it took of Valkey."""
+
+    fleet: Fleet
+    cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """`direct`, `waiting`: a request, fixed and for each call of it, when Valkey is busy. `dashboard`: a
+    second of one, fixed and for each replica told of. The others: a second of a replica, what it grows with
+    each replica and with each that it is told of, and waking up an idle Valkey for a message."""
+
+    direct: tuple[float, float]
+    waiting: tuple[float, float]
+    dashboard: tuple[float, float]
+    replica: float = 0.0
+    pair: float = 0.0
+    told: float = 0.0
+    wake: float = 0.0
+
+    def fitted(self, points: Sequence[Point]) -> "Formula":
+        """With the other parameters of the least relative errors at `points`, whose messages come one by
+        one."""
+        rows, wanted = [], []
+        for point in points:
+            fleet, us = point.fleet, point.cores * 1e6
+            count = fleet.replicas
+            terms = (count, count**2, count * min(count, _TOLD), messages(fleet))
+            rows.append([term / us for term in terms])
+            wanted.append(1 - fleet.requests_per_s * self.request_us(fleet) / us)
+        return Formula(self.direct, self.waiting, self.dashboard, *_least_squares(rows, wanted))
+
+    def request_us(self, fleet: Fleet) -> float:
+        fixed, each = self.waiting if fleet.queued else self.direct
+        return fixed + each * calls_a_request(fleet)
+
+    def cores(self, fleet: Fleet, *, one_by_one: bool = False) -> float:
+        """Above 1 it does not fit. An idle Valkey is woken up for each message, a full one for none; for
+        messages that come `one_by_one`, each when the former is answered, always."""
+        told = min(fleet.replicas, _TOLD)
+        busy = (
+            fleet.replicas * (self.replica + self.pair * fleet.replicas + self.told * told)
+            + fleet.dashboards * (self.dashboard[0] + self.dashboard[1] * told)
+            + fleet.requests_per_s * self.request_us(fleet)
+        ) / 1e6
+        woken = self.wake * messages(fleet) / 1e6
+        if one_by_one:
+            return busy + woken
+        return busy if busy >= 1 else (busy + woken) / (1 + woken)
+
+
+def messages_a_second(replicas: int) -> float:
+    """On the channel of scraped figures; each reaches every replica."""
+    return min(replicas, _SCRAPERS) * _PUBLISHED_A_SCRAPER
+
+
+def messages(fleet: Fleet) -> float:
+    """That reach Valkey in a second."""
+    requests = fleet.requests_per_s * calls_a_request(fleet)
+    return fleet.replicas * _CALLS_A_REPLICA + messages_a_second(fleet.replicas) + requests
+
+
+def calls_a_request(fleet: Fleet) -> float:
+    """Admissions go out at once, ends with those of the next 2 ms; a grant's placement is a call, too.
+
+    Above some thousand requests a second of one replica admissions share calls, too: then it is less.
+    """
+    ends = 1 + _SETTLE_DELAY_S * fleet.requests_per_s / fleet.replicas
+    return 1 + 1 / min(ends, _MAX_BATCH) + fleet.queued
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope of the least relative errors at `points`."""
+    fixed, each = _least_squares([[1 / y, x / y] for x, y in points], [1.0] * len(points))
+    return fixed, each
+
+
+def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """By the normal equations, solved by Gaussian elimination."""
+    count = len(rows[0])
+    system = [
+        [sum(row[i] * row[j] for row in rows) for j in range(count)]
+        + [sum(row[i] * y for row, y in zip(rows, wanted, strict=True))]
+        for i in range(count)
+    ]
+    for i in range(count):
+        for j in range(count):
+            if j != i:
+                factor = system[j][i] / system[i][i]
+                system[j] = [a - factor * b for a, b in zip(system[j], system[i], strict=True)]
+    return [system[i][count] / system[i][i] for i in range(count)]

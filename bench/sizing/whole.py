@@ -1,0 +1,141 @@
+"""A fleet of whole replicas, as `picker up` starts it, under light load."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import redis
+
+from bench.rig.machine import cpu_ns, resident_bytes
+from bench.sizing.formula import Fleet, Formula
+from picker_fleet.units import split_host_port
+
+_STARTS_S = 150.0
+_ENDS_S = 30.0
+_IDLE_S = 20.0
+_LOGGED_S = 10.0
+_LOAD_S = 30
+_RATE = 20
+_PICKER = (sys.executable, "-m", "picker_fleet.cli")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFleet:
+    replicas: int
+    started_s: float
+    resident_mb: float  # of a replica
+    idle_cores: float
+    loaded_cores: float
+    loaded_rate: float
+    heartbeats_cores: float
+    load: str  # what `picker load` says
+    audit: str
+
+    def lines(self, formula: Formula) -> list[str]:
+        said = []
+        for rate, cores in ((0.0, self.idle_cores), (self.loaded_rate, self.loaded_cores)):
+            wanted = formula.cores(Fleet(self.replicas, rate))
+            error = wanted / cores - 1
+            said.append(f"with {rate:.0f} requests/s {cores:.2%} (formula: {wanted:.2%}, error {error:+.0%})")
+        return [
+            f"{self.replicas} replicas: ready after {self.started_s:.0f} s, {self.resident_mb:.0f} MB each.",
+            f"Of a core Valkey took {', '.join(said)}. "
+            f"Heartbeats took {self.heartbeats_cores:.2%} by its log of slow calls, which held all (wanted: "
+            "at most 1 %).",
+            f"`picker load steady --rate {_RATE} --duration {_LOAD_S}`: {self.load}",
+            f"`picker audit`: {self.audit}",
+        ]
+
+
+def run_whole(replicas: int) -> WholeFleet:
+    """Start, watch and load a fleet of `replicas`. RuntimeError if it does not start."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text("decision_log: {enabled: true}\n", encoding="utf-8")
+        state_file = folder / "state.json"
+        options = ["--replicas", f"{replicas}", "--port", "0", "--config", f"{folder / 'config.yaml'}"]
+        began_s = time.monotonic()
+        with (folder / "up.log").open("wb") as log:
+            up = subprocess.Popen(
+                [*_PICKER, "up", *options, "--state-file", f"{state_file}"], stdout=log, stderr=log
+            )
+        try:
+            while not state_file.exists():
+                if up.poll() is not None or time.monotonic() - began_s > _STARTS_S:
+                    raise RuntimeError((folder / "up.log").read_text(encoding="utf-8")[-500:])
+                time.sleep(0.2)
+            started_s = time.monotonic() - began_s
+            return _watch(json.loads(state_file.read_text(encoding="utf-8")), up.pid, folder, started_s)
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(_ENDS_S)
+
+
+def _watch(state: dict[str, object], up: int, folder: Path, started_s: float) -> WholeFleet:
+    url = str(state["redis"])
+    host, port = split_host_port(url.removeprefix("redis://").partition("/")[0])
+    client = redis.Redis(host, port)
+    valkey = next(each.pid for each in psutil.Process(up).children() if "valkey" in each.name())
+    pids = [int(each["pid"]) for each in state["replicas"]]  # type: ignore[attr-defined]
+    time.sleep(5)
+    idle = _Watch(valkey)
+    time.sleep(_IDLE_S)
+    idle_cores, _ = idle.so_far()
+    heartbeats_cores = _heartbeats_cores(client)
+    resident_mb = sum(map(resident_bytes, pids)) / len(pids) / 1e6
+    load = ["load", "steady", "--state-file", f"{folder / 'state.json'}", "--rate", f"{_RATE}"]
+    load += ["--duration", f"{_LOAD_S}", "--report", f"{folder / 'report'}"]
+    loaded = _Watch(valkey)
+    said = _said("no-errors", *load)
+    loaded_cores, seconds = loaded.so_far()
+    return WholeFleet(
+        len(pids), started_s, resident_mb, idle_cores, loaded_cores, _RATE * _LOAD_S / seconds,
+        heartbeats_cores, said, _said("entries", "audit", "--redis", url),
+    )  # fmt: skip
+
+
+class _Watch:
+    """What a process takes from now on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._cpu_ns, self._began_s = cpu_ns([pid]), time.monotonic()
+
+    def so_far(self) -> tuple[float, float]:
+        """Cores, and seconds."""
+        seconds = time.monotonic() - self._began_s
+        return (cpu_ns([self._pid]) - self._cpu_ns) / 1e9 / seconds, seconds
+
+
+def _heartbeats_cores(client: "redis.Redis") -> float:
+    """Time of all heartbeats in some seconds, from the slow log."""
+    client.config_set("slowlog-max-len", 100_000)
+    client.config_set("slowlog-log-slower-than", 0)
+    client.slowlog_reset()
+    time.sleep(_LOGGED_S)
+    client.config_set("slowlog-log-slower-than", -1)
+    calls = client.slowlog_get(100_000)
+    client.slowlog_reset()
+    heartbeats = [each["duration"] for each in calls if each["command"].startswith(b"FCALL heartbeat")]
+    if not heartbeats:
+        raise RuntimeError("no heartbeat came")
+    return sum(heartbeats) / 1e6 / _LOGGED_S
+
+
+def _said(word: str, *arguments: str) -> str:
+    """The first line of a command's output with `word`, and its exit status."""
+    done = subprocess.run(
+        [*_PICKER, *arguments], capture_output=True, text=True, timeout=180, check=False, env=os.environ
+    )
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    if done.returncode:
+        print("\n".join(lines), file=sys.stderr)
+    line = next((each for each in lines if word in each), "nothing")
+    return f"{' '.join(line.split())} (exit status {done.returncode})"
