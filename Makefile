@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions bench-sizing compose-test hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions bench-sizing compose-test vllm hostile faults pulses soak lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -96,6 +96,9 @@ bench-versions: $(VENV)/.installed ## what a request costs beside another checko
 compose-test: $(VENV)/.installed ## the real Dockerfile and compose file on Docker or podman, under load (ARGS=--once)
 	bash .ci/containers $(VENV)/containers
 	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.compose --tools $(VENV)/containers $(ARGS)
+
+vllm: $(VENV)/.installed ## real vLLM servers on the CPU behind the fleet (installs 6 GB once, outside .venv)
+	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.vllm $(ARGS)
 
 hostile: $(VENV)/.installed ## every attack at once for ten minutes, honest clients beside them (ARGS='--minutes 1')
 	PYTHONPATH=tests/fleet $(BIN)/python -m bench.hostile $(ARGS)

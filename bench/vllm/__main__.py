@@ -1,0 +1,114 @@
+"""`python -m bench.vllm`: the fleet before real vLLM servers on the CPU. Writes bench/results/vllm.md.
+
+Installs vLLM beside the project (6 GB, once), starts servers with random weights, measures bounds of the
+queue (bench/results/vllm-throughput.md), and runs each check in each mode. Exit 1 if a check fails.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from bench.rig.machine import describe_machine
+from bench.rig.page import table
+from bench.vllm.checks import ADAPTER_CHECKS, BASE_CHECKS, Failed, fleet_up
+from bench.vllm.engine import EngineFault, Server, installed, made_model, servers
+from bench.vllm.throughput import measured, page
+from picker_fleet.errors import PickerError
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_MODES = ("standard", "lean", "http")
+T = TypeVar("T")
+Row = tuple[str, str, bool, str]  # check, mode, whether it holds, what was seen
+
+
+async def _checked(running: Sequence[Server], mode: str, folder: Path, *, adapters: bool) -> list[Row]:
+    rows: list[Row] = []
+    async with fleet_up(list(running), mode, folder) as fleet:
+        for name, check in ADAPTER_CHECKS if adapters else BASE_CHECKS:
+            try:
+                holds, seen = True, await check(fleet)
+            except (Failed, httpx.HTTPError, KeyError) as fault:
+                holds, seen = False, f"{type(fault).__name__}: {fault}"
+            rows.append((name, mode, holds, seen))
+            print(f"{'holds' if holds else 'FAILS'}: {mode}, {name}: {seen}", file=sys.stderr, flush=True)
+    return rows
+
+
+async def _all_checks(modes: Sequence[str], folder: Path, rounds: int, out: Path) -> list[Row]:
+    python, model = await asyncio.to_thread(installed), made_model(folder / "model")
+    rows: list[Row] = []
+    # The last check kills a server, so each mode has a second server of its own.
+    async with servers(python, model, folder, count=1 + len(modes)) as (first, *others):
+        if rounds:
+            text = page(await measured([first, others[0]], rounds, folder / "measured"), rounds)
+            (out / "vllm-throughput.md").write_text(text, encoding="utf-8")
+            print(text, flush=True)
+        for mode, other in zip(modes, others, strict=True):
+            rows += await _checked([first, other], mode, folder / mode, adapters=False)
+    async with servers(python, model, folder, count=2, with_adapters=True) as pair:
+        for mode in modes:
+            rows += await _checked(pair, mode, folder / f"{mode}-lora", adapters=True)
+    return rows
+
+
+def _page(rows: Sequence[Row], modes: Sequence[str]) -> str:
+    here = describe_machine("bench.vllm")
+    failed = sum(not holds for _, _, holds, _ in rows)
+    order = [name for name, _ in (*BASE_CHECKS, *ADAPTER_CHECKS)]
+    ordered = sorted(rows, key=lambda row: (order.index(row[0]), modes.index(row[1])))
+    head = (
+        f"`make vllm`, {here.date}, {here.cores} cores that other work shares. Two vLLM 0.32 servers\n"
+        "on the CPU with random weights, `--max-num-seqs 4`; two replicas, `watermark_per_backend: 12`.\n"
+        "What each check does and what follows: [docs/vllm.md](../../docs/vllm.md)."
+    )
+    cells = [
+        [name, mode, "yes" if holds else "**no**", seen.replace("|", "/").replace("\n", " ")]
+        for name, mode, holds, seen in ordered
+    ]
+    checks = table(["check", "mode", "holds", "seen"], cells)
+    return (
+        f"# A real vLLM behind the fleet\n\n{head}\n\n{checks}\n\n{len(rows) - failed} of {len(rows)} hold.\n"
+    )
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end; SIGTERM, which `make` passes on, cancels it, and what it started is ended."""
+
+    async def until_cancelled() -> T:
+        task = asyncio.ensure_future(work)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    return asyncio.run(until_cancelled())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.vllm")
+    parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="of the measurement; 0: only the checks")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    options = parser.parse_args()
+    modes = options.mode or _MODES
+    with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
+        try:
+            rows = _run(_all_checks(modes, Path(name), options.rounds, options.out))
+        except (EngineFault, PickerError, Failed) as fault:
+            print(f"bench.vllm: {fault}", file=sys.stderr)
+            return 1
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            return 130
+    text = _page(rows, modes)
+    (options.out / "vllm.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if all(holds for _, _, holds, _ in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

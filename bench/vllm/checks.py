@@ -1,0 +1,419 @@
+"""What `make vllm` shows of a fleet before real vLLM servers: one coroutine a check, which can fail.
+
+Each returns what it saw, in a few words for the page, or raises Failed. Loads that must not pass the fleet go
+straight to a server.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import string
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import yaml
+
+from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, Server, tied
+
+_COMPLETIONS = "/v1/completions"
+_READY_S, _WAIT_S, _STOP_S = 60.0, 30.0, 20.0
+_SERVED = "x-picker-served"
+_LONG = 1900  # tokens of an answer that outlasts a check
+_FEW = 6
+_AT_KILL = 30
+_PREFIXES, _TURNS, _PREFIX_BYTES = 5, 4, 900
+
+
+class Failed(Exception):
+    """A check does not hold; the message says what was seen."""
+
+
+class Fleet:
+    """A fleet of `picker up` before `servers`."""
+
+    def __init__(self, servers: list[Server], state: dict[str, Any]) -> None:
+        self.servers = servers
+        self.envoy = str(state["envoy"])
+        self._admins = [str(each["admin"]) for each in state["replicas"]]
+        self.client = httpx.AsyncClient(
+            timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+
+    async def ask(self, prompt: str, *, model: str = BASE, tokens: int = 4, **more: Any) -> httpx.Response:
+        return await self.client.post(self.envoy + _COMPLETIONS, json=body(prompt, model, tokens, **more))
+
+    async def endpoint(self, server: Server) -> dict[str, Any]:
+        """What the first replica knows of a server."""
+        rows = (await self.client.get(f"{self._admins[0]}/api/v1/endpoints")).json()
+        return next((row for row in rows if row["address"] == server.address), {})
+
+    async def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.client.get(f"{self._admins[0]}/api/v1/state")).json()
+        return found
+
+    async def change(self, tree: dict[str, Any]) -> None:
+        """Change the live configuration, and wait for the heartbeats that bring it to all replicas."""
+        (await self.client.patch(f"{self._admins[0]}/api/v1/config", json=tree)).raise_for_status()
+        await asyncio.sleep(2.5)
+
+    async def weigh(self, **weights: float) -> None:
+        """Give the named scorers (`_` for `-`) these weights, and 0 to all others of the configuration."""
+        names = dict.fromkeys(SCORERS, 0.0) | {
+            name.replace("_", "-"): weight for name, weight in weights.items()
+        }
+        await self.change({"scheduling": {"scorers": names}})
+
+    async def counted(self, series: str, **labels: str) -> float:
+        """The sum of a counter over the replicas."""
+        pages = [(await self.client.get(f"{admin}/metrics")).text for admin in self._admins]
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = [line for page in pages for line in page.splitlines() if line.startswith(series + "{")]
+        return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
+
+    async def served_by(self, prompts: list[str], model: str = BASE) -> list[str]:
+        """Where requests go that are sent one after the other, each once the last is settled."""
+
+        async def settled() -> bool:
+            return not any((await self.state())["in_flight"].values())
+
+        found = []
+        for prompt in prompts:
+            await _until("the requests before are settled", settled)
+            answer = await self.ask(prompt, model=model)
+            if answer.status_code != 200:
+                raise Failed(f"status {answer.status_code}: {answer.text[:200]}")
+            found.append(answer.headers[_SERVED])
+        return found
+
+
+SCORERS = ("queue-depth", "kv-cache", "lora-affinity", "prefix-affinity")
+
+
+def body(prompt: str, model: str, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
+
+
+def text(length: int, chance: random.Random = random.Random()) -> str:  # noqa: B008
+    return "".join(chance.choices(string.ascii_lowercase, k=length))
+
+
+def _write_configuration(folder: Path, servers: list[Server], bound: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "endpoints.yaml").write_text(
+        yaml.safe_dump([{"address": server.address} for server in servers]), encoding="utf-8"
+    )
+    tree = {
+        "discovery": {"file": str(folder / "endpoints.yaml")},
+        "scheduling": {"scorers": [{"name": name, "weight": 1} for name in SCORERS]},
+        "scraping": {"interval": "300ms"},
+        "request_queue_controller": {"watermark_per_backend": bound},
+        "fair_request_queue": {"queue_ttl": "60s"},
+    }
+    (folder / "picker.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+
+
+@contextlib.asynccontextmanager
+async def fleet_up(
+    servers: list[Server], mode: str, folder: Path, *, bound: int = 12
+) -> AsyncIterator[Fleet]:
+    """A fleet of two replicas in `mode`; it ends with the block."""
+    _write_configuration(folder, servers, bound)
+    state, log = folder / "state.json", folder / "up.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *tied(str(Path(sys.executable).with_name("picker")), "up", "--replicas", "2", "--endpoints", "0"),
+            *("--mode", mode, "--port", "0", "--debug-headers"),
+            *("--config", str(folder / "picker.yaml"), "--state-file", str(state)),
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        async with asyncio.timeout(_READY_S):
+            while not state.exists():
+                if process.returncode is not None:
+                    raise Failed(f"the fleet did not start:\n{log.read_text(encoding='utf-8')[-2000:]}")
+                await asyncio.sleep(0.2)
+        async with Fleet(servers, json.loads(state.read_text(encoding="utf-8"))) as fleet:
+            await _until("every endpoint is ready", lambda: _all_ready(fleet))
+            yield fleet
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _all_ready(fleet: Fleet) -> bool:
+    rows = [await fleet.endpoint(server) for server in fleet.servers]
+    return all(row.get("status") == "ready" and row.get("scraped_s_ago") is not None for row in rows)
+
+
+async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
+    end = time.monotonic() + _WAIT_S
+    while not await holds():
+        if time.monotonic() > end:
+            raise Failed(f"not within {_WAIT_S:.0f} s: {what}")
+        await asyncio.sleep(0.2)
+
+
+@contextlib.asynccontextmanager
+async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> AsyncIterator[None]:
+    """Long requests straight to a server; they are cancelled with the block."""
+
+    async def one() -> None:
+        url = f"http://{server.address}{_COMPLETIONS}"
+        while True:
+            tree = body(text(64), model, _LONG, stream=True)
+            async with fleet.client.stream("POST", url, json=tree) as answer:
+                async for _ in answer.aiter_bytes():
+                    pass
+
+    tasks = [asyncio.create_task(one()) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def queue_is_read(fleet: Fleet) -> str:
+    """vLLM's waiting requests are known, and requests go elsewhere."""
+    busy, other = fleet.servers
+    await fleet.weigh(queue_depth=3)
+
+    async def known() -> bool:
+        return float((await fleet.endpoint(busy)).get("waiting") or 0) >= 3
+
+    async with _busy(fleet, busy, 8):
+        await _until("the picker sees requests that wait in vLLM", known)
+        waiting = (await fleet.endpoint(busy))["waiting"]
+        went = await fleet.served_by([text(20) for _ in range(_FEW)])
+    if went != [other.address] * _FEW:
+        raise Failed(f"with {waiting:.0f} waiting at one server it still got {went.count(busy.address)}")
+    spread = await _spread(fleet)
+    return f"{waiting:.0f} waiting at one: {_FEW} of {_FEW} went to the other; at rest {spread}"
+
+
+async def kv_cache_is_read(fleet: Fleet) -> str:
+    """vLLM's KV cache use is known, and alone decides."""
+    busy, other = fleet.servers
+    await fleet.weigh(kv_cache=3)
+
+    async def known() -> bool:
+        return float((await fleet.endpoint(busy)).get("kv_utilisation") or 0) >= 0.1
+
+    async with _busy(fleet, busy, 4):
+        await _until("the picker sees vLLM's KV cache in use", known)
+        used = (await fleet.endpoint(busy))["kv_utilisation"]
+        went = await fleet.served_by([text(20) for _ in range(_FEW)])
+    if went != [other.address] * _FEW:
+        raise Failed(f"with {used:.2f} of its cache in use it still got {went.count(busy.address)}")
+    spread = await _spread(fleet)
+    return f"{100 * used:.0f} % in use at one: {_FEW} of {_FEW} went to the other; at rest {spread}"
+
+
+async def _spread(fleet: Fleet) -> str:
+    """The control: at rest both servers are chosen."""
+
+    async def idle() -> bool:
+        rows = [await fleet.endpoint(server) for server in fleet.servers]
+        return all(row["waiting"] == 0 and row["kv_utilisation"] == 0 for row in rows)
+
+    await _until("the load on the server is gone", idle)
+    went = await fleet.served_by([text(20) for _ in range(_FEW)])
+    counts = sorted(went.count(server.address) for server in fleet.servers)
+    if counts[0] == 0:
+        raise Failed("at rest only one server is chosen")
+    return f"{counts[1]} and {counts[0]}"
+
+
+async def leaving_aborts(fleet: Fleet) -> str:
+    """A client that leaves ends its request in vLLM."""
+    before = await _total(fleet, "vllm:generation_tokens_total")
+    tree = body(text(20), BASE, _LONG, stream=True)
+    async with fleet.client.stream("POST", fleet.envoy + _COMPLETIONS, json=tree) as answer:
+        async for _ in answer.aiter_bytes():
+            break
+
+    async def ended() -> bool:
+        return await _total(fleet, "vllm:num_requests_running") == 0
+
+    await _until("vLLM has ended the request", ended)
+    made = await _total(fleet, "vllm:generation_tokens_total") - before
+
+    async def released() -> bool:
+        return not any((await fleet.state())["in_flight"].values())
+
+    await _until("the fleet has released the request", released)
+    if not 0 < made < _LONG / 2:
+        raise Failed(f"vLLM made {made:.0f} of {_LONG} tokens")
+    return f"vLLM ended it after {made:.0f} of {_LONG} tokens; the fleet has none in flight"
+
+
+async def _total(fleet: Fleet, series: str, **labels: str) -> float:
+    return sum([await server.counted(series, **labels) for server in fleet.servers])
+
+
+async def prefix_hits_rise(fleet: Fleet) -> str:
+    """Prefix affinity raises the hit rate that vLLM itself counts, over taking turns."""
+    rates = []
+    for weights in ({}, {"prefix_affinity": 3.0}):
+        await fleet.weigh(**weights)
+        before = [await _total(fleet, f"vllm:prefix_cache_{what}_total") for what in ("hits", "queries")]
+        said = [text(_PREFIX_BYTES) for _ in range(_PREFIXES)]
+        for _ in range(_TURNS):
+            for number in range(_PREFIXES):
+                answer = await fleet.ask(said[number])
+                answer.raise_for_status()
+                said[number] += text(150)
+        after = [await _total(fleet, f"vllm:prefix_cache_{what}_total") for what in ("hits", "queries")]
+        rates.append((after[0] - before[0]) / (after[1] - before[1]))
+    if rates[1] < 1.2 * rates[0]:
+        raise Failed(f"{rates[1]:.3f} of the prompts' tokens hit, {rates[0]:.3f} in turns")
+    return f"{100 * rates[1]:.0f} % of the prompts' tokens hit vLLM's cache, {100 * rates[0]:.0f} % in turns"
+
+
+async def _tokens(fleet: Fleet) -> list[float]:
+    """Prompt and completion tokens that the fleet has counted."""
+    return [await fleet.counted(f"epp_{what}_tokens_total") for what in ("input", "output")]
+
+
+async def _charged(fleet: Fleet, *, streamed: bool) -> str:
+    before = await _tokens(fleet)
+    more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    answer = await fleet.ask(text(77), tokens=11, **more)
+    last = answer.text.split("data: ")[-2] if streamed else answer.text
+    usage = [float(json.loads(last)["usage"][f"{what}_tokens"]) for what in ("prompt", "completion")]
+
+    async def charged() -> bool:
+        return [b - a for a, b in zip(before, await _tokens(fleet), strict=True)] == usage
+
+    await _until(f"the usage {usage} is charged, streamed={streamed}", charged)
+    return f"{usage[0]:.0f} + {usage[1]:.0f}"
+
+
+async def usage_is_charged(fleet: Fleet) -> str:
+    """The tokens of vLLM's usage are counted by the fleet, for plain and for streamed answers."""
+    seen = [await _charged(fleet, streamed=streamed) for streamed in (False, True)]
+    return f"prompt and answer, plain {seen[0]}, streamed {seen[1]} tokens, as vLLM's usage"
+
+
+async def errors_pass(fleet: Fleet) -> str:
+    """Errors of vLLM reach the client as vLLM gives them, and are counted."""
+    seen = []
+    for prompt, model, status in ((text(MAX_TOKENS + 50), BASE, 400), (text(20), "unknown", 404)):
+        before = await fleet.counted("epp_responses_total", status=str(status))
+        through = await fleet.ask(prompt, model=model)
+        url = f"http://{fleet.servers[0].address}{_COMPLETIONS}"
+        direct = await fleet.client.post(url, json=body(prompt, model, 4))
+        if (through.status_code, through.content) != (direct.status_code, direct.content):
+            raise Failed(f"{through.status_code} {through.text[:200]} instead of {direct.text[:200]}")
+        if through.status_code != status:
+            raise Failed(f"vLLM answered {through.status_code}, {status} was expected")
+
+        async def counted(before: float = before, status: int = status) -> bool:
+            return await fleet.counted("epp_responses_total", status=str(status)) == before + 1
+
+        await _until(f"the {status} is counted", counted)
+        seen.append(f"{status}")
+    return f"{' and '.join(seen)}, byte for byte, each counted once"
+
+
+async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
+    """Of the requests whose answer has not begun when a server is killed, each is answered.
+
+    vLLM sends the head of a streamed answer before its first token, and after the head no proxy can ask
+    another server. So requests may be cut that have a head and no token; they are counted.
+    """
+    began: set[int] = set()
+    cut: dict[int, int] = {}  # bytes of the body that came
+    faults: list[str] = []
+    served: list[int] = []
+
+    async def one(number: int) -> None:
+        content = b""
+        try:
+            tree = body(text(40), BASE, 60, stream=True)
+            async with fleet.client.stream("POST", fleet.envoy + _COMPLETIONS, json=tree) as answer:
+                if answer.status_code != 200:
+                    faults.append(f"{answer.status_code} {(await answer.aread())[:120]!r}")
+                    return
+                began.add(number)
+                async for part in answer.aiter_bytes():
+                    content += part
+        except httpx.TransportError as fault:
+            if number not in began:
+                faults.append(f"{type(fault).__name__} before the first byte")
+        if content.endswith(b"data: [DONE]\n\n"):
+            served.append(number)
+        elif number in began:
+            cut[number] = len(content)
+
+    async def some_began() -> bool:
+        return len(began) >= 4
+
+    await fleet.weigh()
+    tasks = [asyncio.create_task(one(number)) for number in range(_AT_KILL)]
+    await _until("some answers have begun", some_began)
+    await fleet.servers[1].kill()
+    await asyncio.gather(*tasks)
+    later = [await fleet.ask(text(20)) for _ in range(_FEW)]
+    faults += [f"later: {each.status_code}" for each in later if each.status_code != 200]
+    if faults or len(served) + len(cut) != _AT_KILL:
+        raise Failed(f"{len(faults)} errors before the first byte: {faults[:3]}")
+    headless = sum(not each for each in cut.values())
+    return (
+        f"of {_AT_KILL} no error before the first byte; {len(served)} answered whole, {len(cut)} cut,"
+        f" {headless} of them with a head and no token; {_FEW} of {_FEW} later ones answered"
+    )
+
+
+async def adapters_are_read(fleet: Fleet) -> str:
+    """The LoRA adapters that vLLM runs are known, and an adapter's requests go where it is loaded."""
+    await fleet.weigh(lora_affinity=3)
+    for pairs in (
+        tuple(zip(fleet.servers, ADAPTERS, strict=True)),
+        tuple(zip(fleet.servers, ADAPTERS[::-1], strict=True)),
+    ):
+
+        async def known(pairs: tuple[tuple[Server, str], ...] = pairs) -> bool:
+            rows = [(await fleet.endpoint(server), adapter) for server, adapter in pairs]
+            return all(row.get("adapters") == [adapter] for row, adapter in rows)
+
+        async with contextlib.AsyncExitStack() as loads:
+            for server, adapter in pairs:
+                await loads.enter_async_context(_busy(fleet, server, 2, adapter))
+            await _until("the picker sees each server's adapter", known)
+            for server, adapter in pairs:
+                went = await fleet.served_by([text(20) for _ in range(_FEW)], adapter)
+                if went != [server.address] * _FEW:
+                    raise Failed(f"{went.count(server.address)} of {_FEW} of {adapter} went where it runs")
+    return f"{4 * _FEW} of {4 * _FEW} went where their adapter ran, also after the adapters changed places"
+
+
+BASE_CHECKS = (
+    ("queue", queue_is_read),
+    ("KV cache", kv_cache_is_read),
+    ("a client leaves", leaving_aborts),
+    ("prefix affinity", prefix_hits_rise),
+    ("usage", usage_is_charged),
+    ("errors", errors_pass),
+    ("a server is killed", a_killed_server_costs_nothing_unanswered),
+)
+ADAPTER_CHECKS = (("LoRA", adapters_are_read),)
