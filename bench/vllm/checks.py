@@ -373,14 +373,14 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
     await _until("some answers have begun", some_began)
     await fleet.servers[1].kill()
     await asyncio.gather(*tasks)
-    later = [await fleet.ask(text(20)) for _ in range(_FEW)]
-    faults += [f"later: {each.status_code}" for each in later if each.status_code != 200]
+    afterwards = [await fleet.ask(text(20)) for _ in range(_FEW)]
+    faults += [f"after the kill: {each.status_code}" for each in afterwards if each.status_code != 200]
     if faults or len(served) + len(cut) != _AT_KILL:
         raise Failed(f"{len(faults)} errors before the first byte: {faults[:3]}")
     headless = sum(not each for each in cut.values())
     return (
         f"of {_AT_KILL} no error before the first byte; {len(served)} answered whole, {len(cut)} cut,"
-        f" {headless} of them with a head and no token; {_FEW} of {_FEW} later ones answered"
+        f" {headless} of them with a head and no token; {_FEW} of {_FEW} sent afterwards answered"
     )
 
 
