@@ -88,6 +88,13 @@ def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"lower_per": settings["upper_per"]} if "upper_per" in settings else {}
 
 
+class PatientPauseDetector(PauseDetector):
+    """Finds no pause since a call was sent: a reply that a busy machine reads late counts all the same."""
+
+    def paused_until(self, now_s: float) -> float:
+        return 0.0
+
+
 class Replica:
     """One replica. `notifications` are those of its store, `adopted` counts the requests that it took over,
     `lost` has the causes for which Redis was given up."""
@@ -103,7 +110,7 @@ class Replica:
         self.membership: Membership | None = None
         self.store = Store(
             url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
-            pause_detector=PauseDetector(),
+            pause_detector=PatientPauseDetector() if silence_s >= SILENCE_S else PauseDetector(),
             connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
             on_adopted=self._count_adopted, on_unavailable=lambda cause, why: self.lost.append(cause),
