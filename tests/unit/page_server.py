@@ -95,5 +95,5 @@ async def serving(host: str = "127.0.0.1") -> AsyncIterator[PageServer]:
     finally:
         server.stop()
         server.release()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await server.until(lambda: server.open == 0)

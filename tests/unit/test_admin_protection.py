@@ -119,7 +119,7 @@ async def test_fifteen_hundred_incomplete_requests_leave_room_for_a_complete_one
                 group.create_task(here.connect(HALF_SENT["half the headers"]))
         assert (await here.connect(GET))[0]
         reader, _ = await here.connect(GET)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         assert here.connections() <= ConnectionLimits().connections // 2 + 2
 

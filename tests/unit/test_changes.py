@@ -122,7 +122,7 @@ async def test_a_bad_body_is_refused_with_the_reason(
 
 async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     app = api(store=store, deadlines=Deadlines(body_s=0.05))
-    async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(10):
+    async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(30):
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"PATCH /api/v1/config HTTP/1.1\r\nhost: {address}\r\ncontent-length: 9\r\n\r\n"

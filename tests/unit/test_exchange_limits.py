@@ -85,7 +85,7 @@ async def test_no_bytes_are_counted_after_all_exchanges_have_ended(
     talk = Talk(ScriptedGate(error), settings)
     if shut:
         talk.gate.open.clear()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         for messages, leaves in talks:
             tasks.create_task(run(talk.another(), messages, leaves))
         for _ in range(20):
