@@ -45,7 +45,10 @@ def assigned_endpoints(addresses: Iterable[str], replica: str, replicas: Sequenc
 
 def _weight(address: str, replica: str) -> bytes:
     # Python's own hash differs from process to process. The length keeps pairs apart that join alike.
-    text = f"{len(address)}:{address}{replica}"
+    return _hash(f"{len(address)}:{address}{replica}")
+
+
+def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -86,7 +89,7 @@ class Scrapers:
             return (self._replica,)
         there: list[str] = []
         expected: set[str] = set()
-        for replica in sorted(live, key=_rank):
+        for replica in sorted(live, key=_hash):
             if len(there) == count:
                 break
             expected.add(replica)
@@ -99,10 +102,6 @@ class Scrapers:
 
     def _is_there(self, replica: str) -> bool:
         return replica == self._replica or self._newest_s - self._seen_s[replica] <= self._silence_s
-
-
-def _rank(replica: str) -> bytes:
-    return hashlib.blake2b(replica.encode(), digest_size=8).digest()
 
 
 _log = logging.getLogger(__name__)
