@@ -2,21 +2,16 @@
 
 import csv
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import hiredis
-
 from bench.lifecycle.workload import BATCH, Size, Workload, upkeep
 from bench.rig.server import Server
 from picker_fleet.state.batching import HEAD
-from picker_tools.local_fleet.network import LOOPBACK
 
 _DEADLINE_S = 60.0
 _MISMATCH = (b"gone", b"left", b"unknown")
-_PIPELINED = 12  # commands sent before a reply is awaited
 # The baseline: a script of three writes.
 _THREE_WRITES = """
 redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
@@ -140,19 +135,8 @@ def _play(server: Server, commands: Sequence[bytes]) -> float:
 
     RuntimeError if one fails, or serves another request than in the recording.
     """
-    reader = hiredis.Reader()
-    with socket.create_connection((LOOPBACK, server.port), _DEADLINE_S) as connection:
-        before = server.cpu_us()
-        for at in range(0, len(commands), _PIPELINED):
-            part = commands[at : at + _PIPELINED]
-            connection.sendall(b"".join(part))
-            left = len(part)
-            while left:
-                reader.feed(connection.recv(65536))
-                while (reply := reader.gets()) is not False:
-                    if isinstance(reply, hiredis.ReplyError):
-                        raise RuntimeError(f"the server refused: {reply}")
-                    if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):
-                        raise RuntimeError(f"the replay served other requests: {reply}")
-                    left -= 1
-        return server.cpu_us() - before
+    before = server.cpu_us()
+    for reply in server.replies(commands):
+        if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):
+            raise RuntimeError(f"the replay served other requests: {reply}")
+    return server.cpu_us() - before

@@ -4,10 +4,10 @@ import json
 import random
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import hiredis
@@ -23,7 +23,6 @@ from picker_tools.local_fleet.network import LOOPBACK
 _NEVER_MS = 10_000_000
 _SILENCE_MS = 5000
 _PLENTY = 100_000  # more requests in flight than are ever made
-_PIPELINED = 12
 _ENDPOINTS = 8
 _FLOWS = 10
 _IN_FLIGHT = 64
@@ -129,33 +128,13 @@ def request_costs(server: Server, batch: int, requests: int, *, queued: bool) ->
 
 
 def _replay(servers: list[Server], recordings: list[list[bytes]]) -> None:
-    """Send each recording to its server, several commands at a time, so that none of them waits for us.
-
-    RuntimeError if a command fails.
-    """
-
-    def play(server: Server, commands: list[bytes]) -> None:
-        reader = hiredis.Reader()
-        with socket.create_connection((LOOPBACK, server.port), _DEADLINE_S) as connection:
-            for at in range(0, len(commands), _PIPELINED):
-                part = commands[at : at + _PIPELINED]
-                connection.sendall(b"".join(part))
-                left = len(part)
-                while left:
-                    reader.feed(connection.recv(65536))
-                    while (reply := reader.gets()) is not False:
-                        if isinstance(reply, hiredis.ReplyError):
-                            faults.append(str(reply))
-                        left -= 1
-
-    faults: list[str] = []
-    threads = [threading.Thread(target=play, args=each) for each in zip(servers, recordings, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise RuntimeError(f"the server refused: {faults[0]}")
+    """Send each recording to its server, all at once. RuntimeError if a command fails."""
+    with ThreadPoolExecutor(len(servers)) as threads:
+        for done in [
+            threads.submit(deque, server.replies(commands), 0)  # reads them all and keeps none
+            for server, commands in zip(servers, recordings, strict=True)
+        ]:
+            done.result()
 
 
 def shard_costs(servers: list[Server], batch: int, requests: int) -> list[float]:
