@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +280,15 @@ class ApiServer:
                 pass
             time.sleep(0.1)
         raise AssertionError(f"{what}: not within {READY_S:g} s")
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[ApiServer]:
+    """An API server in `folder`, which ends with the block."""
+    binary, _, crds = built()
+    server = ApiServer(folder, binary, crds)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()

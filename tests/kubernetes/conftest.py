@@ -4,23 +4,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from api_server import NAMESPACE, PODS, POOLS, ApiServer, built
-from redis_servers import redis_server
-from seat import Seat
-
-from picker_tools.local_fleet.network import free_port
+from api_server import NAMESPACE, PODS, POOLS, ApiServer, started
+from seat import Seat, opened
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """One API server; a test that kills it starts it again."""
-    binary, _, crds = built()
-    server = ApiServer(tmp_path_factory.mktemp("cluster"), binary, crds)
-    try:
-        server.start()
+    with started(tmp_path_factory.mktemp("cluster")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -40,15 +32,11 @@ def empty(cluster: ApiServer) -> ApiServer:
 @pytest.fixture
 async def seat(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
     """Two pickers in the namespace's pool `llm` of no pods yet, behind a gateway."""
-    with redis_server(tmp_path / "valkey") as valkey:
-        here = Seat(tmp_path, valkey.url, free_port(), tls=True)
-        try:
-            empty.put_pool("llm", [here.port], {"app": "llm"})
-            for _ in range(2):
-                await here.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
-            for picker in here.pickers:
-                await here.ready(picker)
-            await here.start_gateway()
-            yield here
-        finally:
-            await here.close()
+    async with opened(tmp_path) as here:
+        empty.put_pool("llm", [here.port], {"app": "llm"})
+        for _ in range(2):
+            await here.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
+        for picker in here.pickers:
+            await here.ready(picker)
+        await here.start_gateway()
+        yield here

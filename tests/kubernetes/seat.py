@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import yaml
 from google.protobuf.struct_pb2 import ListValue, Value
+from redis_servers import redis_server
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
@@ -503,3 +504,14 @@ async def listens(host: str, port: int) -> bool:
         writer.close()
         return True
     return False
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[Seat]:
+    """A seat that has a Redis, and no pickers and gateway yet. All of it ends with the block."""
+    with redis_server(folder / "valkey") as valkey:
+        here = Seat(folder, valkey.url, free_port(), tls=True)
+        try:
+            yield here
+        finally:
+            await here.close()

@@ -14,8 +14,7 @@ import pytest
 import yaml
 from api_server import NAMESPACE, ApiServer
 from echo_server import EchoServer
-from redis_servers import redis_server
-from seat import READY_S, Route, Seat, echo_over_http2, listens, publish, subset
+from seat import READY_S, Route, Seat, echo_over_http2, listens, opened, publish, subset
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import free_port
@@ -48,12 +47,8 @@ SERVING = b"\x08\x01"
 @pytest.fixture
 async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
     """A seat without pool, pickers and gateway."""
-    with redis_server(tmp_path / "valkey") as valkey:
-        here = Seat(tmp_path, valkey.url, free_port(), tls=True)
-        try:
-            yield here
-        finally:
-            await here.close()
+    async with opened(tmp_path) as here:
+        yield here
 
 
 @pytest.fixture

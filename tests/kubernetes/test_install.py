@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import ROOT, ApiServer, built
-from redis_servers import redis_server
-from seat import READY_S, Seat
+from api_server import ROOT, ApiServer, built, started
+from seat import READY_S, Seat, opened
 
 from picker_tools.local_fleet import network
-from picker_tools.local_fleet.network import free_port
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 CHART = FOLDER / "chart"
@@ -27,18 +25,14 @@ Tree = dict[str, Any]
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """An API server of this module's own, which serves objectives and rewrites of both groups."""
-    binary, _, crds = built()
-    server = ApiServer(tmp_path_factory.mktemp("install"), binary, crds)
-    try:
-        server.start()
+    _, _, crds = built()
+    with started(tmp_path_factory.mktemp("install")) as server:
         for kind in OBJECTS:
             path = f"/apis/{GROUPS[0]}/v1alpha2/namespaces/{NAMESPACE}/{kind}"
             text = (crds / f"{GROUPS[1]}_{kind}.yaml").read_text().replace(GROUPS[1], GROUPS[0])
             server.create_all(yaml.safe_load_all(text))
             server.wait_for(path)
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture
@@ -152,12 +146,8 @@ def test_the_examples_are_what_the_api_takes(namespace: ApiServer) -> None:
 
 @pytest.fixture
 async def seat(namespace: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
-    with redis_server(tmp_path / "valkey") as valkey:
-        here = Seat(tmp_path, valkey.url, free_port(), tls=True)
-        try:
-            yield here
-        finally:
-            await here.close()
+    async with opened(tmp_path) as here:
+        yield here
 
 
 async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_other(
