@@ -17,8 +17,8 @@ from bench.fairness.scenarios import Job, Source
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.errors import PickerError, RequestError, StateUnavailable
+from picker_fleet.pool import assemble
 from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
-from picker_fleet.serve import assemble
 from picker_fleet.state.subscriptions import listen
 
 _AGAIN_S = 0.02  # a refused caller pauses, as a client would

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 
-from picker_fleet import serve
+from picker_fleet import pool, serve
 from picker_fleet.config import load
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.telemetry import logs
@@ -28,7 +28,7 @@ class OwnRoutes(RouteStream):
 
 VARIANTS: Mapping[str, Callable[[], None]] = {
     "product": lambda: None,
-    "own-routes": lambda: setattr(serve, "RouteStream", OwnRoutes),
+    "own-routes": lambda: setattr(pool, "RouteStream", OwnRoutes),
 }
 
 

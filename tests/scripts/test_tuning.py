@@ -11,8 +11,8 @@ from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.config import parse
+from picker_fleet.pool import Parts, assemble
 from picker_fleet.request import Band, Endpoint, InferenceRequest
-from picker_fleet.serve import Parts, assemble
 from picker_fleet.state.store import LiveConfig
 
 

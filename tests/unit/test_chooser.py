@@ -10,13 +10,13 @@ from scripted_store import ScriptedStore
 from picker_fleet.config import parse
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.pool import assemble
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.serve import assemble
 from picker_fleet.state.accounting_token import Keyring
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))

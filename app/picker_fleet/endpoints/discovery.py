@@ -1,7 +1,7 @@
 """Where the pool's endpoints come from: a static list, a watched file, DNS (dns_source.py), or an
 InferencePool of Kubernetes (kubernetes_source.py).
 
-serve.py runs the configured source. A source gives only the list; health, draining and load are known
+pool.py runs the configured source. A source gives only the list; health, draining and load are known
 elsewhere. A file is YAML or JSON: a list of `{address: ip:port, labels: {…}, max_inflight: N}`. Its folder
 is watched and not the file, so that an atomic replace and Kubernetes' symlink swap are seen; and it is read
 again every few seconds, for file systems that announce no changes."""

@@ -1,6 +1,6 @@
 """The stream of routes and completions, by which every replica learns what the others routed and completed.
 
-serve.py runs one RouteStream a replica; the choosers add to it. It is a capped Redis stream that each replica
+pool.py runs one RouteStream a replica; the choosers add to it. It is a capped Redis stream that each replica
 appends to and follows, each on a connection of its own. It is a cache, not a ledger: an entry that was
 trimmed before it was read, or could not be written, is missed, which costs a cache hit or a sample. No
 request waits for it.

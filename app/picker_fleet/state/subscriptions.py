@@ -1,6 +1,6 @@
 """Channels and plain commands, each on a connection of its own, beside the transport (state/batching.py).
 
-`listen` follows the wake-up channel (serve.py), `follow` any channel (endpoints/metrics_channel.py);
+`listen` follows the wake-up channel (pool.py), `follow` any channel (endpoints/metrics_channel.py);
 CommandClient runs commands that must not delay decisions (endpoints/, scheduling/route_stream.py). A message
 that is published while nobody is subscribed is missed.
 """
