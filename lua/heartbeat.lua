@@ -7,7 +7,7 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] its replica info, JSON
+-- args[2] its replica info, JSON; '': as in its last heartbeat
 -- args[3] silence_ms: a replica that is silent for so long is gone, as for dispatch and sweep
 -- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds;
 --   none from a caller that signs nothing
@@ -22,7 +22,9 @@
 -- A replica may have any number of requests that end at once; the rest come with its next heartbeats.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
-  if read('HLEN', inbox) <= INBOX_LIMIT then return read('HGETALL', inbox) end
+  local count = read('HLEN', inbox)
+  if count == 0 then return {} end
+  if count <= INBOX_LIMIT then return read('HGETALL', inbox) end
   return read('HRANDFIELD', inbox, INBOX_LIMIT, 'WITHVALUES')
 end
 
@@ -53,6 +55,26 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
+-- How many replicas are live, and the least of their ids. All are read when their number has changed, when one joins,
+-- and once a second for the whole fleet, since other versions of this library let replicas join, too. So in a fleet
+-- that stays the same the cost of a heartbeat does not grow with the replicas.
+local READ_AFTER_MS = 1000
+local function live_replicas(joins, silence_ms)
+  local known, since = key.live, '(' .. (now_ms - silence_ms)
+  local age_ms = known and now_ms - known.read_ms
+  if known and not joins and age_ms >= 0 and age_ms < READ_AFTER_MS
+    and read('ZCOUNT', key.replicas, since, '+inf') == known.count then
+    return known
+  end
+  local found, least = read('ZRANGEBYSCORE', key.replicas, since, '+inf', 'WITHSCORES'), nil
+  for i = 1, #found, 2 do
+    if not least or found[i] < least then least = found[i] end
+    if tonumber(found[i + 1]) % 1 == 0 then pool.older_ms = now_ms end
+  end
+  key.live = {count = #found / 2, least = least, read_ms = now_ms}
+  return key.live
+end
+
 local function heartbeat(args)
   local owner, replica_info, silence_ms = args[1], args[2], tonumber(args[3])
   if args[5] and args[5] == exact(pool.epoch) then advance_clock(tonumber(args[6])) end
@@ -63,18 +85,13 @@ local function heartbeat(args)
   local was_known = last > now_ms - silence_ms and 1 or 0
   -- A version that cannot sign tokens, and may change loads without a counter, beats on whole milliseconds.
   write_now('ZADD', key.replicas, now_ms - 0.5, owner)
-  defer_write('HSET', key.replica_info, owner, replica_info)
+  if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then
     defer_write('HDEL', key.orphan_cursors, owner)
     if args[5] then pool.note_possible_loss() end -- it was away; a new one brings nothing
   end
-  local others = read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - silence_ms), '+inf', 'WITHSCORES')
-  local leader = 1
-  for i = 1, #others, 2 do
-    if others[i] < owner then leader = 0 end
-    if tonumber(others[i + 1]) % 1 == 0 then pool.older_ms = now_ms end
-  end
+  local members = live_replicas(was_known == 0, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys')
   local inbox, left, granted = read_inbox(key.inbox[owner]), {}, {}
@@ -100,7 +117,7 @@ local function heartbeat(args)
   local head = finish_call()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end
   return {
-    head[1], left, head[3], head[4], was_known, leader, #others / 2, versions[1] or '',
+    head[1], left, head[3], head[4], was_known, members.least == owner and 1 or 0, members.count, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
     settings.paused or 0, signing_keys, pool.has_older_version() and 1 or 0, exact(now_us),

@@ -18,11 +18,12 @@ local function state(args)
     bands[#bands + 1] = pool[QUEUED[band]]
   end
   local replicas = {}
-  for i, id in ipairs(read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - tonumber(args[1])), '+inf')) do
-    if i > 256 then break end
-    replicas[#replicas + 1] = id
+  local ids = read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - tonumber(args[1])), '+inf', 'LIMIT', 0, 256)
+  local infos = #ids > 0 and read('HMGET', key.replica_info, unpack(ids)) or {}
+  for i, id in ipairs(ids) do
+    replicas[2 * i - 1] = id
     -- The second line, what it has served, is long and not asked for here.
-    replicas[#replicas + 1] = string.match(read('HGET', key.replica_info, id) or '{}', '^[^\n]*')
+    replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,

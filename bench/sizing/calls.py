@@ -28,6 +28,7 @@ _FLOWS = 10
 _IN_FLIGHT = 64
 _QUEUED = 1000
 _DEADLINE_S = 30.0
+_INFO_EVERY_S = 10  # the info of an idle replica changes so often (replica/info.py)
 _SERVED = [[1, f"tenant-{n}", 12.0] for n in range(_FLOWS)]
 
 
@@ -70,8 +71,10 @@ class Pool:
         reply: list[bytes] = self._server.client.execute_command(*command)
         return reply
 
-    def beat(self, number: int) -> None:
-        self.call("heartbeat", self.owners[number], replica_info(number), _NEVER_MS, "")
+    def beat(self, number: int, *, changed: bool = True) -> None:
+        """A heartbeat; with the replica info if that has `changed`."""
+        info = replica_info(number) if changed else ""
+        self.call("heartbeat", self.owners[number], info, _NEVER_MS, "")
 
     def admit(self, count: int) -> list[str]:
         """The ids of `count` new requests."""
@@ -226,7 +229,7 @@ def simulate(server: Server, fleet: Fleet, seconds: int) -> float:
 
         def rest(number: int) -> list[Callable[[], object]]:
             return [
-                lambda: pool.beat(number),
+                lambda: pool.beat(number, changed=number % _INFO_EVERY_S == 0),
                 lambda: pool.call("state", _NEVER_MS),
                 lambda: pool.call("sweep", owners[number], 1000, _NEVER_MS, _NEVER_MS, _NEVER_MS),
                 server.client.ping,

@@ -40,6 +40,8 @@ class ScriptedStore:
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
+        self.heartbeats: list[str] = []  # the replica info of each
+        self.was_known = True  # what the next heartbeat is told
         self.published: list[dict[str, object]] = []
         self.pool = POOL
         self.overrides: dict[str, Any] = {}
@@ -98,8 +100,22 @@ class ScriptedStore:
         return _answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
+        self.heartbeats.append(about)
+        was_known, self.was_known = self.was_known, True
         return HeartbeatReply(
-            self.epoch, True, True, 1, "c", "e", 0.0, 0, 1.0, 1.0, 1, self.version, "paused" in self.overrides
+            self.epoch,
+            was_known,
+            True,
+            1,
+            "c",
+            "e",
+            0.0,
+            0,
+            1.0,
+            1.0,
+            1,
+            self.version,
+            "paused" in self.overrides,
         )
 
     async def publish(

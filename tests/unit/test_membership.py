@@ -1,6 +1,7 @@
 """A replica's part in live changes: following them, showing them, and bringing back what was lost."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -100,6 +101,24 @@ async def test_live_changes_and_a_pause_survive_the_loss_of_the_shared_state(epo
         await one.follows(lambda: store.overrides)
         assert store.overrides == {"total_capacity": 2000, "paused": 1}
         assert store.changes == DEEPER
+
+
+async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_lost() -> None:
+    store = ScriptedStore()
+    async with member(store) as one:
+        await one.follows(lambda: len(store.heartbeats) > 5)
+        first, *others = store.heartbeats
+        assert json.loads(first)["host"] == "h"
+        assert set(others) == {""}
+        # The shared state has forgotten this replica, or begins another life.
+        for forget in (
+            lambda: setattr(store, "was_known", False),
+            lambda: setattr(store, "epoch", "another"),
+        ):
+            forget()
+            before = len(store.heartbeats)
+            await one.follows(lambda before=before: first in store.heartbeats[before:])
+            assert store.heartbeats[before:].index(first) <= 1  # with the next heartbeat or at once after it
 
 
 def with_change(changes: dict[str, Any], overrides: dict[str, Any]) -> ScriptedStore:

@@ -435,7 +435,7 @@ class Replica(_Open):
     admin: str | None = Field(description="where its admin API is")
     grpc: str | None = Field(description="where Envoy calls it")
     version: str | None = Field(description="of the package")
-    started_s_ago: float | None = Field(description="since it started")
+    started_s_ago: float | None = Field(description="since it started, 10 s less at most")
     this: bool = Field(description="it is the one that answers")
 
 

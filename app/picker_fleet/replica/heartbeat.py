@@ -313,6 +313,7 @@ class Heartbeat:
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
+        self._stored_info = ""  # as the shared state has it; '': unknown
         self._lost = False  # the shared state may lack what this replica holds
 
     async def run(self) -> None:
@@ -340,7 +341,6 @@ class Heartbeat:
 
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
-        self._lost = self._lost or self._may_be_lost(pulse)
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
                 await self._publisher.publish()
@@ -363,15 +363,31 @@ class Heartbeat:
             await self._read_state()
 
     async def _send(self) -> HeartbeatReply:
+        """A heartbeat. It carries the replica info only if the shared state lacks it: writing it takes a
+        tenth of what a heartbeat takes."""
+        info = self._info()
+        if info == self._stored_info:
+            pulse = await self._call("")
+            if pulse.was_known and not self._lost:
+                return pulse
+        self._stored_info = ""  # unless a reply comes
+        pulse = await self._call(info)
+        self._stored_info = info
+        return pulse
+
+    async def _call(self, info: str) -> HeartbeatReply:
+        pulse = await self._store.heartbeat(info, self._leases.replica_silence)
+        self._lost = self._lost or self._may_be_lost(pulse)
+        if self._failover is not None:
+            self._failover.heartbeat_answered(pulse)
+        return pulse
+
+    def _info(self) -> str:
         about = dict(self._replica_info())
         served = about.pop("served", None)
         about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
         parts = [about] if served is None else [about, {"served": served}]
-        text = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
-        pulse = await self._store.heartbeat(text, self._leases.replica_silence)
-        if self._failover is not None:
-            self._failover.heartbeat_answered(pulse)
-        return pulse
+        return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 
     def _may_be_lost(self, pulse: HeartbeatReply) -> bool:
         """Whether the shared state may lack what this replica holds."""

@@ -9,6 +9,7 @@ from picker_fleet.units import is_loopback
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"
+_UP_STEP_S = 10  # the time up is told in such steps, so that the info of an idle replica seldom changes
 _ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation (RFC 5737)
 
 
@@ -38,7 +39,7 @@ class ReplicaInfo:
             "host": self._host,
             "version": version(),
             **self._reached,
-            "up_s": round(self._clock_s() - self._started_s, 3),
+            "up_s": _UP_STEP_S * int((self._clock_s() - self._started_s) / _UP_STEP_S),
             "waiting": self._gate.waiting,
             "served": self._service.report(),
         }

@@ -239,6 +239,7 @@ class Store:
         )
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
+        """Tell that this replica lives. `about` is its replica info, JSON; '': as in its last heartbeat."""
         signing = self._signing
         reply = await self._client.call(
             "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer(), *self._now_at_least()

@@ -1,0 +1,78 @@
+"""What heartbeats tell of the other replicas, and what that costs."""
+
+import pytest
+import redis
+from direct_calls import START_MS, DirectPool, clock_of
+
+from picker_fleet.state.scripts import load_library
+
+SILENCE_MS = 5000
+NAMES = [f"r{number:02d}" for number in range(50)]
+
+
+class Beating(DirectPool):
+    """A pool whose replicas beat at times set by hand."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        self._clock = f"clock-{pool}"
+        super().__init__(client, pool, load_library(clock_of(self._clock)))
+        self._now_ms = START_MS
+        self.passes(0)
+        self.publish("e:1", silence_ms=SILENCE_MS)
+
+    def passes(self, ms: int) -> None:
+        self._now_ms += ms
+        self.client.set(self._clock, self._now_ms * 1000)
+
+    def beat(self, name: str, info: str = "") -> tuple[int, int]:
+        """Whether it publishes, and how many replicas are live."""
+        reply = self.call("heartbeat", name, info, SILENCE_MS, "")
+        return reply[5], reply[6]
+
+
+@pytest.fixture
+def beating(client: redis.Redis, pool: str) -> Beating:
+    return Beating(client, pool)
+
+
+def test_heartbeats_of_an_unchanged_fleet_read_the_other_replicas_once_a_second(beating: Beating) -> None:
+    for name in NAMES:
+        beating.beat(name)
+    beating.passes(1000)
+    beating.client.config_resetstat()
+    for name in NAMES:
+        beating.passes(10)
+        assert beating.beat(name) == (name == NAMES[0], len(NAMES))
+    assert beating.client.info("commandstats")["cmdstat_zrangebyscore"]["calls"] == 1
+
+
+def test_the_first_by_name_publishes_as_soon_as_others_leave_fall_silent_or_join(beating: Beating) -> None:
+    for name in ("b", "c", "d"):
+        beating.beat(name)
+    assert [beating.beat(name) for name in "bcd"] == [(1, 3), (0, 3), (0, 3)]
+    # One leaves, as Store.leave does.
+    beating.client.zadd(f"{beating.prefix}replicas", {"b": 0}, xx=True)
+    assert [beating.beat(name) for name in "cd"] == [(1, 2), (0, 2)]
+    # One joins while another falls silent, so that their number stays the same.
+    beating.passes(SILENCE_MS - 1)
+    beating.beat("d")
+    beating.passes(1)
+    assert beating.beat("a") == (1, 2)
+    assert beating.beat("d") == (0, 2)
+
+
+def test_a_replica_of_another_version_is_seen_within_a_second(beating: Beating) -> None:
+    beating.beat("b")
+    beating.beat("c")
+    # Their number stays the same, and nothing is called that would tell.
+    beating.client.zrem(f"{beating.prefix}replicas", "c")
+    beating.client.zadd(f"{beating.prefix}replicas", {"a": START_MS})
+    beating.passes(1000)
+    assert beating.beat("b") == (0, 2)
+
+
+def test_a_heartbeat_without_replica_info_keeps_what_there_is(beating: Beating) -> None:
+    beating.beat("a", '{"host":"h"}')
+    beating.beat("a")
+    assert beating.call("view_replicas", 10)[3] == b'{"host":"h"}'
+    assert beating.call("state", SILENCE_MS)[11] == [b"a", b'{"host":"h"}']
