@@ -18,6 +18,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import RequestError
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
     BodyBudget,
@@ -361,12 +362,14 @@ def chosen_transport() -> str:
 
 
 @asynccontextmanager
-async def serving_on(handlers: Mapping[str, Handler]) -> AsyncIterator[str]:
-    """The address where the chosen transport serves `handlers`."""
+async def serving_on(
+    handlers: Mapping[str, Handler], certificates: Certificates | None = None
+) -> AsyncIterator[str]:
+    """The address where the chosen transport serves `handlers`, by TLS with `certificates`."""
     largest = 1024 * 1024
-    transport: Transport = GrpcioTransport(handlers, largest)
+    transport: Transport = GrpcioTransport(handlers, largest, certificates)
     if chosen_transport() == "native":
-        transport = NativeTransport(handlers, {}, largest)
+        transport = NativeTransport(handlers, {}, largest, certificates=certificates)
     try:
         yield f"127.0.0.1:{await transport.start('127.0.0.1:0')}"
     finally:

@@ -13,8 +13,10 @@ from local_requests import rules, start, waiting
 
 from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, OutageCount
+from picker_fleet.sections import Tls
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
@@ -30,17 +32,21 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def replica(transfer: Callable[[float, float], Awaitable[float]], **answers: Any) -> AsyncIterator[str]:
+async def replica(
+    transfer: Callable[[float, float], Awaitable[float]], tls: Certificates | None = None, **answers: Any
+) -> AsyncIterator[str]:
     """The address of a replica of pool `p` that answers by `transfer` and `answers` (of `handlers`)."""
     address = ""
-    async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers)) as bound:
+    async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers), tls) as bound:
         address = bound
         yield address
 
 
 @asynccontextmanager
-async def peers(pool: str = "p", keys: Keyring = KEYS) -> AsyncIterator[GrpcPeers]:
-    them = GrpcPeers(pool, keys)
+async def peers(
+    pool: str = "p", keys: Keyring = KEYS, tls: Certificates | None = None
+) -> AsyncIterator[GrpcPeers]:
+    them = GrpcPeers(pool, keys, tls)
     try:
         yield them
     finally:
@@ -161,6 +167,19 @@ async def test_a_count_and_the_ends_of_another_replica_are_for_the_fleet_alone()
     async with replica(gives) as address, peers() as them:  # without an outage, or of an earlier version
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
+
+
+async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -> None:
+    # An answer larger than the window of a new connection, and a question larger than a frame.
+    many = {f"{n:036}": 1.0 for n in range(20_000)}
+    own = OutageCount(2, 1e6, 1.0, many)
+    tls = Certificates(Tls(), "extproc.tls", "h2")
+    async with (
+        replica(gives, tls, count=lambda: own, ended_before=list) as address,
+        peers(tls=tls) as them,
+    ):
+        assert await them.count(address) == own
+        assert await them.ended_before(address, many) == list(many)
 
 
 @asynccontextmanager

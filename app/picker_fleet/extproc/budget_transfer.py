@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ import grpc
 import orjson
 
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.tls_call import call
+from picker_fleet.extproc.tls_call import LONGEST_ANSWER, LONGEST_QUESTION, call
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.failover.peers import TRANSFER_WAIT_S, OutageCount
 from picker_fleet.state.accounting_token import Keyring
@@ -32,7 +32,7 @@ SERVICE: Final = "picker.fleet.Shares"
 _ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
 _MARGIN_S = 0.5
 _LONGEST_BYTES = 1024
-_IDS = 2000  # of one request
+_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # of one request, whose other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
@@ -47,6 +47,20 @@ def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) ->
         return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
     ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
     return f"{pool}\n{to}\n{method}\n{ids}\n{nonce}"
+
+
+def _in_parts(names: Iterable[str], most_bytes: int) -> Iterator[list[str]]:
+    """`names` in lists of at most `most_bytes` as JSON each; at least one list."""
+    part: list[str] = []
+    room = most_bytes
+    for name in names:
+        size = len(orjson.dumps(name)) + 1
+        if part and size > room:
+            yield part
+            part, room = [], most_bytes
+        part.append(name)
+        room -= size
+    yield part
 
 
 def handlers(
@@ -139,9 +153,9 @@ class GrpcPeers:
             return None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        names, ended = list(ids), []
-        for at in range(0, max(len(names), 1), _IDS):
-            answer = await self._call(_ENDED, address, {"ids": names[at : at + _IDS]})
+        ended: list[str] = []
+        for some in _in_parts(ids, _IDS_BYTES):
+            answer = await self._call(_ENDED, address, {"ids": some})
             if not answer or not isinstance(answer.get("ended"), list):
                 return None
             ended += answer["ended"]
@@ -184,7 +198,8 @@ class GrpcPeers:
             return await call(address, method, request, self._tls(), timeout_s)
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = grpc.aio.insecure_channel(address)
+            options = (("grpc.max_receive_message_length", LONGEST_ANSWER),)
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options)
         response: bytes = await channel.unary_unary(method)(request, timeout=timeout_s)
         return response
 

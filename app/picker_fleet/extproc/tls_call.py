@@ -1,7 +1,8 @@
 """One gRPC call to another replica over TLS, whatever certificate that shows.
 
 Budget transfers use it: their questions are signed, and self-signed certificates prove nothing anyway, which
-grpcio's client always checks. A connection carries one call.
+grpcio's client always checks. A connection carries one call. Its question fits into one frame, so no window
+limits it; its answer is limited by the window that is opened for it.
 """
 
 import asyncio
@@ -19,17 +20,24 @@ from picker_fleet.extproc.http2 import (
     PREFACE,
     RST_STREAM,
     SETTINGS,
+    WINDOW_UPDATE,
     frame,
     literal,
 )
 from picker_fleet.units import split_host_port
 
 _FRAME_HEADER_BYTES: Final = 9
-_LONGEST_ANSWER: Final = 64 * 1024
+LONGEST_QUESTION: Final = 16 * 1024 - 5  # of one frame, as long as any peer takes (RFC 9113, 4.2)
+LONGEST_ANSWER: Final = 16 * 1024 * 1024  # a count names each request that runs
+_FIRST_WINDOW: Final = 65_535  # of a connection (RFC 9113, 6.9.2)
+# SETTINGS_INITIAL_WINDOW_SIZE, for the stream, and as much for the connection.
+_WIDE_SETTINGS: Final = (4).to_bytes(2, "big") + LONGEST_ANSWER.to_bytes(4, "big")
+_MORE: Final = (LONGEST_ANSWER - _FIRST_WINDOW).to_bytes(4, "big")
 
 
 async def call(address: str, path: str, message: bytes, context: ssl.SSLContext, timeout_s: float) -> bytes:
-    """The answer of `path` at `address` to `message`; empty if it is an error.
+    """The answer of `path` at `address` to `message`, of at most `LONGEST_QUESTION` bytes; empty if it is an
+    error.
 
     Raises:
         OSError: no answer, a TimeoutError included.
@@ -48,7 +56,8 @@ async def call(address: str, path: str, message: bytes, context: ssl.SSLContext,
             )
             block = b"".join(literal(*field) for field in fields)
             body = b"\0" + len(message).to_bytes(4, "big") + message
-            writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, block))
+            writer.write(PREFACE + frame(SETTINGS, 0, 0, _WIDE_SETTINGS) + frame(WINDOW_UPDATE, 0, 0, _MORE))
+            writer.write(frame(HEADERS, END_HEADERS, 1, block))
             writer.write(frame(DATA, END_STREAM, 1, body))
             return await _answer(reader, writer)
         except asyncio.IncompleteReadError as fault:
@@ -58,7 +67,7 @@ async def call(address: str, path: str, message: bytes, context: ssl.SSLContext,
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    answer = b""
+    answer = bytearray()
     while True:
         head = await reader.readexactly(_FRAME_HEADER_BYTES)
         kind, flags, stream_id = head[3], head[4], int.from_bytes(head[5:9], "big")
@@ -71,7 +80,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             raise ConnectionError("the replica ends the call")
         elif stream_id == 1 and kind == DATA:
             answer += payload
-            if len(answer) > _LONGEST_ANSWER:
+            if len(answer) > LONGEST_ANSWER:
                 raise ConnectionError("the answer is too long")
         if stream_id == 1 and kind in (HEADERS, DATA) and flags & END_STREAM:
-            return answer[5:]
+            return bytes(answer[5:])
