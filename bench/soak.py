@@ -1,7 +1,7 @@
-"""A long steady load on a whole fleet: does anything grow, does any count drift? `python -m bench.soak`.
+"""A long steady load on whole fleets: does anything grow, does any count drift? `python -m bench.soak`.
 
-Loads, pauses, reads, again; then writes bench/results/soak.md. Exits with 0 if nothing grew and nothing
-drifted.
+A fleet of each mode, side by side. Loads, pauses, reads, again; then writes bench/results/soak.md. Exits with
+0 if nothing grew and nothing drifted.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,8 @@ import psutil
 import yaml
 from redis.asyncio import Redis
 
-from bench.rig.machine import Machine, describe_machine
+from bench.rig.machine import describe_machine
+from bench.rig.process_figures import environment, read_figures
 from picker_tools.load.client_history import ClientRequest, closed_loop, mixed_request
 
 _READY_S = 90.0
@@ -38,15 +40,20 @@ _SIM = ("--sim-ttft", "20", "--sim-itl", "5")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`at_s` since the load began. Sizes in bytes: of the largest replica, of Envoy, of Redis's data.
+    """`at_s` since the load began. Sizes in bytes: of the largest replica, of what its C allocator has and
+    does not use, of Envoy, of Redis's data.
 
-    `keys` Redis has, `files` the replicas have open, `served` clients were until then. `drift` is by how much
-    the fleet's counts differ from the simulators' own, all endpoints' differences added: looked at in a pause
-    of the load, when both must be 0.
+    `objects` and `blocks` are of the replica that has most (bench/rig/process_figures.py). `keys` Redis has,
+    `files` the replicas have open, `served` clients were until then. `drift` is by how much the fleet's
+    counts differ from the simulators' own, all endpoints' differences added: looked at in a pause of the
+    load, when both must be 0.
     """
 
     at_s: float
     replica_bytes: int
+    free_bytes: int
+    objects: int
+    blocks: int
     envoy_bytes: int
     redis_bytes: int
     keys: int
@@ -71,9 +78,15 @@ class Fleet:
     async def read(self, at_s: float, served: int) -> Reading:
         """A reading now."""
         memory = await self._redis.info("memory")
+        inside = await asyncio.gather(
+            *(asyncio.to_thread(read_figures, replica.pid) for replica in self.replicas)
+        )
         return Reading(
             at_s,
             max(replica.memory_info().rss for replica in self.replicas),
+            max(each.c_free_bytes for each in inside),
+            max(each.objects for each in inside),
+            max(each.blocks for each in inside),
             self._envoy.memory_info().rss,
             int(memory["used_memory"]),
             int(await self._redis.dbsize()),
@@ -132,7 +145,10 @@ async def running_fleet(
         arguments = ["--port", "0", *files, "--debug-headers", *options]
         with (folder / "up.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "picker_fleet.cli", "up", *arguments), stdout=log, stderr=log
+                *(sys.executable, "-m", "picker_fleet.cli", "up", *arguments),
+                stdout=log,
+                stderr=log,
+                env=environment(),
             )
         try:
             state = await _until_ready(process, folder)
@@ -175,23 +191,26 @@ def _values(page: str, name: str) -> list[float]:
     return [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"{name}{{")]
 
 
-_MOST_GROWTH = 0.05  # of what a size was in the second quarter of the run, until its last quarter
-_SIZES = (("replica_bytes", "a replica"), ("envoy_bytes", "Envoy"), ("redis_bytes", "Redis's data"),
-          ("files", "open files"))  # fmt: skip
+_MOST_GROWTH = 0.02  # an hour, of the size
+_JUDGED_FROM = 0.25  # of the run: caches and pools are filled until then
+_SIZES = (
+    ("replica_bytes", "a replica"), ("objects", "its Python objects"), ("blocks", "its blocks"),
+    ("envoy_bytes", "Envoy"), ("redis_bytes", "Redis's data"), ("files", "open files"),
+)  # fmt: skip
 
 
 def growth(readings: Sequence[Reading], what: str) -> float:
-    """By what share `what` grew from the second quarter of the run to the last."""
-    quarter = len(readings) // 4
-    values = [float(getattr(reading, what)) for reading in readings]
-    early, late = median(values[quarter : 2 * quarter]), median(values[-quarter:])
-    return late / early - 1
+    """By what share of its median `what` grew in an hour, by the readings of the last three quarters of the
+    run: the median of the slopes between any two of them (Theil-Sen), which a few odd ones do not move."""
+    judged = readings[int(len(readings) * _JUDGED_FROM) :]
+    slopes = [(getattr(b, what) - getattr(a, what)) / (b.at_s - a.at_s) for a, b in combinations(judged, 2)]
+    return median(slopes) * 3600 / median(getattr(each, what) for each in judged)
 
 
 def faults_of(readings: Sequence[Reading], counts: Mapping[str, int]) -> list[str]:
     """What grew, drifted or failed in the run."""
     faults = [
-        f"{name} grew by {growth(readings, what):.1%}, {_MOST_GROWTH:.0%} at most"
+        f"{name} grew by {growth(readings, what):.1%} an hour, {_MOST_GROWTH:.0%} at most"
         for what, name in _SIZES
         if growth(readings, what) > _MOST_GROWTH
     ]
@@ -208,76 +227,112 @@ def faults_of(readings: Sequence[Reading], counts: Mapping[str, int]) -> list[st
     return faults
 
 
-def page(
-    command: str,
-    date: str,
-    readings: Sequence[Reading],
-    counts: Mapping[str, int],
-    faults: Sequence[str],
-) -> str:
-    """The results as Markdown."""
-    mib = 1024 * 1024
+_MIB = 1024 * 1024
+
+
+def section(mode: str, readings: Sequence[Reading], counts: Mapping[str, int]) -> str:
+    """The results of one fleet as Markdown."""
     rows = [
-        f"| {r.at_s / 60:.1f} | {r.served} | {r.replica_bytes / mib:.1f} | {r.envoy_bytes / mib:.1f} | "
-        f"{r.redis_bytes / mib:.2f} | {r.keys} | {r.files} | {r.drift} |"
+        f"| {r.at_s / 60:.1f} | {r.served} | {r.replica_bytes / _MIB:.1f} | {r.free_bytes / _MIB:.1f} | "
+        f"{r.objects} | {r.blocks} | {r.envoy_bytes / _MIB:.1f} | {r.redis_bytes / _MIB:.2f} | {r.keys} | "
+        f"{r.files} | {r.drift} |"
         for r in readings
     ]
-    grew = ", ".join(f"{name} {growth(readings, what):+.1%}" for what, name in _SIZES)
+    grew = ", ".join(f"{name} {growth(readings, what):+.2%}" for what, name in _SIZES)
+    faults = faults_of(readings, counts)
     return "\n".join(
         [
-            "# Soak", "",
-            f"`{command}`, {date}: three replicas, four simulators, Envoy in `lean`, a Valkey; a closed",
-            "loop of plain and streamed requests of six flows, bodies up to 60 KB, one client in ten leaves.",
-            "Twelve times the load pauses, and everything is read: drift is the difference between the",
-            "fleet's counts and the simulators' own, which must both be 0 then.", "",
+            f"## `{mode}`", "",
             f"- requests {counts['asked']}: served {counts['served']}, left by their clients",
             f"  {counts['left']}, failed {counts['failed']}; the simulators finished {counts['finished']}",
-            f"- growth from the second quarter to the last: {grew}",
+            f"- growth in an hour: {grew}",
             f"- drift: {sum(reading.drift for reading in readings)}",
-            f"- **{'as it should be' if not faults else '; '.join(faults)}**", "",
-            "| minutes | served | largest replica MiB | Envoy MiB | Redis MiB | keys | open files | drift |",
-            "|---|---|---|---|---|---|---|---|",
+            f"- **{'nothing grew, nothing drifted' if not faults else '; '.join(faults)}**", "",
+            "| minutes | served | largest replica MiB | free in its C heap MiB | objects | blocks | "
+            "Envoy MiB | Redis MiB | keys | open files | drift |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
             *rows, "",
         ]
     )  # fmt: skip
 
 
+def _head(load: float, command: str, date: str) -> str:
+    return f"""# Soak
+
+`{command}`, {date}, load average {load:.1f} before it: for each mode a fleet of its own, all at once, with
+simulators, Envoy and a Valkey; a closed loop of plain and streamed requests of six flows, bodies up to 60 KB,
+one client in ten leaves. Every two minutes, and twelve times at least, the load pauses, and everything is
+read: drift is the difference between the fleet's counts and the simulators' own, which must both be 0 then.
+
+Growth is the median slope between any two readings of the last three quarters of the run (Theil-Sen), in an
+hour, of the median size. More than {_MOST_GROWTH:.0%} is a leak; so is a key more than earlier. Objects are those
+that Python's garbage collector tracks, after a collection; blocks are of Python's allocator.
+"""
+
+
 _RESULTS = Path(__file__).parent / "results"
-_PAUSES = 12  # in a run, however long
+_READ_EVERY_S = 120.0
+_PAUSES = 12  # in a run, however short
 _REST_WITHIN_S = 20.0  # longer than a lease: what has not ended then never will
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak")
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument(
+        "--modes", default="standard,lean,http", help="a fleet of each (default: %(default)s)"
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="of each fleet")
+    parser.add_argument("--clients", type=int, default=4, help="of each fleet")
+    parser.add_argument("--think", type=float, default=0.4, metavar="S", help="pause of a client")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = describe_machine("bench.soak", sys.argv[1:])
-    readings, figures = asyncio.run(_soak(options.minutes * 60, options.clients))
-    faults = faults_of(readings, figures)
-    text = page(_command(here), here.date, readings, figures, faults)
+    found = asyncio.run(_soak_all(options))
+    sections = [section(mode, *each) for mode, each in found.items()]
+    text = "\n".join([_head(here.load, here.command, here.date), *sections])
     (options.out / "soak.md").write_text(text, encoding="utf-8")
     print(text)
-    return 1 if faults else 0
+    return 1 if any(faults_of(*each) for each in found.values()) else 0
 
 
-async def _soak(lasts_s: float, clients: int) -> tuple[list[Reading], dict[str, int]]:
+_Found = tuple[list[Reading], dict[str, int]]
+
+
+async def _soak_all(options: argparse.Namespace) -> dict[str, _Found]:
+    modes = options.modes.split(",")
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(_soak(mode, options)) for mode in modes]
+    return dict(zip(modes, (each.result() for each in running), strict=True))
+
+
+async def _soak(mode: str, options: argparse.Namespace) -> _Found:
     """Readings, and how many requests were asked, served, left by their clients, failed, finished."""
     readings: list[Reading] = []
     counts = dict.fromkeys(("asked", "served", "left", "failed"), 0)
-    async with running_fleet() as fleet:
+    lasts_s = options.minutes * 60
+    parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
+    size = ("--replicas", str(options.replicas), "--endpoints", "2", "--mode", mode)
+    async with running_fleet(options=(*_SIM, *size)) as fleet:
         before, began = await fleet.finished(), time.monotonic()
-        for part in range(_PAUSES):
-            async with closed_loop(fleet.url, clients=clients, seed=part, make_request=_make_request) as load:
-                await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / _PAUSES - time.monotonic()))
+        for part in range(parts):
+            async with closed_loop(
+                fleet.url,
+                clients=options.clients,
+                seed=part,
+                make_request=_make_request,
+                think_s=options.think,
+            ) as load:
+                await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / parts - time.monotonic()))
             counts["asked"] += len(load.history)
             counts["served"] += load.served
             counts["left"] += sum(record.left for record in load.history)
             counts["failed"] += len(load.failed)
+            for record in load.failed:
+                print(mode, record, flush=True)
             await _wait_for_rest(fleet)
             readings.append(await fleet.read(time.monotonic() - began, counts["served"]))
-            print(readings[-1], flush=True)
+            print(mode, readings[-1], flush=True)
         return readings, {**counts, "finished": await fleet.finished() - before}
 
 
@@ -294,10 +349,6 @@ def _make_request(dice: random.Random, number: int) -> ClientRequest:
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.4) if dice.random() < 0.1 else None
     return replace(request, leaves_s=leaves_s)
-
-
-def _command(here: Machine) -> str:
-    return here.command
 
 
 if __name__ == "__main__":

@@ -155,13 +155,19 @@ class ClosedLoop:
     """Clients that send the next request when the last is answered, with a record of each."""
 
     def __init__(
-        self, url: str, seed: int, make_request: MakeRequest, pause_s: float = _REFUSED_PAUSE_S
+        self,
+        url: str,
+        seed: int,
+        make_request: MakeRequest,
+        pause_s: float = _REFUSED_PAUSE_S,
+        think_s: float = 0.0,
     ) -> None:
         self.history: list[ClientRecord] = []
         self._url = url
         self._dice = random.Random(seed)
         self._make_request = make_request
         self._pause_s = pause_s
+        self._think_s = think_s
         self._count = 0
         self._changed = asyncio.Condition()
 
@@ -182,8 +188,7 @@ class ClosedLoop:
             self.history.append(record)
             async with self._changed:
                 self._changed.notify_all()
-            if record.failed:
-                await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(self._pause_s if record.failed else self._think_s)
 
     async def wait_for_served(self, count: int) -> None:
         """Wait until `count` more requests are served than now. Raises TimeoutError."""
@@ -205,11 +210,12 @@ async def closed_loop(
     seed: int = 1,
     make_request: MakeRequest = mixed_request,
     pause_s: float = _REFUSED_PAUSE_S,
+    think_s: float = 0.0,
 ) -> AsyncIterator[ClosedLoop]:
     """Run `clients` until the block ends and each has finished its last request. A refused client waits for
-    `pause_s`.
+    `pause_s` before its next request, a served one for `think_s`.
     """
-    loop, stopping = ClosedLoop(url, seed, make_request, pause_s), asyncio.Event()
+    loop, stopping = ClosedLoop(url, seed, make_request, pause_s, think_s), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(loop.run_client(stopping))
