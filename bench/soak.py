@@ -26,7 +26,7 @@ from redis.asyncio import Redis
 
 from bench.rig.machine import describe_machine
 from bench.rig.process_figures import environment, read_figures
-from picker_tools.load.client_history import ClientRequest, closed_loop, mixed_request
+from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
 
 _READY_S = 90.0
 _STOP_S = 60.0
@@ -265,14 +265,18 @@ one client in ten leaves. Every two minutes, and twelve times at least, the load
 read: drift is the difference between the fleet's counts and the simulators' own, which must both be 0 then.
 
 Growth is the median slope between any two readings of the last three quarters of the run (Theil-Sen), in an
-hour, of the median size. More than {_MOST_GROWTH:.0%} is a leak; so is a key more than earlier. Objects are those
-that Python's garbage collector tracks, after a collection; blocks are of Python's allocator.
+hour, of the median size. More than {_MOST_GROWTH:.0%} is a leak; so is a key more than earlier. Before
+the first reading {_FILLING} long prompts fill the index of prefixes, which is bounded. Objects are those that
+Python's garbage collector tracks, after a collection; blocks are of Python's allocator.
 """
 
 
 _RESULTS = Path(__file__).parent / "results"
 _READ_EVERY_S = 120.0
 _PAUSES = 12  # in a run, however short
+_FILLING = (
+    400  # long prompts fill each replica's index of prefixes, which is bounded, before the first reading
+)
 _REST_WITHIN_S = 20.0  # longer than a lease: what has not ended then never will
 
 
@@ -314,6 +318,8 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
     parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
     size = ("--replicas", str(options.replicas), "--endpoints", "2", "--mode", mode)
     async with running_fleet(options=(*_SIM, *size)) as fleet:
+        async with closed_loop(fleet.url, clients=4, make_request=_long_request) as load:
+            await load.wait_for_served(_FILLING)
         before, began = await fleet.finished(), time.monotonic()
         for part in range(parts):
             async with closed_loop(
@@ -342,6 +348,10 @@ async def _wait_for_rest(fleet: Fleet) -> None:
         async with asyncio.timeout(_REST_WITHIN_S):
             while await fleet.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
                 await asyncio.sleep(0.2)
+
+
+def _long_request(_: random.Random, number: int) -> ClientRequest:
+    return ClientRequest(f"{number} ", 1, pad_bytes=LONGEST_BODY_BYTES - 500)
 
 
 def _make_request(dice: random.Random, number: int) -> ClientRequest:
