@@ -18,12 +18,15 @@ from typing import Any, Self
 import httpx
 import yaml
 
-from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, Server, tied
+from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server, tied
 
 _COMPLETIONS = "/v1/completions"
 _READY_S, _WAIT_S, _STOP_S = 60.0, 30.0, 20.0
 _SERVED = "x-picker-served"
 _LONG = 1900  # tokens of an answer that outlasts a check
+# Of a load's answers. Each has another length: those of one length end together, and until the next ones
+# arrive nothing runs or waits in vLLM, which a page of that moment says.
+_LOAD_TOKENS = (500, _LONG)
 _FEW = 6
 _AT_KILL = 30
 _PREFIXES, _TURNS, _PREFIX_BYTES = 5, 4, 900
@@ -63,16 +66,19 @@ class Fleet:
         return found
 
     async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration, and wait for the heartbeats that bring it to all replicas."""
-        (await self.client.patch(f"{self._admins[0]}/api/v1/config", json=tree)).raise_for_status()
-        await asyncio.sleep(2.5)
+        """Change the live configuration, and wait until all replicas have it."""
+        answer = await self.client.patch(f"{self._admins[0]}/api/v1/config", json=tree)
+        wanted = answer.raise_for_status().json()["tuned_version"]
+
+        async def followed() -> bool:
+            pages = [(await self.client.get(f"{admin}/api/v1/config")).json() for admin in self._admins]
+            return all(page["tuned_version"] == wanted for page in pages)
+
+        await _until("every replica has the live change", followed)
 
     async def weigh(self, **weights: float) -> None:
-        """Give the named scorers (`_` for `-`) these weights, and 0 to all others of the configuration."""
-        names = dict.fromkeys(SCORERS, 0.0) | {
-            name.replace("_", "-"): weight for name, weight in weights.items()
-        }
-        await self.change({"scheduling": {"scorers": names}})
+        """Give the named scorers these weights, and 0 to all others of the configuration."""
+        await self.change({"scheduling": {"scorers": dict.fromkeys(SCORERS, 0.0) | weights}})
 
     async def counted(self, series: str, **labels: str) -> float:
         """The sum of a counter over the replicas."""
@@ -174,11 +180,11 @@ async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
 @contextlib.asynccontextmanager
 async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> AsyncIterator[None]:
     """Long requests straight to a server; they are cancelled with the block."""
+    url, chance = f"http://{server.address}{_COMPLETIONS}", random.Random(count)
 
     async def one() -> None:
-        url = f"http://{server.address}{_COMPLETIONS}"
         while True:
-            tree = body(text(64), model, _LONG, stream=True)
+            tree = body(text(64), model, chance.randint(*_LOAD_TOKENS), stream=True)
             async with fleet.client.stream("POST", url, json=tree) as answer:
                 async for _ in answer.aiter_bytes():
                     pass
@@ -193,39 +199,42 @@ async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> 
 
 
 async def queue_is_read(fleet: Fleet) -> str:
-    """vLLM's waiting requests are known, and requests go elsewhere."""
-    busy, other = fleet.servers
-    await fleet.weigh(queue_depth=3)
-
-    async def known() -> bool:
-        return float((await fleet.endpoint(busy)).get("waiting") or 0) >= 3
-
-    async with _busy(fleet, busy, 8):
-        await _until("the picker sees requests that wait in vLLM", known)
-        waiting = (await fleet.endpoint(busy))["waiting"]
-        went = await fleet.served_by([text(20) for _ in range(_FEW)])
-    if went != [other.address] * _FEW:
-        raise Failed(f"with {waiting:.0f} waiting at one server it still got {went.count(busy.address)}")
-    spread = await _spread(fleet)
-    return f"{waiting:.0f} waiting at one: {_FEW} of {_FEW} went to the other; at rest {spread}"
+    """vLLM's waiting requests are known, and alone decide."""
+    waiting, seen = await _goes_elsewhere(fleet, "queue-depth", "waiting", least=3, load=3 * PLACES)
+    return f"{waiting:.0f} waiting at one: {seen}"
 
 
 async def kv_cache_is_read(fleet: Fleet) -> str:
     """vLLM's KV cache use is known, and alone decides."""
+    used, seen = await _goes_elsewhere(fleet, "kv-cache", "kv_utilisation", least=0.1, load=PLACES)
+    return f"{100 * used:.0f} % in use at one: {seen}"
+
+
+async def _goes_elsewhere(
+    fleet: Fleet, scorer: str, figure: str, *, least: float, load: int
+) -> tuple[float, str]:
+    """With `load` requests at one server its `figure` is at least `least`, and `scorer` sends all to the
+    other. The figure, and where requests went."""
     busy, other = fleet.servers
-    await fleet.weigh(kv_cache=3)
+    await fleet.weigh(**{scorer: 3.0})
 
     async def known() -> bool:
-        return float((await fleet.endpoint(busy)).get("kv_utilisation") or 0) >= 0.1
+        return float((await fleet.endpoint(busy)).get(figure) or 0) >= least
 
-    async with _busy(fleet, busy, 4):
-        await _until("the picker sees vLLM's KV cache in use", known)
-        used = (await fleet.endpoint(busy))["kv_utilisation"]
+    async with _busy(fleet, busy, load):
+        await _until(f"the picker sees {figure} of the loaded vLLM", known)
+        seen = float((await fleet.endpoint(busy))[figure])
         went = await fleet.served_by([text(20) for _ in range(_FEW)])
-    if went != [other.address] * _FEW:
-        raise Failed(f"with {used:.2f} of its cache in use it still got {went.count(busy.address)}")
-    spread = await _spread(fleet)
-    return f"{100 * used:.0f} % in use at one: {_FEW} of {_FEW} went to the other; at rest {spread}"
+        if went != [other.address] * _FEW:
+            raise Failed(f"{went.count(busy.address)} went to the loaded one; {await _known_of(fleet)}")
+    return seen, f"{_FEW} of {_FEW} went to the other; at rest {await _spread(fleet)}"
+
+
+async def _known_of(fleet: Fleet) -> str:
+    """What the picker knows of its endpoints now, for a check that fails."""
+    names = ("waiting", "running", "kv_utilisation", "adapters", "scraped_s_ago", "scrape_fault")
+    rows = [await fleet.endpoint(server) for server in fleet.servers]
+    return "known now: " + "; ".join(str({name: row.get(name) for name in names}) for row in rows)
 
 
 async def _spread(fleet: Fleet) -> str:
@@ -273,7 +282,7 @@ async def _total(fleet: Fleet, series: str, **labels: str) -> float:
 async def prefix_hits_rise(fleet: Fleet) -> str:
     """Prefix affinity raises the hit rate that vLLM itself counts, over taking turns."""
     rates = []
-    for weights in ({}, {"prefix_affinity": 3.0}):
+    for weights in ({}, {"prefix-affinity": 3.0}):
         await fleet.weigh(**weights)
         before = [await _total(fleet, f"vllm:prefix_cache_{what}_total") for what in ("hits", "queries")]
         said = [text(_PREFIX_BYTES) for _ in range(_PREFIXES)]
@@ -386,7 +395,7 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
 
 async def adapters_are_read(fleet: Fleet) -> str:
     """The LoRA adapters that vLLM runs are known, and an adapter's requests go where it is loaded."""
-    await fleet.weigh(lora_affinity=3)
+    await fleet.weigh(**{"lora-affinity": 3.0})
     for pairs in (
         tuple(zip(fleet.servers, ADAPTERS, strict=True)),
         tuple(zip(fleet.servers, ADAPTERS[::-1], strict=True)),
@@ -398,12 +407,15 @@ async def adapters_are_read(fleet: Fleet) -> str:
 
         async with contextlib.AsyncExitStack() as loads:
             for server, adapter in pairs:
-                await loads.enter_async_context(_busy(fleet, server, 2, adapter))
+                await loads.enter_async_context(_busy(fleet, server, PLACES - 1, adapter))
             await _until("the picker sees each server's adapter", known)
             for server, adapter in pairs:
                 went = await fleet.served_by([text(20) for _ in range(_FEW)], adapter)
                 if went != [server.address] * _FEW:
-                    raise Failed(f"{went.count(server.address)} of {_FEW} of {adapter} went where it runs")
+                    count = went.count(server.address)
+                    raise Failed(
+                        f"{count} of {_FEW} of {adapter} went where it runs; {await _known_of(fleet)}"
+                    )
     return f"{4 * _FEW} of {4 * _FEW} went where their adapter ran, also after the adapters changed places"
 
 

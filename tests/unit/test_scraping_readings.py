@@ -129,12 +129,25 @@ def test_a_reading_is_known_until_it_is_stale(cache: MetricsCache, clock: Clock)
         assert (reading.age_s, reading.known, reading.metrics) == (now_s - 100, known, metrics)
 
 
-def test_a_failed_scrape_is_unknown_at_once_and_stays_a_fault(cache: MetricsCache, clock: Clock) -> None:
-    cache.update({"a:1": reading_at(100_000)})
+def test_figures_outlast_a_failed_scrape_until_they_are_stale_and_the_fault_is_shown(
+    cache: MetricsCache, clock: Clock
+) -> None:
+    worked = reading_at(100_000)
+    cache.update({"a:1": worked})
+    clock.now_s = 100.9
+    cache.update({"a:1": EndpointMetrics(100_500, fault="no page", failures=1)})
+    reading = cache.snapshot()["a:1"]
+    assert (reading.known, reading.age_s) == (True, pytest.approx(0.9))
+    assert reading.metrics == dataclasses.replace(worked, fault="no page", failures=1)
+    clock.now_s = 101.1
+    reading = cache.snapshot()["a:1"]
+    assert not reading.known
+    assert reading.metrics == EndpointMetrics(100_000, fault="no page", failures=1)
+
+
+def test_an_endpoint_whose_page_has_never_come_is_unknown(cache: MetricsCache) -> None:
     cache.update({"a:1": EndpointMetrics(100_000, fault="no page", failures=1)})
     assert not cache.snapshot()["a:1"].known
-    clock.now_s = 105.0
-    assert cache.snapshot()["a:1"].metrics.fault == "no page"
 
 
 def test_an_older_reading_does_not_take_the_place_of_a_newer(cache: MetricsCache, clock: Clock) -> None:

@@ -133,17 +133,17 @@ def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
 
 _GRAIN_S = 0.01
 # Without a configured age, a reading is stale once so many of its endpoint's pages are missing, and not
-# before a second: a busy machine may stand still for half of one.
+# before two seconds: a busy server may take a second for a page, and then another one for the next.
 _INTERVALS = 3
-_SOONEST_STALE_S = 1.0
+_SOONEST_STALE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The newest `metrics` of an endpoint, `age_s` seconds old.
 
-    If not `known`, it is stale or of a failed scrape: its amounts are None and its adapters empty, so that no
-    pick uses them; `fault` and `failures` are kept.
+    After a failed scrape they are those of the last one that worked, with the `fault` and the `failures`
+    since. If not `known`, they are stale: amounts are None and adapters empty, so that no pick uses them.
     """
 
     metrics: EndpointMetrics
@@ -163,6 +163,7 @@ class MetricsCache:
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
+        self._worked: dict[str, EndpointMetrics] = {}  # the newest of a scrape that did not fail
         self._snapshot: Mapping[str, Reading] = {}
         self._snapshot_s = -1.0
 
@@ -183,11 +184,14 @@ class MetricsCache:
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:
                 self._newest[address] = metrics
+                if metrics.fault is None:
+                    self._worked[address] = metrics
         self._snapshot_s = -1.0
 
     def retain(self, addresses: Iterable[str]) -> None:
         for address in self._newest.keys() - frozenset(addresses):
             del self._newest[address]
+            self._worked.pop(address, None)
         self._snapshot_s = -1.0
 
     def snapshot(self, now_s: float | None = None) -> Mapping[str, Reading]:
@@ -198,16 +202,19 @@ class MetricsCache:
         now_s = self._clock() if now_s is None else now_s
         if self._snapshot_s < 0 or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
             self._snapshot = {
-                address: self._reading(newest, now_s) for address, newest in self._newest.items()
+                address: self._reading(address, newest, now_s) for address, newest in self._newest.items()
             }
             self._snapshot_s = now_s
         return self._snapshot
 
-    def _reading(self, newest: EndpointMetrics, now_s: float) -> Reading:
-        age_s = max(0.0, now_s - newest.scraped_ms / 1000)
-        if age_s <= self._stale_s(newest):
-            return Reading(newest, age_s, known=newest.fault is None)
-        return Reading(_without_amounts(newest), age_s, known=False)
+    def _reading(self, address: str, newest: EndpointMetrics, now_s: float) -> Reading:
+        metrics = worked = self._worked.get(address, newest)
+        if newest.fault is not None:
+            metrics = dataclasses.replace(worked, fault=newest.fault, failures=newest.failures)
+        age_s = max(0.0, now_s - worked.scraped_ms / 1000)
+        if age_s <= self._stale_s(worked):
+            return Reading(metrics, age_s, known=worked.fault is None)
+        return Reading(_without_amounts(metrics), age_s, known=False)
 
     def _stale_s(self, newest: EndpointMetrics) -> float:
         if self._stale_after_s is not None:
@@ -216,8 +223,6 @@ class MetricsCache:
 
 
 def _without_amounts(newest: EndpointMetrics) -> EndpointMetrics:
-    if newest.fault is not None:
-        return newest
     return dataclasses.replace(
         newest,
         waiting=None,
