@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-versions bench-sizing compose-test vllm hostile faults pulses soak lock clean
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-targets bench-versions bench-sizing compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -90,12 +90,18 @@ bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each 
 bench-sizing: $(VENV)/.installed ## how much of a Valkey a fleet takes; 50 whole replicas (ARGS='--whole 0')
 	$(BIN)/python -m bench.sizing $(ARGS)
 
+bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets of specification 000
+	$(BIN)/python -m bench.targets $(ARGS)
+
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)
 
 compose-test: $(VENV)/.installed ## the real Dockerfile and compose file on Docker or podman, under load (ARGS=--once)
 	bash .ci/containers $(VENV)/containers
 	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.compose --tools $(VENV)/containers $(ARGS)
+
+load-tools: $(VENV)/.installed ## Locust, GuideLLM and AIPerf with two tenants on a running fleet (installs 6 GB once)
+	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.load_tools $(ARGS)
 
 vllm: $(VENV)/.installed ## real vLLM servers on the CPU behind the fleet (installs 6 GB once, outside .venv)
 	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.vllm $(ARGS)
@@ -109,12 +115,15 @@ faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faul
 pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (ARGS='calm 1 2')
 	PYTHONPATH=tests/faults $(BIN)/python -m bench.pulses $(ARGS)
 
-soak: $(VENV)/.installed ## half an hour of steady load: memory, keys, drift (ARGS='--minutes 2')
+soak: $(VENV)/.installed ## an hour of steady load in each mode: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock, and with hashes to deploy/images/*.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock
 	deploy/images/lock.sh $(PYTHON)
 
-clean: ## remove the environment and caches
+clean: ## remove the environment and caches of this checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+clean-cache: ## remove what is kept between checkouts: vLLM (6 GB), load tools, Helm's renderer
+	rm -rf "$${XDG_CACHE_HOME:-$$HOME/.cache}/picker-fleet"

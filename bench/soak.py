@@ -24,6 +24,7 @@ import psutil
 import yaml
 from redis.asyncio import Redis
 
+from bench.rig.live_change import change_live
 from bench.rig.machine import describe_machine
 from bench.rig.process_figures import environment, read_figures
 from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
@@ -77,7 +78,6 @@ class Fleet:
 
     async def read(self, at_s: float, served: int) -> Reading:
         """A reading now."""
-        memory = await self._redis.info("memory")
         inside = await asyncio.gather(
             *(asyncio.to_thread(read_figures, replica.pid) for replica in self.replicas)
         )
@@ -88,7 +88,7 @@ class Fleet:
             max(each.objects for each in inside),
             max(each.blocks for each in inside),
             self._envoy.memory_info().rss,
-            int(memory["used_memory"]),
+            await self.redis_bytes(),
             int(await self._redis.dbsize()),
             sum(replica.num_fds() for replica in self.replicas),
             served,
@@ -115,6 +115,20 @@ class Fleet:
     async def page(self, replica: int) -> str:
         """A replica's metrics."""
         return (await self._client.get(f"{self._state['replicas'][replica]['admin']}/metrics")).text
+
+    async def change(self, tree: dict[str, Any]) -> None:
+        """Change the live configuration of all replicas."""
+        await change_live(self._client, [each["admin"] for each in self._state["replicas"]], tree)
+
+    async def workload(self, name: str) -> dict[str, Any]:
+        """What the registry has of a workload."""
+        admin = self._state["replicas"][0]["admin"]
+        found: dict[str, Any] = (await self._client.get(f"{admin}/api/v1/workloads/{name}")).json()
+        return found
+
+    async def redis_bytes(self) -> int:
+        """Of Redis's data."""
+        return int((await self._redis.info("memory"))["used_memory"])
 
     async def finished(self) -> int:
         """Requests that the simulators themselves count as finished."""

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from bench.compose.engine import BASE, ROOT, Engine, EngineFault, enter_namespace, find_engine, restrict
-from bench.compose.fleet import REQUESTS, Broken, Fleet, is_allowed
+from bench.compose.fleet import ADMIN, REQUESTS, Broken, Fleet, is_allowed
 from bench.compose.images import PROMETHEUS, REDIS, Quality, differences, examine, fetch_or_make
 from bench.rig.machine import describe_machine
 from picker_tools.load.client_history import ClosedLoop, closed_loop
@@ -166,7 +166,17 @@ def _check(load: ClosedLoop, outage: tuple[float, float], log: Log, notes: list[
         log.fault(f"status {record.status}, {record.reason or record.fault or 'half an answer'}")
 
 
-async def _fleet(engine: Engine, log: Log, token: str) -> None:
+async def _load_tools() -> str:
+    """Locust, GuideLLM and AIPerf with two tenants; what they report is in bench/results/load-tools.md."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.load_tools", "--url", REQUESTS, "--admin", ADMIN)
+    )
+    if await process.wait():
+        raise Broken("a load tool failed or saw errors: see above")
+    return "no error, each tenant in its flow and band"
+
+
+async def _fleet(engine: Engine, log: Log, token: str, *, with_load_tools: bool) -> None:
     async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
         fleet = Fleet(engine, client, token)
         with log.step("up with 5 pickers") as notes:
@@ -191,6 +201,9 @@ async def _fleet(engine: Engine, log: Log, token: str) -> None:
             notes.append(await fleet.prometheus(Counter(picker=5, simulator=4, envoy=1)))
         with log.step("Locust by its page") as notes:
             notes.append(await fleet.locust(60))
+        if with_load_tools:
+            with log.step("load tools") as notes:
+                notes.append(await _load_tools())
 
 
 async def _ready_alone(fleet: Fleet, log: Log) -> str:
@@ -257,6 +270,11 @@ def main() -> int:
     parser.add_argument(
         "--once", action="store_true", help="without the second build that must equal the first"
     )
+    parser.add_argument(
+        "--load-tools",
+        action="store_true",
+        help="Locust, GuideLLM and AIPerf with two tenants (make load-tools)",
+    )
     parser.add_argument("--no-build", action="store_true", help="with the images of a run before")
     args = parser.parse_args()
     enter_namespace()
@@ -270,7 +288,7 @@ def main() -> int:
         else:
             _images(engine, log, twice=not args.once)
         if not args.images:
-            _run_fleet(engine, log)
+            _run_fleet(engine, log, with_load_tools=args.load_tools)
     except (EngineFault, Broken, TimeoutError, httpx.HTTPError) as fault:
         log.fault(str(fault) or type(fault).__name__)
     except ExceptionGroup as faults:
@@ -278,12 +296,13 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     else:
-        _write(log, engine)
+        if not (args.no_build or args.images):  # a part of a run is no result
+            _write(log, engine)
     print("all held" if not log.faults else f"{len(log.faults)} faults", flush=True)
     return 1 if log.faults else 0
 
 
-def _run_fleet(engine: Engine, log: Log) -> None:
+def _run_fleet(engine: Engine, log: Log, *, with_load_tools: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         token = secrets.token_hex(16)
         file = Path(folder) / "admin-token"
@@ -293,7 +312,7 @@ def _run_fleet(engine: Engine, log: Log) -> None:
         engine.environment["PICKER_ADMIN_TOKEN_FILE"] = str(file)
         try:
             engine.down()
-            asyncio.run(_fleet(engine, log, token))
+            asyncio.run(_fleet(engine, log, token, with_load_tools=with_load_tools))
         except (Exception, KeyboardInterrupt):
             for name in engine.containers("envoy") + engine.containers("picker")[:1]:
                 print(f"--- {name}\n{engine.log(name)}", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from bench.rig.environments import InstallFault
 from bench.rig.machine import describe_machine
 from bench.rig.page import table
 from bench.vllm.checks import ADAPTER_CHECKS, BASE_CHECKS, Failed, fleet_up
@@ -34,7 +35,7 @@ async def _checked(running: Sequence[Server], mode: str, folder: Path, *, adapte
         for name, check in ADAPTER_CHECKS if adapters else BASE_CHECKS:
             try:
                 holds, seen = True, await check(fleet)
-            except (Failed, httpx.HTTPError, KeyError) as fault:
+            except (Failed, httpx.HTTPError, TimeoutError, KeyError) as fault:
                 holds, seen = False, f"{type(fault).__name__}: {fault}"
             rows.append((name, mode, holds, seen))
             print(f"{'holds' if holds else 'FAILS'}: {mode}, {name}: {seen}", file=sys.stderr, flush=True)
@@ -99,7 +100,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
         try:
             rows = _run(_all_checks(modes, Path(name), options.rounds, options.out))
-        except (EngineFault, PickerError, Failed) as fault:
+        except (InstallFault, EngineFault, PickerError, Failed) as fault:
             print(f"bench.vllm: {fault}", file=sys.stderr)
             return 1
         except (asyncio.CancelledError, KeyboardInterrupt):

