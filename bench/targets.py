@@ -187,11 +187,11 @@ def _compared(passes: Mapping[tuple[str, str], Sequence[Pass]]) -> list[Row]:
         return statistics.median(float(getattr(each, figure)) for each in passes[kind, policy])
 
     rate, cpu = ratio("busy", "per_s"), ratio("busy", "cpu_us")
-    later = [
+    slower_ms = [
         b.p99_ms - a.p99_ms
         for a, b in zip(passes["calm", "fcfs"], passes["calm", "workload-aware"], strict=True)
     ]
-    p99_ms = statistics.median(later)
+    p99_ms = statistics.median(slower_ms)
     times = {
         kind: ", ".join(
             f"{policy} {median(kind, policy, 'p50_ms'):.1f} / {median(kind, policy, 'p99_ms'):.1f} ms"
