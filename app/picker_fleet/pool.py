@@ -146,7 +146,6 @@ class Pool:
         start(self._fleet_state.run(), "fleet-state")
         start(self.events.run(), "events")
         start(parts.follow_routes(), "routes")
-        start(_tell_scores(parts.chooser, parts.metrics, settings.leases.heartbeat), "scores")
 
     async def stop(self) -> None:
         """Send the last spans."""
@@ -170,13 +169,6 @@ def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:
     """What reads the conformance suite's choice of endpoints."""
     _log.warning("extproc.conformance is on: any client chooses endpoints")
     return lambda choice: selected_endpoints(choice, (each.address for each in endpoints.current.endpoints))
-
-
-async def _tell_scores(chooser: ScoringChooser, metrics: Metrics, interval_s: float) -> None:
-    """Show how the scorers see the endpoints; worked out here, so that no request pays for it."""
-    while True:
-        metrics.scores(chooser.scores())
-        await asyncio.sleep(interval_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +266,7 @@ def assemble(settings: Settings, replica: str, certificates: Certificates | None
         latency_weights=LatencyWeights(**settings.scheduling.latency.model_dump()),
         sessions=SessionTokens(signing, endpoints),
     )
+    metrics.follow_scores(chooser.scores)
     in_tokens = settings.request_queue_controller.unit == "tokens"
     service = ServiceMeter()
     shared: SharedGate = SharedGate(

@@ -158,6 +158,9 @@ do -- a chunk may have 200 locals
   end
 
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+  -- Whether an endpoint takes new requests: it is published, not draining and not marked.
+  function endpoints.is_ready(address) return is_pickable(load_of(address)) end
+
   -- All addresses with a load; read once a call.
   function endpoints.counted()
     if all_counted then return all_counted end

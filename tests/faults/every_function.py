@@ -29,6 +29,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
         await _requests(fleet)
     assert await store.mark_endpoint("10.0.0.1:8000", "down", True) == "marked"
     assert await store.mark_endpoint("10.0.0.1:8000", "down", False) == "marked"
+    assert not await store.publish_changes("another", "next", {})
     assert await store.set_live_config({"paused": 1}, {"paused": True})
     await store.set_live_config({"paused": None}, {"paused": None})
     await store.live_config()

@@ -25,7 +25,7 @@ from redis_servers import redis_server
 
 from picker_fleet.allowlist import STEERING
 from picker_fleet.extproc.server import SERVICE
-from picker_fleet.scheduling.chooser import REFRESH_S
+from picker_fleet.scheduling.endpoint_states import REFRESH_S
 
 _POLL_S = 0.02
 

@@ -360,13 +360,21 @@ class Seat:
         process.kill()
         process.wait()
 
-    async def start_picker(self, kubeconfig: Path, pool: str, namespace: str, *flags: str) -> Picker:
+    async def start_picker(
+        self,
+        kubeconfig: Path,
+        pool: str,
+        namespace: str,
+        *flags: str,
+        launch: Callable[..., list[str]] = picker_command,
+    ) -> Picker:
+        """A replica; `launch` makes the command of its arguments."""
         grpc, health, metrics = free_port(), free_port(), free_port()
         number = self._started
         self._started += 1
         process = self.spawn(
             f"picker-{number}",
-            picker_command(
+            launch(
                 *("serve", "--pool-name", pool, "--pool-namespace", namespace, "--zap-encoder", "json"),
                 *(
                     "--grpc-port",

@@ -38,6 +38,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
         "e4:1",
         OPEN,
     ),
+    "publish_changes": ("a", "e", "e2", "e1:1", "", "e2:1", OPEN, "e4:1", OPEN),
     "tune": ("a", '{"upper_per": 3, "lower_per": 3}', '{"x": 1}'),
     "sweep": ("a", 0, 3000, 60_000, 2000),
     "next sweep": ("a", 0, 3000, 60_000, 2000),

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
@@ -42,7 +42,7 @@ class Meter(Metrics):
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.faults[kind] += 1
 
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+    def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self.targets, self.ages_s = owned, ages_s
 
 

@@ -8,7 +8,7 @@ from local_requests import ask
 from scripted_store import ScriptedStore
 
 from picker_fleet.config import parse
-from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.pool import assemble
 from picker_fleet.replica.endpoint_health import Probes
@@ -37,7 +37,7 @@ class Knowledge:
         self.chooser = ScoringChooser(
             Scheduler(with_in_flight({name.replace("_", "-"): weight for name, weight in scorers.items()})),
             self.cell,
-            readings=lambda: self.readings,
+            readings=self._readings,
             in_flight=dict,
             index=self.index,
             latencies=self.latencies,
@@ -45,6 +45,10 @@ class Knowledge:
             clock=lambda: self.now_s,
             adapters=adapters,
         )
+
+    def _readings(self) -> Readings:
+        pages = {address: each.metrics for address, each in self.readings.items()}
+        return Readings(pages, dict(self.readings).__getitem__)
 
     def asked_by(self, token: str) -> str:
         """Where a request with this session's token goes first; '' if all are alike."""
@@ -314,3 +318,76 @@ async def test_the_configured_weights_decide(latency: dict[str, float], first: s
     assert choice.candidates.split("=")[0] == first
     scores = parts.chooser.scores()
     assert max(scores, key=lambda address: scores[address]["latency"]) == first
+
+
+MANY = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(300)]
+
+
+def many(**changed: Endpoint) -> list[Endpoint]:
+    """A large pool; `changed` has others in the place of some, as `at_NUMBER`."""
+    return [changed.get(f"at_{n}", Endpoint(address)) for n, address in enumerate(MANY)]
+
+
+def test_in_a_large_pool_each_endpoint_is_looked_at_in_its_turn() -> None:
+    known = Knowledge(*many(), queue_depth=1)
+    seen: set[str] = set()
+    for _ in range(400):
+        found = known.choose()
+        assert len(found) == 8
+        seen |= found.keys()
+        known.tick()
+    assert seen == set(MANY)
+
+
+def test_in_a_large_pool_what_a_request_has_a_reason_to_go_to_is_looked_at() -> None:
+    known = Knowledge(*many(), prefix_affinity=3, lora_affinity=3, session_affinity=3)
+    prompt = (b"one", b"two", b"three")
+    known.choose()
+    known.index.add(MANY[7], prompt[:1])
+    known.index.add(MANY[99], prompt)
+    known.scraped(MANY[123], active_adapters=frozenset({"tuned"}), max_adapters=4)
+    known.tick()
+    for _ in range(20):
+        known.tick()
+        assert list(known.choose(prefix=(*prompt, b"four")))[:2] == [MANY[99], MANY[7]]
+        assert next(iter(known.choose(target_model="tuned"))) == MANY[123]
+
+
+def test_in_a_large_pool_the_only_endpoint_that_a_request_may_go_to_is_found() -> None:
+    known = Knowledge(
+        *many(
+            at_5=Endpoint(MANY[5], labels={"gpu": "h100", "zone": "a"}),
+            at_6=Endpoint(MANY[6], labels={"gpu": "h100", "zone": "b"}, draining=True),
+            at_7=Endpoint(MANY[7], labels={"zone": "a"}, down=True),
+        ),
+        queue_depth=1,
+    )
+    all_but_one_down = [f"10.9.9.{n}:1" for n in range(100)]
+    for _ in range(20):
+        known.tick()
+        assert list(known.choose(selector={"gpu": "h100"})) == [MANY[5]]
+        assert list(known.choose(subset=(MANY[6], *all_but_one_down, MANY[200], MANY[7]))) == [MANY[200]]
+        assert list(known.choose(subset=tuple(MANY), selector={"zone": "a"})) == [MANY[5]]
+        assert known.choose(selector={"zone": "b"}) == known.choose(subset=(MANY[7],)) == {}
+    # A limit of its flow on each endpoint may leave any of them: all are named.
+    assert len(known.choose(limit=1)) == len(MANY) - 2
+
+
+def test_in_a_large_pool_with_limits_of_endpoints_all_are_looked_at() -> None:
+    known = Knowledge(*many(at_0=Endpoint(MANY[0], max_inflight=3)), queue_depth=1)
+    known.scraped(MANY[250], waiting=0.0)
+    for n, address in enumerate(MANY):
+        known.scraped(address, waiting=float(n != 250))
+    known.tick()
+    assert next(iter(known.choose())) == MANY[250]
+
+
+def test_a_pool_that_takes_no_requests_is_explained() -> None:
+    known = Knowledge(*(Endpoint(address, draining=True) for address in MANY), queue_depth=1)
+    asked = request(id="r")
+    choice = known.chooser.choose(asked)
+    assert choice.candidates == ""
+    known.chooser.refused(asked, choice)
+    explanation = known.chooser.explain("r")
+    assert explanation is not None
+    assert set(explanation.excluded.values()) == {"draining"}

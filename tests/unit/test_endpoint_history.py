@@ -14,6 +14,7 @@ from picker_fleet.intake import Body
 from picker_fleet.scheduling.endpoint_history import (
     BLOCK_BYTES,
     BYTES_PER_BLOCK,
+    HOLDER_BYTES_PER_BLOCK,
     MAX_PROMPT_BYTES,
     LatencyTracker,
     LatencyWindow,
@@ -173,13 +174,57 @@ def test_endpoints_share_the_whole_and_those_that_are_gone_are_forgotten() -> No
     assert [index.match(chain(address, 60)).get(address) for address in "abcd"] == [None, 25, None, None]
 
 
+def test_the_holders_of_the_longest_part_are_named_first() -> None:
+    index = PrefixIndex()
+    shared = chain("chat", 12)
+    index.add("short", shared[:3])
+    index.name_holders()  # what it knows by then counts, too
+    index.add("long", shared)
+    index.add("middle", shared[:9])
+    index.add("other", chain("other", 5))
+    assert index.holders((*shared, b"more"), 8)[0] == "long"
+    assert set(index.holders(shared, 8)) == {"long", "middle", "short"}
+    assert index.holders(shared[:9], 1) == ["middle"], "the last one to be given it"
+    assert index.holders(chain("unknown", 5), 8) == index.holders((), 8) == []
+    index.retain({"short", "middle"})
+    assert set(index.holders(shared, 8)) == {"middle", "short"}
+    assert index.match(shared, ["short", "unknown"]) == {"short": 3}
+
+
+def test_no_holders_are_named_unless_asked_for() -> None:
+    index = PrefixIndex()
+    index.add("a", chain("chat", 3))
+    assert index.holders(chain("chat", 3), 8) == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefg"), st.lists(st.integers(0, 2), min_size=1, max_size=8)),
+        max_size=60,
+    )
+)
+def test_who_is_named_as_a_holder_has_a_part_of_the_prompt(served: list[tuple[str, list[int]]]) -> None:
+    index = PrefixIndex(per_endpoint=12, in_total=40)
+    index.name_holders()
+    for address, path in served:
+        links = tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+        index.add(address, links)
+        found = index.match(links)
+        holders = index.holders(links, 3)
+        assert set(holders) <= found.keys()
+        assert found[holders[0]] == max(found.values())
+
+
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
-def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
+@pytest.mark.parametrize("names_holders", [False, True])
+def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) -> None:
     numbers = count()
     gc.collect()
     tracemalloc.start()
     try:
         index = PrefixIndex(per_endpoint=blocks)
+        if names_holders:
+            index.name_holders()
         for _ in range(2 * blocks // 100):
             index.add("a", [next(numbers).to_bytes(8) for _ in range(100)])
         used, _ = tracemalloc.get_traced_memory()
@@ -187,7 +232,7 @@ def test_memory_stays_within_the_stated_bound(blocks: int) -> None:
         tracemalloc.stop()
 
     assert len(index) == blocks
-    assert used / blocks <= BYTES_PER_BLOCK
+    assert used / blocks <= BYTES_PER_BLOCK + names_holders * HOLDER_BYTES_PER_BLOCK
 
 
 times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=400)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -12,7 +12,7 @@ from test_discovery import Lines
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import source_of
-from picker_fleet.endpoints.kubernetes_source import KubernetesSource, Pod, endpoints_of_pods
+from picker_fleet.endpoints.kubernetes_source import KubernetesSource, Pod, PodEndpoints
 from picker_fleet.errors import ConfigError, StartupError
 from picker_fleet.request import Endpoint
 
@@ -228,6 +228,22 @@ def _pod(
     return msgspec.convert(item, Pod)
 
 
+def _by_name(pods: Iterable[Pod]) -> dict[str, Pod]:
+    return {pod.metadata.name: pod for pod in pods}
+
+
+def test_a_pod_that_changes_changes_its_endpoints_and_no_others() -> None:
+    known, ports = PodEndpoints(), [8000, 8001]
+    pods = _by_name([_pod("a", "10.0.0.1"), _pod("b", "10.0.0.2")])
+    first = known.of(pods, ports)
+    pods["b"] = _pod("b", "10.0.0.2", ready=False)
+    second = known.of(pods, ports)
+    assert [each.draining for each in second] == [False, False, True, True]
+    assert second[0] is first[0]
+    assert [each.address for each in known.of(pods, [9000])] == ["10.0.0.1:9000", "10.0.0.2:9000"]
+    assert known.of({}, ports) == ()
+
+
 def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
     pods = [
         _pod("pending", "", phase="Pending"),
@@ -237,7 +253,7 @@ def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
         _pod("six", "fd00::1"),
         _pod("broken", "nonsense"),
     ]
-    found = endpoints_of_pods(pods, [8000, 8000])
+    found = PodEndpoints().of(_by_name(pods), [8000, 8000])
     assert [(each.address, each.draining) for each in found] == [
         ("10.0.0.2:8000", False),
         ("[fd00::1]:8000", False),
@@ -247,7 +263,7 @@ def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
 
 def test_a_pod_may_name_those_of_its_ports_that_serve() -> None:
     pods = [_pod("a", "10.0.0.1", ports="8001, x,9999"), _pod("b", "10.0.0.2", ports="")]
-    found = endpoints_of_pods(pods, [8000, 8001])
+    found = PodEndpoints().of(_by_name(pods), [8000, 8001])
     assert [(each.address, each.labels["picker-fleet/port-rank"]) for each in found] == [
         ("10.0.0.1:8001", "1")
     ]

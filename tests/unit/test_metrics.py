@@ -161,8 +161,10 @@ def test_pairs_of_names_are_capped_too() -> None:
 
 def test_each_scorer_has_a_series_and_removed_endpoints_have_none() -> None:
     metrics = Metrics()
-    metrics.scores({"10.0.0.1:8000": {"queue-depth": 0.5, "total": 0.7}})
-    metrics.scores({"10.0.0.2:8000": {"queue-depth": 0.25}})
+    scores = {"10.0.0.1:8000": {"queue-depth": 0.5, "total": 0.7}}
+    metrics.follow_scores(lambda: scores)
+    assert samples(metrics)["epp_endpoint_score", "endpoint=10.0.0.1:8000", "scorer=total"] == 0.7
+    scores = {"10.0.0.2:8000": {"queue-depth": 0.25}}
     page = samples(metrics)
     assert page["epp_endpoint_score", "endpoint=10.0.0.2:8000", "scorer=queue-depth"] == 0.25
     assert not any("endpoint=10.0.0.1:8000" in key for key in page)
@@ -170,9 +172,11 @@ def test_each_scorer_has_a_series_and_removed_endpoints_have_none() -> None:
 
 def test_gauges_name_new_endpoints_after_a_thousand_others() -> None:
     metrics = Metrics()
-    metrics.scrape_ages(1000, {f"10.0.{n // 250}.{n % 250}:8000": 0.1 for n in range(1000)})
-    metrics.scrape_ages(1, {"10.9.9.9:8000": 0.1})
-    metrics.scores({"10.9.9.9:8000": {"queue": 0.5}})
+    many = {f"10.0.{n // 250}.{n % 250}:8000": 0.1 for n in range(1000)}
+    metrics.scrape_ages(1000, lambda: many)
+    assert len(samples(metrics)) > 1000
+    metrics.scrape_ages(1, lambda: {"10.9.9.9:8000": 0.1})
+    metrics.follow_scores(lambda: {"10.9.9.9:8000": {"queue": 0.5}})
     named = [key for key in samples(metrics) if "endpoint=10.9.9.9:8000" in key]
     assert len(named) == 2
 

@@ -17,8 +17,8 @@ from picker_fleet.endpoints.readings import (
 )
 from picker_fleet.endpoints.scraper import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
 from picker_fleet.endpoints.scraping import (
+    Assignment,
     Scrapers,
-    assigned_endpoints,
     assigned_replica,
     scrapers_wanted,
 )
@@ -196,7 +196,7 @@ def test_the_order_of_the_replicas_does_not_matter(replicas: list[str], random: 
 
 
 def test_every_endpoint_has_exactly_one_owner() -> None:
-    shares = [assigned_endpoints(ADDRESSES, replica, REPLICAS) for replica in REPLICAS]
+    shares = [Assignment(REPLICAS).of(replica, ADDRESSES) for replica in REPLICAS]
     assert sorted(address for share in shares for address in share) == sorted(ADDRESSES)
 
 
@@ -225,7 +225,7 @@ def test_owners_are_the_same_in_every_process() -> None:
 
 
 def test_a_stranger_owns_nothing_and_no_replicas_are_an_error() -> None:
-    assert assigned_endpoints(ADDRESSES, "stranger", REPLICAS) == frozenset()
+    assert Assignment(REPLICAS).of("stranger", ADDRESSES) == frozenset()
     with pytest.raises(ValueError, match="there are no replicas"):
         assigned_replica("a:1", [])
 

@@ -56,7 +56,7 @@ class Outcome:
         self.refused += readings
         self.refusals += 1
 
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+    def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         pass
 
     async def until(self, holds: Callable[[], bool]) -> None:

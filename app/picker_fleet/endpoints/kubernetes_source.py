@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +26,7 @@ POD_LABEL, NAMESPACE_LABEL, PORT_RANK_LABEL = (
     "picker-fleet/port-rank",
 )
 _ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"  # an annotation: the ports of this pod that serve
-_SETTLE_S = 0.05  # many pods change together; the first change is reported at once
+_SETTLE_S = 0.2  # between two reports: many pods change together; the first change is reported at once
 
 
 class _Port(msgspec.Struct, frozen=True):
@@ -80,27 +80,44 @@ class Pod(msgspec.Struct, frozen=True):
         return is_ready and self.metadata.deletion_timestamp is None
 
 
-def endpoints_of_pods(pods: Iterable[Pod], ports: Iterable[int]) -> tuple[Endpoint, ...]:
-    """One endpoint for each pod that runs and each of `ports`, in order of their addresses.
+class PodEndpoints:
+    """The endpoints of pods. Of thousands few change at a time, and only those are worked out anew."""
 
-    Of two pods with one address (host network) the ready one counts, else the first by name.
-    """
-    numbers = tuple(dict.fromkeys(ports))
-    found: dict[str, Endpoint] = {}
-    for pod in sorted(pods, key=lambda pod: pod.metadata.name):
-        if pod.status.phase != "Running" or not pod.status.podIP:
-            continue
-        active = _active_ports(pod)
-        for rank, port in enumerate(numbers):
-            if active is not None and port not in active:
-                continue
+    def __init__(self) -> None:
+        self._ports: tuple[int, ...] = ()
+        self._known: dict[str, tuple[Pod, tuple[Endpoint, ...]]] = {}
+
+    def of(self, pods: Mapping[str, Pod], ports: Iterable[int]) -> tuple[Endpoint, ...]:
+        """One endpoint for each of `pods` (by name) that runs and each of `ports`, in order of their
+        addresses.
+
+        Of two pods with one address (host network) the ready one counts, else the first by name.
+        """
+        numbers = tuple(dict.fromkeys(ports))
+        former = self._known if numbers == self._ports else {}
+        self._ports, self._known = numbers, {}
+        found: dict[str, tuple[bool, str, Endpoint]] = {}
+        for name, pod in pods.items():
+            known = former.get(name)
+            if known is None or known[0] is not pod:
+                known = pod, tuple(_endpoints(pod, numbers))
+            self._known[name] = known
+            for endpoint in known[1]:
+                other = found.get(endpoint.address)
+                if other is None or (endpoint.draining, name) < other[:2]:
+                    found[endpoint.address] = endpoint.draining, name, endpoint
+        return tuple(found[address][2] for address in sorted(found))
+
+
+def _endpoints(pod: Pod, ports: Sequence[int]) -> Iterator[Endpoint]:
+    if pod.status.phase != "Running" or not pod.status.podIP:
+        return
+    active = _active_ports(pod)
+    for rank, port in enumerate(ports):
+        if active is None or port in active:
             endpoint = _endpoint(pod, port, rank)
-            if endpoint is None:
-                continue
-            other = found.get(endpoint.address)
-            if other is None or (other.draining and not endpoint.draining):
-                found[endpoint.address] = endpoint
-    return tuple(found[address] for address in sorted(found))
+            if endpoint is not None:
+                yield endpoint
 
 
 def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
@@ -164,6 +181,7 @@ class KubernetesSource:
         pods: _Selected | None = None
         following: _Selected | None = None  # lists the pods of a new selector
         reported: tuple[Endpoint, ...] | None = None
+        pod_endpoints = PodEndpoints()
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -191,7 +209,7 @@ class KubernetesSource:
                 if pods is None:
                     continue
                 ports = [port.number for port in pool.spec.target_ports]
-                found = endpoints_of_pods(pods.reflector.items.values(), ports)
+                found = pod_endpoints.of(pods.reflector.items, ports)
             if found != reported:
                 draining = sum(endpoint.draining for endpoint in found)
                 _log.info(

@@ -7,7 +7,7 @@ compared.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -151,6 +151,35 @@ class Reading:
     known: bool
 
 
+class Readings(Mapping[str, Reading]):
+    """Address -> its reading at one moment. Each is made of its page when it is first asked for: a pick asks
+    for few of the thousands of a large pool."""
+
+    def __init__(self, pages: Mapping[str, EndpointMetrics], reading_of: Callable[[str], Reading]) -> None:
+        self._pages, self._reading_of = pages, reading_of
+        self._made: dict[str, Reading] = {}
+
+    def __getitem__(self, address: str) -> Reading:
+        reading = self._made.get(address)
+        if reading is None:
+            if address not in self._pages:
+                raise KeyError(address)
+            reading = self._made[address] = self._reading_of(address)
+        return reading
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pages)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def with_adapters(self) -> list[str]:
+        """The addresses whose pages name adapters."""
+        return [
+            address for address, page in self._pages.items() if page.active_adapters or page.waiting_adapters
+        ]
+
+
 class MetricsCache:
     """The newest reading of each endpoint. One event loop.
 
@@ -164,7 +193,7 @@ class MetricsCache:
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
         self._worked: dict[str, EndpointMetrics] = {}  # the newest of a scrape that did not fail
-        self._snapshot: Mapping[str, Reading] = {}
+        self._snapshot = Readings({}, {}.__getitem__)
         self._snapshot_s = -1.0
 
     @property
@@ -194,21 +223,28 @@ class MetricsCache:
             self._worked.pop(address, None)
         self._snapshot_s = -1.0
 
-    def snapshot(self, now_s: float | None = None) -> Mapping[str, Reading]:
-        """Address -> its reading at `now_s` of the clock (default: now). Not to be changed.
+    def snapshot(self, now_s: float | None = None) -> Readings:
+        """Address -> its reading at `now_s` of the clock (default: now).
 
         Many picks share one snapshot: it is made after each update, else every 10 ms, and ages are that
         exact."""
         now_s = self._clock() if now_s is None else now_s
         if self._snapshot_s < 0 or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
-            self._snapshot = {
-                address: self._reading(address, newest, now_s) for address, newest in self._newest.items()
-            }
+            newest, worked = dict(self._newest), dict(self._worked)
+            self._snapshot = Readings(
+                newest | worked, lambda address: self._reading(worked.get(address), newest[address], now_s)
+            )
             self._snapshot_s = now_s
         return self._snapshot
 
-    def _reading(self, address: str, newest: EndpointMetrics, now_s: float) -> Reading:
-        metrics = worked = self._worked.get(address, newest)
+    def ages_s(self) -> dict[str, float]:
+        """Address -> how old its newest reading is now."""
+        now_s = self._clock()
+        pages = self._newest | self._worked
+        return {address: max(0.0, now_s - page.scraped_ms / 1000) for address, page in pages.items()}
+
+    def _reading(self, worked: EndpointMetrics | None, newest: EndpointMetrics, now_s: float) -> Reading:
+        metrics = worked = worked or newest
         if newest.fault is not None:
             metrics = dataclasses.replace(worked, fault=newest.fault, failures=newest.failures)
         age_s = max(0.0, now_s - worked.scraped_ms / 1000)

@@ -130,7 +130,7 @@ class Meter(Protocol):
     def scrape_unpublished(self, readings: int) -> None:
         """A batch that Redis did not take; what is newest of it goes with the next one."""
 
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+    def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         """How many endpoints this replica scrapes, and how old what it knows of every endpoint is."""
 
 

@@ -36,11 +36,21 @@ def assigned_replica(address: str, replicas: Sequence[str]) -> str:
     return max(replicas, key=lambda replica: (_weight(address, replica), replica))
 
 
-def assigned_endpoints(addresses: Iterable[str], replica: str, replicas: Sequence[str]) -> frozenset[str]:
-    """Those of `addresses` that `replica` owns among `replicas`; none if it is not one of them."""
-    if replica not in replicas:
-        return frozenset()
-    return frozenset(address for address in addresses if assigned_replica(address, replicas) == replica)
+class Assignment:
+    """Which endpoints each of `replicas` scrapes. An address is hashed once: in a large pool few are new."""
+
+    def __init__(self, replicas: Sequence[str]) -> None:
+        self.replicas = replicas
+        self._owners: dict[str, str] = {}
+
+    def of(self, replica: str, addresses: Iterable[str]) -> frozenset[str]:
+        """Those of `addresses` that `replica` owns; none if it is not one of the replicas."""
+        if replica not in self.replicas:
+            return frozenset()
+        former, self._owners = self._owners, {}
+        for address in addresses:
+            self._owners[address] = former.get(address) or assigned_replica(address, self.replicas)
+        return frozenset(address for address, owner in self._owners.items() if owner == replica)
 
 
 def _weight(address: str, replica: str) -> bytes:
@@ -161,7 +171,8 @@ class ScrapingTask:
         self._live = live
         self._endpoints = endpoints
         self._meter = meter
-        self._assigned: tuple[str, tuple[str, ...]] = ("", ())
+        self._assigned_version = ""  # of the endpoints
+        self._assignment = Assignment(())
 
     def suspect(self, addresses: Sequence[str]) -> None:
         """Have the pages of `addresses` read soon, by the replicas that scrape them: clients of requests
@@ -198,7 +209,7 @@ class ScrapingTask:
     async def _publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
         self.readings.update(batch)
         suspects, self._suspects = self._suspects, ()
-        if batch or suspects or self._replica in self._assigned[1]:
+        if batch or suspects or self._replica in self._assignment.replicas:
             await self._channel.publish(batch, suspects)
 
     async def _look_forever(self) -> None:
@@ -215,25 +226,25 @@ class ScrapingTask:
         now_s = self._clock()
         snapshot = self._endpoints.current
         present = self._scrapers.among(self._live(), scrapers_wanted(len(snapshot.endpoints)), now_s)
-        if (snapshot.version, present) != self._assigned:
-            self._assigned = snapshot.version, present
-            addresses = (endpoint.address for endpoint in snapshot.endpoints)
-            mine = assigned_endpoints(addresses, self._replica, present)
+        if present != self._assignment.replicas:
+            self._assignment, self._assigned_version = Assignment(present), ""
+        if snapshot.version != self._assigned_version:
+            self._assigned_version = snapshot.version
+            mine = self._assignment.of(self._replica, (each.address for each in snapshot.endpoints))
             _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
             self._scraper.set_targets(mine)
-        ages_s = {address: reading.age_s for address, reading in self.readings.snapshot(now_s).items()}
-        self._meter.scrape_ages(len(self._scraper.targets), ages_s)
+        self._meter.scrape_ages(len(self._scraper.targets), self.readings.ages_s)
 
     async def _forget_gone(self) -> None:
         """Forget endpoints that left; the replica that would scrape one removes its reading from Redis
         too."""
-        snapshot, (_, present) = self._endpoints.current, self._assigned
+        snapshot = self._endpoints.current
         addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
         gone = self.readings.addresses - addresses
         if not snapshot.version or not gone:
             return
         # They are forgotten only when Redis has removed them, so that a fault is retried.
-        mine = assigned_endpoints(gone, self._replica, present)
+        mine = Assignment(self._assignment.replicas).of(self._replica, gone)
         with contextlib.suppress(StateUnavailable):
             await self._channel.remove(mine)
             self.readings.retain(addresses)

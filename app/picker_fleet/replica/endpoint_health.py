@@ -60,7 +60,7 @@ class Probes:
     def scrape_unpublished(self, readings: int) -> None:
         self._meter.scrape_unpublished(readings)
 
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+    def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self._meter.scrape_ages(owned, ages_s)
 
     def _is_down(self, address: str) -> bool:

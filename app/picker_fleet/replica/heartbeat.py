@@ -11,9 +11,9 @@ import hashlib
 import json
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from picker_fleet.admission.gate import OutageStatus
@@ -25,13 +25,15 @@ from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Store
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Store, marked
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _MAX_RETRY_S = 60
 _RENEWALS = 3  # of a lease, by the replica that owns the request's stream
 _OTHERS_PUBLISH_S = 0.2  # after the same change was seen here
+_LOOKS = 5  # for what others publish; the regular heartbeats go on
+_RECENT = 64  # discovered lists that are kept
 _UNKNOWN = "0"  # the epoch of a pool that nobody has published
 
 # A poll is one cheap command. Where wake-ups arrive it finds nothing; where none does, a grant is found
@@ -102,21 +104,64 @@ class Publisher:
         self._config_version = _version(self._shared)
         self._discovered: tuple[Endpoint, ...] | None = None
         self._discovered_version = ""
+        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # discovered lists by version
+        self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
         self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
-        facts = [[e.address, e.labels, e.draining, e.max_inflight] for e in self._discovered]
-        self._discovered_version = _version(facts)
+        digests = {each.address: (each, self._digest(each)) for each in self._discovered}
+        self._digests = digests
+        together = hashlib.blake2b(b"".join(digest for _, digest in digests.values()), digest_size=6)
+        self._discovered_version = together.hexdigest()
+        self._recent[self._discovered_version] = self._discovered
+        self._recent.move_to_end(self._discovered_version)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+
+    def _digest(self, endpoint: Endpoint) -> bytes:
+        """Of all that is published of it: equal on every replica. Most are the same objects as before."""
+        known = self._digests.get(endpoint.address)
+        if known is not None and (known[0] is endpoint or known[0] == endpoint):
+            return known[1]
+        facts = [endpoint.address, endpoint.labels, endpoint.draining, endpoint.max_inflight]
+        return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).digest()
 
     def is_due(self, pulse: HeartbeatReply) -> bool:
         if self._discovered is None:
             return False
-        marked = pulse.endpoints_version.partition("+")
-        published = pulse.config_version, marked[0]  # without the marks made since
+        published = pulse.config_version, _unmarked(pulse.endpoints_version)
         differs = published != (self._config_version, self._discovered_version)
         return pulse.epoch == _UNKNOWN or (pulse.leader and differs)
 
-    async def publish(self) -> None:
+    def discovered_last(self, version: str) -> bool:
+        """Whether `version`, with or without marks, is that of the last discovered endpoints."""
+        return self._discovered is not None and _unmarked(version) == self._discovered_version
+
+    def endpoints_of(self, version: str) -> tuple[Endpoint, ...] | None:
+        """The endpoints of a published version without its marks, if they were discovered here lately."""
+        return self._recent.get(_unmarked(version))
+
+    async def publish(self, pulse: HeartbeatReply) -> None:
+        """Publish what was discovered; `pulse` says what is published."""
+        if not await self._publish_changes(pulse):
+            await self._publish_all()
+
+    async def _publish_changes(self, pulse: HeartbeatReply) -> bool:
+        """Whether changes could be published without the rest."""
+        assert self._discovered is not None
+        published = self.endpoints_of(pulse.endpoints_version)
+        if published is None or pulse.epoch == _UNKNOWN or pulse.config_version != self._config_version:
+            return False
+        before = {each.address: each for each in published}
+        after = {each.address: each for each in self._discovered}
+        changes: dict[str, Endpoint | None] = dict.fromkeys(before.keys() - after.keys())
+        changes |= {address: each for address, each in after.items() if before.get(address) != each}
+        if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
+            return False  # limits are part of the settings
+        former_version = _unmarked(pulse.endpoints_version)
+        return await self._store.publish_changes(former_version, self._discovered_version, changes)
+
+    async def _publish_all(self) -> None:
         assert self._discovered is not None
         await self._store.publish(
             self._shared,
@@ -343,14 +388,14 @@ class Heartbeat:
         pulse = await self._send()
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
-                await self._publisher.publish()
+                await self._publisher.publish(pulse)
             pulse = await self._send()
         self.pulse = pulse
         self._gate.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:
-            self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._store.endpoints()))
+            self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse)))
         if pulse.epoch == _UNKNOWN:
             return
         if self._lost:
@@ -361,6 +406,14 @@ class Heartbeat:
         await self._follower.follow(pulse)
         if full or self._reader.age_s >= self._leases.heartbeat:
             await self._read_state()
+
+    async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
+        """The published endpoints. Where this replica has discovered the same ones only marks are read."""
+        listed = self._publisher.endpoints_of(pulse.endpoints_version)
+        if listed is None:
+            return await self._store.endpoints()
+        is_marked = pulse.endpoints_version != _unmarked(pulse.endpoints_version)
+        return marked(listed, await self._store.marks()) if is_marked else listed
 
     async def _send(self) -> HeartbeatReply:
         """A heartbeat. It carries the replica info only if the shared state lacks it: writing it takes a
@@ -440,6 +493,7 @@ class Membership:
         self._fleet = fleet or KnownFleet(settings)
         self.heartbeat_now = heartbeat_now or HeartbeatTrigger()
         self._publisher = Publisher(store, settings)
+        self._follow_up: asyncio.TimerHandle | None = None
         self._follower = LiveConfigFollower(store, settings, self._fleet, on_config)
         self._reader = StateReader(store, settings, self._fleet, failover)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
@@ -497,8 +551,23 @@ class Membership:
         """Take the endpoints that discovery reports. They are published at once if this replica publishes,
         else read as soon as the other one should have published them."""
         self._publisher.discovered(endpoints)
-        self.heartbeat_now()
-        asyncio.get_running_loop().call_later(_OTHERS_PUBLISH_S, partial(self.heartbeat_now, full=False))
+        if self.pulse is None or self.pulse.leader:
+            self.heartbeat_now(full=self.pulse is None)
+        if self._follow_up is not None:
+            self._follow_up.cancel()
+        self._look_later(_LOOKS)
+
+    def _look_later(self, looks: int) -> None:
+        self._follow_up = asyncio.get_running_loop().call_later(_OTHERS_PUBLISH_S, self._look, looks)
+
+    def _look(self, looks: int) -> None:
+        """Ask for a heartbeat unless what was discovered here is in force; again if the other replica is
+        late."""
+        self._follow_up = None
+        if not self._publisher.discovered_last(self._endpoints.current.version):
+            self.heartbeat_now(full=False)
+            if looks > 1:
+                self._look_later(looks - 1)
 
     async def run(self) -> None:
         """Run everything until cancelled. Faults of Redis are waited out, never raised."""
@@ -533,6 +602,11 @@ def _retry_after_s(queued: int, drain_rate: float) -> int:
     if drain_rate <= 0:
         return 1
     return max(1, min(_MAX_RETRY_S, math.ceil((queued + 1) / drain_rate)))
+
+
+def _unmarked(version: str) -> str:
+    """A version of endpoints without the marks made since."""
+    return version.partition("+")[0]
 
 
 def _version(facts: object) -> str:

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from picker_fleet.endpoints.readings import Reading
+from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
     ANY_ENDPOINT,
     Explanation,
@@ -24,7 +25,6 @@ from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import (
     DEFAULT_LATENCY_WEIGHTS,
     IN_FLIGHT,
-    EndpointState,
     LatencyWeights,
     PickRequest,
 )
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from picker_fleet.scheduling.route_stream import RouteStream  # it brings Redis's client
 
 SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
-REFRESH_S: Final = 0.1  # the endpoints' states are at most this old: they are scraped as often
 
 _MAX_SCORED = 8  # candidates with scores for the script; more would cost it more than they gain
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
@@ -257,7 +256,7 @@ class ScoringChooser:
         scheduler: Scheduler | None,
         endpoints: SnapshotCell,
         *,
-        readings: Callable[[], Mapping[str, Reading]],
+        readings: Callable[[], Readings],
         in_flight: Callable[[], Mapping[str, int]],
         index: PrefixIndex,
         latencies: LatencyTracker,
@@ -267,25 +266,22 @@ class ScoringChooser:
         latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS,
         sessions: SessionTokens | None = None,
     ) -> None:
-        self._endpoints = endpoints
-        self._readings = readings
-        self._in_flight = in_flight
         self._index = index
-        self._latencies = latencies
         self._latency_weights = latency_weights
         self._routes = routes
-        self._clock = clock
-        self._configured_adapters = frozenset(adapters)
         self._sessions = sessions or SessionTokens(Keyring(), endpoints)
         self._explanations = ExplanationCache()
         self._least_loaded = LeastLoadedChooser(endpoints, in_flight, self._explanations)
         self._routes_needed = asyncio.Event()
-        # The endpoints' states, as of `_refreshed_s`, of the snapshot `_version`.
-        self._states: list[EndpointState] = []
-        self._adapters = self._configured_adapters
-        self._addresses: frozenset[str] = frozenset()
-        self._version = ""
-        self._refreshed_s = -REFRESH_S
+        self._states = EndpointStates(
+            endpoints,
+            readings=readings,
+            in_flight=in_flight,
+            latencies=latencies,
+            index=index,
+            clock=clock,
+            adapters=adapters,
+        )
         self.use_scheduler(scheduler)
 
     def use_scheduler(self, scheduler: Scheduler | None) -> None:
@@ -307,19 +303,23 @@ class ScoringChooser:
     def choose(self, request: InferenceRequest) -> Choice:
         if self._scheduler is None:
             return self._least_loaded.choose(request)
-        self._refresh()
+        states = self._states
+        states.refresh()
+        session_endpoint = self._sessions.endpoint_of(request.session) if request.session else ""
+        looked_at = states.looked_at(request, session_endpoint)
+        among = [state.address for state in looked_at] if states.samples else None
         pick = PickRequest(
             subset=None if request.subset is None else frozenset(request.subset),
-            adapter=request.target_model if request.target_model in self._adapters else "",
+            adapter=request.target_model if request.target_model in states.adapters else "",
             selector=request.selector,
-            session_endpoint=self._sessions.endpoint_of(request.session) if request.session else "",
+            session_endpoint=session_endpoint,
             prefix_blocks=len(request.prefix),
-            prefix_matches=self._index.match(request.prefix),
+            prefix_matches=self._index.match(request.prefix, among),
             latency_weights=self._latency_weights,
         )
         # A limit per endpoint may leave only candidates that rank low.
-        limit = len(self._states) if request.limit else _MAX_SCORED
-        ranking = self._scheduler.rank(pick, self._states, limit=limit)
+        limit = len(looked_at) if request.limit else _MAX_SCORED
+        ranking = self._scheduler.rank(pick, looked_at, limit=limit)
         return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
 
     def unscored(self, request: InferenceRequest) -> Choice:
@@ -358,53 +358,11 @@ class ScoringChooser:
         any preference; `total` is the weighted sum."""
         if self._scheduler is None:
             return {}
-        self._refresh()
+        self._states.refresh()
         pick = PickRequest(latency_weights=self._latency_weights)
-        ranking = self._scheduler.rank(pick, self._states, limit=0)
+        ranking = self._scheduler.rank(pick, self._states.everything(), limit=0)
         columns = {**ranking.parts, "total": ranking.totals}
         return {
             endpoint.address: {name: scores[at] for name, scores in columns.items()}
             for at, endpoint in enumerate(ranking.eligible)
         }
-
-    def _refresh(self) -> None:
-        """Rebuild the endpoints' states, unless that was done less than `REFRESH_S` ago."""
-        snapshot, now_s = self._endpoints.current, self._clock()
-        if snapshot.version == self._version and now_s - self._refreshed_s < REFRESH_S:
-            return
-        if snapshot.version != self._version:
-            self._addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
-            self._latencies.retain(self._addresses)
-        self._index.retain(self._addresses)  # routes to endpoints that have left may arrive late
-        self._version, self._refreshed_s = snapshot.version, now_s
-        readings, in_flight = self._readings(), self._in_flight()
-        self._states = []
-        adapters = set(self._configured_adapters)
-        fresh = {address: reading.metrics for address, reading in readings.items() if reading.known}
-        ready = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
-        # If most are stale, scraping is late. The few with fresh figures would get all requests, so loads are
-        # not compared: the requests in flight decide.
-        compare_loads = 2 * sum(address in fresh for address in ready) >= len(ready)
-        for endpoint in snapshot.endpoints:
-            metrics = fresh.get(endpoint.address)
-            loads = metrics if compare_loads else None
-            if metrics is not None:
-                adapters |= metrics.active_adapters | metrics.waiting_adapters
-            self._states.append(
-                EndpointState(
-                    endpoint.address,
-                    labels=endpoint.labels,
-                    draining=endpoint.draining or endpoint.drained,
-                    healthy=not endpoint.down,
-                    waiting=loads.waiting if loads else None,
-                    running=loads.running if loads else None,
-                    kv_utilisation=loads.kv_utilisation if loads else None,
-                    max_adapters=metrics.max_adapters if metrics else None,
-                    active_adapters=metrics.active_adapters if metrics else frozenset(),
-                    waiting_adapters=metrics.waiting_adapters if metrics else frozenset(),
-                    stale=metrics is None,
-                    in_flight=float(in_flight.get(endpoint.address, 0)),
-                    latency=self._latencies.stats(endpoint.address),
-                )
-            )
-        self._adapters = frozenset(adapters)

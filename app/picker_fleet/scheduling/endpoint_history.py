@@ -14,7 +14,7 @@ may be megabytes.
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -29,6 +29,8 @@ BLOCKS_PER_ENDPOINT: Final = 31_250
 MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the tables are.
 BYTES_PER_BLOCK: Final = 250
+HOLDER_BYTES_PER_BLOCK: Final = 150  # more, where the index names holders
+_MOST_HOLDERS: Final = 4  # of one hash; the last ones
 LATENCY_WINDOW: Final = 100  # completions of an endpoint (spec 004)
 
 _BEFORE_MESSAGES = ("tools", "functions", "instructions")  # what chat templates put before the first message
@@ -89,12 +91,16 @@ class PrefixIndex:
 
     Of a chain the later blocks are always the older entries (`add` touches them first). So a hash in the
     index means that all hashes before it are there too; `match` relies on that for a binary search.
+
+    For pools in which a pick cannot look at each endpoint it also names who holds a hash (`name_holders`):
+    the last few endpoints that were given it, as long as they have it.
     """
 
     def __init__(self, *, per_endpoint: int = BLOCKS_PER_ENDPOINT, in_total: int = MAX_BLOCKS) -> None:
         self._per_endpoint = per_endpoint
         self._in_total = in_total
         self._served: dict[str, OrderedDict[bytes, None]] = {}
+        self._holders: dict[bytes, tuple[str, ...]] | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._served.values()))
@@ -115,37 +121,89 @@ class PrefixIndex:
         served = self._served.get(address)
         if served is None:
             served = self._served[address] = OrderedDict()
-            for others in self._served.values():
-                self._trim(others)
+            for other, others in self._served.items():
+                self._trim(other, others)
         newest = served.move_to_end
-        for link in reversed(hashes[: self.capacity]):
+        links = hashes[: self.capacity]
+        for link in reversed(links):
             served[link] = None
             newest(link)
-        self._trim(served)
+        if self._holders is not None:
+            self._hold(self._holders, address, links)
+        self._trim(address, served)
 
-    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many of `hashes`, from the first on, each endpoint has served; endpoints with none are left
-        out.
+    def match(self, hashes: Sequence[bytes], among: Iterable[str] | None = None) -> dict[str, int]:
+        """How many of `hashes`, from the first on, each endpoint (`among`: of these) has served; endpoints
+        with none are left out.
 
         Takes one lookup an endpoint, and log2(len(hashes)) more for each that has the first block.
         """
         if not hashes:
             return {}
         first = hashes[0]
-        return {
-            address: _matched(hashes, served) for address, served in self._served.items() if first in served
-        }
+        if among is None:
+            pairs: Iterable[tuple[str, OrderedDict[bytes, None]]] = self._served.items()
+        else:
+            pairs = [(address, served) for address in among if (served := self._served.get(address))]
+        return {address: _matched(hashes, served) for address, served in pairs if first in served}
+
+    def name_holders(self) -> None:
+        """From now on know the holders of each hash. The first call reads the whole index."""
+        if self._holders is None:
+            self._holders = {}
+            for address, served in self._served.items():
+                self._hold(self._holders, address, served)
+
+    def holders(self, hashes: Sequence[bytes], most: int) -> list[str]:
+        """Endpoints that have served the longest part of `hashes`, then some that have served less; `most` at
+        most, and none unless holders are named.
+
+        Takes about log2(len(hashes)) lookups to find the longest part, and as many on the way back.
+        """
+        known = self._holders
+        if not known or not hashes or hashes[0] not in known:
+            return []
+        at, step = _matched(hashes, known) - 1, 1
+        found: dict[str, None] = {}
+        while len(found) < most:
+            for address in known.get(hashes[at], ()):
+                found[address] = None
+            if at == 0:
+                break
+            at, step = max(at - step, 0), 2 * step
+        return list(found)[:most]
 
     def retain(self, addresses: Collection[str]) -> None:
         for gone in self._served.keys() - set(addresses):
-            del self._served[gone]
+            for link in self._served.pop(gone):
+                self._let_go(gone, link)
 
-    def _trim(self, served: OrderedDict[bytes, None]) -> None:
+    def _trim(self, address: str, served: OrderedDict[bytes, None]) -> None:
         for _ in range(len(served) - self.capacity):
-            served.popitem(last=False)
+            link, _ = served.popitem(last=False)
+            self._let_go(address, link)
+
+    @staticmethod
+    def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
+        alone = (address,)  # most hashes are held by one endpoint: they share the tuple
+        for link in links:
+            holders = known.get(link, alone)
+            if holders[0] is address or holders[0] == address:
+                known[link] = holders
+            else:
+                others = [other for other in holders if other != address]
+                known[link] = (address, *others[: _MOST_HOLDERS - 1])
+
+    def _let_go(self, address: str, link: bytes) -> None:
+        if self._holders is None or address not in (holders := self._holders.get(link, ())):
+            return
+        if len(holders) == 1:
+            del self._holders[link]
+        else:
+            self._holders[link] = tuple(other for other in holders if other != address)
 
 
-def _matched(hashes: Sequence[bytes], served: Collection[bytes]) -> int:
+def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
     """How many of `hashes`, of which the first is in `served`, are in `served`: a binary search for the
     last."""
     low, high = 1, len(hashes)

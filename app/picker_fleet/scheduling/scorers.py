@@ -11,9 +11,12 @@ never excludes it. The one exception is `latency`, where endpoints without stati
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import force_setattr
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,20 @@ class PickRequest(NamedTuple):
     random: Callable[[], float] = random.random
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointState:
+class EndpointState(msgspec.Struct, frozen=True):
     """What is known of one endpoint (`address`: `ip:port`) at the moment of a pick.
 
     Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
     (LoRA adapters that fit at once, running and waiting ones together). The scraped figures of a `stale`
     endpoint are dropped here, and so is a figure that is not finite. Known to the fleet: `in_flight` requests
     as last read (the script that reserves has the live figure), and `latency` of the last completions, None
-    without any. `has_adapter_slot` is derived: another adapter fits beside the running and the waiting ones;
-    False if unknown.
+    without any.
+
+    A struct: a large pool has thousands, and a frozen dataclass takes several times as long to make.
     """
 
     address: str
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = _NO_LABELS
     draining: bool = False
     healthy: bool = True
     waiting: float | None = None
@@ -86,21 +89,25 @@ class EndpointState:
     stale: bool = False
     in_flight: float = 0.0
     latency: LatencyStats | None = None
-    has_adapter_slot: bool = field(init=False, default=False)
+
+    @property
+    def has_adapter_slot(self) -> bool:
+        """Whether another adapter fits beside the running and the waiting ones; False if unknown."""
+        if self.max_adapters is None:
+            return False
+        return len(self.active_adapters) + len(self.waiting_adapters) < self.max_adapters
 
     def __post_init__(self) -> None:
         if self.stale:
             for name in ("waiting", "running", "kv_utilisation", "max_adapters"):
-                object.__setattr__(self, name, None)
+                force_setattr(self, name, None)
             for name in ("active_adapters", "waiting_adapters"):
-                object.__setattr__(self, name, frozenset())
+                force_setattr(self, name, frozenset())
+            return
         for name in ("waiting", "running", "kv_utilisation"):
             figure = getattr(self, name)
             if figure is not None and not math.isfinite(figure):
-                object.__setattr__(self, name, None)
-        if self.max_adapters is not None:
-            adapters = len(self.active_adapters) + len(self.waiting_adapters)
-            object.__setattr__(self, "has_adapter_slot", adapters < self.max_adapters)
+                force_setattr(self, name, None)
 
 
 Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]

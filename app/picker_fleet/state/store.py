@@ -6,15 +6,15 @@ Arguments and replies are those of the files in `lua/`; times are seconds unless
 import asyncio
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.keys import Keys, joined
+from picker_fleet.state.keys import BETWEEN, Keys
 from picker_fleet.state.reads import QueueSnapshots, Reads
 from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 
@@ -140,6 +140,7 @@ class Store:
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, its clock in µs, ours in s
+        self._read: dict[str, tuple[str, Endpoint]] = {}  # what was last read of each endpoint
         self._replica = replica
         self._on_notification = on_notification
         self._on_dequeued = on_dequeued
@@ -287,19 +288,28 @@ class Store:
         config_version: str,
         endpoints_version: str,
     ) -> None:
-        pairs: list[str] = []
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
             settings = {**settings, "caps": caps}  # read at each choice
-        for endpoint in endpoints:
-            about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
-            if endpoint.max_inflight is not None:
-                about["max_inflight"] = endpoint.max_inflight
-            pairs += [endpoint.address, json.dumps(about, separators=(",", ":"))]
+        pairs = [text for each in endpoints for text in (each.address, _description(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
         self._take_head(reply)
+
+    async def publish_changes(
+        self, former_version: str, version: str, changes: Mapping[str, Endpoint | None]
+    ) -> bool:
+        """Change the published endpoints by address; None: no longer published. None of them may have a
+        limit. False, and nothing done, unless `former_version` is published."""
+        pairs = [
+            text
+            for address, each in changes.items()
+            for text in (address, "" if each is None else _description(each))
+        ]
+        reply = await self._client.call("publish_changes", self._replica, former_version, version, *pairs)
+        self._take_head(reply)
+        return bool(reply[4] == 1)
 
     async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
         """Change settings for the whole fleet; the version that results, '' while the pool is unknown.
@@ -337,15 +347,23 @@ class Store:
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
         published = await self._client.command("HGETALL", self.keys.endpoints)
-        marks = set((await self._client.command("HGETALL", self.keys.marks))[::2])
-        found = []
+        marks = await self.marks()
+        # Few of thousands differ from one reading to the next.
+        read, self._read = self._read, {}
         for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
-            about = json.loads(text)
-            drained, down = (joined(what, address) in marks for what in ("drained", "down"))
-            labels, draining = about["labels"] or {}, about["draining"]
-            limit = about.get("max_inflight")
-            found.append(Endpoint(address, labels, draining, drained, down, limit))
-        return tuple(found)
+            known = read.get(address)
+            if known is None or known[0] != text:
+                about = json.loads(text)
+                labels, limit = about["labels"] or {}, about.get("max_inflight")
+                known = text, Endpoint(address, labels, about["draining"], max_inflight=limit)
+            self._read[address] = known
+        return marked((endpoint for _, endpoint in self._read.values()), marks)
+
+    async def marks(self) -> frozenset[tuple[str, str]]:
+        """What is marked: `drained` or `down`, and the address."""
+        fields = (await self._client.command("HGETALL", self.keys.marks))[::2]
+        parts = (field.partition(BETWEEN) for field in fields)
+        return frozenset((what, address) for what, _, address in parts)
 
     async def state(self, silence_s: float) -> PoolState:
         """The pool's state; replicas without a heartbeat for `silence_s` are not live."""
@@ -391,6 +409,27 @@ class Store:
                 self._on_strays(int(about))
             else:
                 self._on_notification(what, about)
+
+
+def marked(endpoints: Iterable[Endpoint], marks: frozenset[tuple[str, str]]) -> tuple[Endpoint, ...]:
+    """`endpoints`, of which none is marked, with their marks."""
+    if not marks:
+        return tuple(endpoints)
+    addresses = {address for _, address in marks}
+    return tuple(
+        replace(each, drained=("drained", each.address) in marks, down=("down", each.address) in marks)
+        if each.address in addresses
+        else each
+        for each in endpoints
+    )
+
+
+def _description(endpoint: Endpoint) -> str:
+    """What is published of an endpoint beside its address."""
+    about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
+    if endpoint.max_inflight is not None:
+        about["max_inflight"] = endpoint.max_inflight
+    return json.dumps(about, separators=(",", ":"))
 
 
 def _milliseconds(seconds: float) -> int:

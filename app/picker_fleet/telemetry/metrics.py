@@ -299,10 +299,9 @@ class Metrics:
     def scrape_unpublished(self, readings: int) -> None:
         self._readings.add(("lost",), readings)
 
-    def scrape_ages(self, owned: int, ages_s: Mapping[str, float]) -> None:
+    def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self._owned.set(owned)
-        name = LabelCap()  # a new cap: only the present endpoints count, not all that there ever were
-        self._ages.replace({(name(address),): age_s for address, age_s in ages_s.items()})
+        self._ages.follow_all(lambda: _by_endpoint(ages_s()))
 
     def pool(self, state: PoolState, watermark: float, queue_fill: float) -> None:
         """Show the shared state; `queue_fill` is the occupied part of the queue, 0 to 1."""
@@ -318,11 +317,7 @@ class Metrics:
         for key, counter in self._pool_totals.items():
             counter.follow(float(getattr(state, key)))
         self._band_queues.replace({(band,): float(n) for band, n in state.queue_length.items()})
-        loads: dict[tuple[str, ...], float] = {}
-        for address, count in state.in_flight.items():
-            label = (self._endpoint(address),)
-            loads[label] = loads.get(label, 0.0) + count
-        self._in_flight.replace(loads)
+        self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
         """Redis last answered `seconds` ago; this replica itself was paused for `paused_s` in all."""
@@ -338,16 +333,18 @@ class Metrics:
     def degraded(self, on: bool) -> None:
         self._pool_gauges["degraded"].set(float(on))
 
-    def scores(self, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """The scores of each endpoint: `ip:port` -> scorer -> score in [0, 1]."""
-        name = LabelCap()
-        self._scores.replace(
-            {
+    def follow_scores(self, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Read the scores of each endpoint from `scores`: `ip:port` -> scorer -> score in [0, 1]."""
+
+        def by_endpoint_and_scorer() -> dict[Labels, float]:
+            name = LabelCap()
+            return {
                 (name(address), scorer): score
-                for address, parts in scores.items()
+                for address, parts in scores().items()
                 for scorer, score in parts.items()
             }
-        )
+
+        self._scores.follow_all(by_endpoint_and_scorer)
 
     @property
     def waiting_by_model(self) -> Mapping[Labels, float]:
@@ -362,6 +359,17 @@ class Metrics:
         """The Prometheus text, of type `PAGE_TYPE`, in pieces that take microseconds each."""
         yield generate_latest(self._process)
         yield from self._page.pieces()
+
+
+def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
+    """The sums by label value. The cap is a new one: only the present endpoints count, not all that there
+    ever were."""
+    name = LabelCap()
+    found: dict[Labels, float] = {}
+    for address, value in values.items():
+        labels = (name(address),)
+        found[labels] = found.get(labels, 0.0) + value
+    return found
 
 
 class Family(Protocol):
@@ -522,10 +530,14 @@ class Gauges(_Values):
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, name, "gauge", help_text, labels)
-        self._read: Callable[[], float] | None = None
+        self._read: Callable[[], dict[Labels, float]] | None = None
 
     def follow(self, read: Callable[[], float]) -> None:
         """Call `read` for the value when the text is rendered."""
+        self._read = lambda: {(): read()}
+
+    def follow_all(self, read: Callable[[], dict[Labels, float]]) -> None:
+        """Call `read` for all series when the text is rendered: nobody pays for them in between."""
         self._read = read
 
     def set(self, value: float) -> None:
@@ -540,7 +552,7 @@ class Gauges(_Values):
 
     def pieces(self) -> Iterator[bytes]:
         if self._read is not None:
-            self.set(self._read())
+            self.replace(self._read())
         return super().pieces()
 
 

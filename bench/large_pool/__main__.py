@@ -1,0 +1,430 @@
+"""`make bench-large-pool`: what 1000 pods cost a replica, beside 10; writes bench/results/large-pool.md.
+
+A real API server, two InferencePools of one namespace, each with a Valkey, two replicas by the flags of a
+chart and an Envoy as gateways configure it. The model servers are sockets at as many addresses of the
+loopback, in one process. Measured: CPU of a replica at rest, while a tenth of the pods is replaced each
+minute and without; CPU of a request in both pools, in turns; the calls that the API server sees; and, in
+this process, the prefix hits of looking at a part of the endpoints beside those of looking at all (hits.py).
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+from api_server import NAMESPACE, PODS, TOKEN, ApiServer
+from api_server import started as started_api
+from redis_servers import redis_server
+from seat import Seat
+
+from bench.large_pool.child import address
+from bench.large_pool.hits import Hits, measure_hits
+from bench.rig.machine import Machine, cpu_ns, describe_machine
+from bench.rig.page import interval, table
+from picker_tools.local_fleet.network import LOOPBACK, free_port, until
+from picker_tools.local_fleet.processes import picker_command
+
+_RESULTS = Path(__file__).parents[1] / "results"
+SMALL, LARGE = 10, 1000
+_REPLICAS = 2
+_REPLACED_S = 600.0  # a tenth each minute: every pod within this time
+_CONNECTIONS = 16
+_CONVERSATIONS = 300
+_SHARED, _OWN = (
+    "You are a helpful assistant. " * 70,
+    1500,
+)  # characters that all prompts begin with, and others
+_READY_S = 120.0
+_PAIRS = 12
+_NUMBERS = itertools.count(1)
+_MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
+
+
+@dataclass(slots=True)
+class Pool:
+    """One InferencePool with its pods and its fleet."""
+
+    name: str
+    size: int
+    first: int  # number of its first server
+    seat: Seat
+    redis_pid: int
+    pods: list[tuple[str, str]] = field(default_factory=list)  # name and address
+    accounts: list[str] = field(default_factory=list)  # of the replicas that run
+    _next: int = 0
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"app": self.name, "zone": "a", "model": "llama", "engine": "vllm", "team": "search"}
+
+    def new_pod(self, host: str) -> tuple[str, str]:
+        self._next += 1
+        return f"{self.name}-{self._next}", host
+
+
+class Cluster:
+    """Writes pods, several calls at a time."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._api = httpx.AsyncClient(
+            base_url=server.url,
+            verify=False,
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=30,
+            trust_env=False,
+        )
+
+    async def create(self, pool: Pool, name: str, host: str) -> None:
+        """A pod with the fields that pods of model servers have; it runs, is not ready and then ready."""
+        environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
+        container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
+        spec = {"nodeName": "node", "containers": [container]}
+        tree = {"metadata": {"name": name, "labels": pool.labels}, "spec": spec}
+        await self._call("POST", PODS, tree)
+        for ready in (False, True):
+            status = {
+                "phase": "Running",
+                "podIP": host,
+                "podIPs": [{"ip": host}],
+                "conditions": [{"type": "Ready", "status": str(ready)}],
+            }
+            await self._call("PATCH", f"{PODS}/{name}/status", {"status": status})
+
+    async def delete(self, name: str, grace_s: int) -> None:
+        await self._call("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": grace_s})
+
+    async def _call(self, method: str, path: str, tree: Any) -> None:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        answer = await self._api.request(
+            method, path, content=json.dumps(tree), headers={"content-type": kind}
+        )
+        assert answer.is_success, answer.text[:500]
+
+    async def replace(self, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
+        """Replace pods until `stop`, one after the other, each by one at another address; all within
+        `_REPLACED_S`."""
+        free = [address(pool.first + pool.size + n) for n in range(50)]
+        pause_s = _REPLACED_S / pool.size
+        while not stop.is_set():
+            began_s = time.monotonic()
+            leaving = pool.pods.pop(dice.randrange(len(pool.pods)))
+            coming = pool.new_pod(free.pop(0))
+            await self.delete(leaving[0], 30)
+            await self.create(pool, *coming)
+            await self.delete(leaving[0], 0)
+            pool.pods.append(coming)
+            free.append(leaving[1])
+            await asyncio.sleep(max(0.0, began_s + pause_s - time.monotonic()))
+
+
+async def opened(
+    stack: AsyncExitStack, folder: Path, server: ApiServer, cluster: Cluster, name: str, size: int, first: int
+) -> Pool:
+    """A pool with its pods, and its fleet, whose replicas know all of them."""
+    here = folder / name
+    here.mkdir()
+    valkey = stack.enter_context(redis_server(here / "valkey"))
+    seat = Seat(here, valkey.url, free_port(), tls=True)
+    stack.push_async_callback(seat.close)
+    pool = Pool(name, size, first, seat, valkey.process.pid)
+    port, count = str(seat.port), str(first + size + 50)
+    command = [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count]
+    seat.spawn("servers", command)
+    log = here / "servers.log"
+
+    async def listening() -> bool | None:
+        return "listening" in log.read_text() or None
+
+    assert await until(listening, within_s=_READY_S), log.read_text()
+    server.put_pool(name, [seat.port], {"app": name})
+    pool.pods = [pool.new_pod(address(first + n)) for n in range(size)]
+    for at in range(0, size, 20):
+        await asyncio.gather(*(cluster.create(pool, *pod) for pod in pool.pods[at : at + 20]))
+    await start_replicas(pool, server, scraping=True)
+    return pool
+
+
+async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> None:
+    """Start the replicas in place of those that run; returns when all know every pod."""
+    for picker in pool.seat.pickers:
+        picker.process.terminate()
+        picker.process.wait()
+    pool.seat.pickers.clear()
+    # Each replica is a user of its own, so that the audit log tells them apart.
+    launch = picker_command if scraping else without_scraping
+    pool.accounts = [f"{pool.name}-{next(_NUMBERS)}" for _ in range(_REPLICAS)]
+    for account in pool.accounts:
+        grant(server, account)
+        config = server.kubeconfig(account, server.token_of(account))
+        picker = await pool.seat.start_picker(config, pool.name, NAMESPACE, launch=launch)
+        await pool.seat.ready(picker)
+    ready = pool.size
+    await pool.seat.everywhere(lambda found: list(found.values()).count("ready") == ready, "all are ready")
+
+
+def without_scraping(*arguments: str) -> list[str]:
+    """As `picker_command`."""
+    return [sys.executable, "-P", "-m", "bench.large_pool.child", "replica", *arguments]
+
+
+def grant(server: ApiServer, account: str) -> None:
+    """A service account with the rights of the chart's."""
+    about = {"name": account, "namespace": NAMESPACE}
+    server.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": about})
+    groups = ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"]
+    kinds = ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"]
+    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": about}
+    rules = [{"apiGroups": groups, "resources": kinds, "verbs": ["list", "watch"]}]
+    server.apply({**role, "kind": "Role", "rules": rules})
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account}
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}
+    server.apply({**role, "kind": "RoleBinding", "roleRef": reference, "subjects": [subject]})
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """CPU at rest, in per cent of a core: of each replica, and of Valkey."""
+
+    replicas: tuple[float, ...]
+    valkey: float
+
+
+async def rest(pool: Pool, seconds: float) -> Rest:
+    pids = [*(picker.process.pid for picker in pool.seat.pickers), pool.redis_pid]
+    before, began_s = [cpu_ns([pid]) for pid in pids], time.monotonic()
+    await asyncio.sleep(seconds)
+    lasted_ns = (time.monotonic() - began_s) * 1e9
+    *replicas, valkey = (
+        100 * (cpu_ns([pid]) - was) / lasted_ns for pid, was in zip(pids, before, strict=True)
+    )
+    return Rest(tuple(replicas), valkey)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU of a request in microseconds, of the replicas and of Valkey; without what they use at rest."""
+
+    replica_us: float
+    valkey_us: float
+    seconds: float
+
+
+class Clients:
+    """Closed loops over connections of their own: conversations that begin alike."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._bodies = []
+        for number in range(_CONVERSATIONS):
+            words = f"Conversation {number}. " + "".join(dice.choices("abcdefgh ", k=_OWN))
+            prompt = _SHARED + words
+            self._bodies.append(json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 1}).encode())
+        self._dice = dice
+
+    async def run(self, port: int, requests: int) -> None:
+        left = requests
+
+        async def client() -> None:
+            nonlocal left
+            reader, writer = await asyncio.open_connection(LOOPBACK, port)
+            while left > 0:
+                left -= 1
+                body = self._dice.choice(self._bodies)
+                head = (
+                    "POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\n\r\n"
+                )
+                writer.write(head.encode() + body)
+                answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+                assert answer.startswith(b"http/1.1 200"), answer
+                length = int(answer.partition(b"content-length:")[2].split(b"\r\n")[0])
+                await reader.readexactly(length)
+            writer.close()
+
+        async with asyncio.timeout(_READY_S), asyncio.TaskGroup() as group:
+            for _ in range(_CONNECTIONS):
+                group.create_task(client())
+
+
+async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:
+    assert pool.seat.gateway is not None
+    port = pool.seat.gateway.base_url.port
+    assert port is not None
+    replicas = [picker.process.pid for picker in pool.seat.pickers]
+    before, valkey, began_s = cpu_ns(replicas), cpu_ns([pool.redis_pid]), time.monotonic()
+    await clients.run(port, requests)
+    lasted_s = time.monotonic() - began_s
+    used_us = (cpu_ns(replicas) - before) / 1e3 - sum(idle.replicas) * 1e4 * lasted_s
+    valkey_us = (cpu_ns([pool.redis_pid]) - valkey) / 1e3 - idle.valkey * 1e4 * lasted_s
+    return Cost(used_us / requests, valkey_us / requests, lasted_s)
+
+
+def calls_seen(server: ApiServer, account: str) -> Counter[tuple[str, str]]:
+    """How often a replica began to list and watch each kind."""
+    found: Counter[tuple[str, str]] = Counter()
+    for call in server.calls(f"system:serviceaccount:{NAMESPACE}:{account}"):
+        begun = "ResponseStarted" if call["verb"] == "watch" else "ResponseComplete"
+        if call["stage"] == begun and call["responseStatus"]["code"] == 200:
+            found[call["verb"], call["objectRef"]["resource"]] += 1
+    return found
+
+
+@dataclass(slots=True)
+class Found:
+    rest: dict[str, Rest] = field(default_factory=dict)
+    costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # small, large
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hits: tuple[Hits, Hits] | None = None  # looking at a part, at all
+
+
+async def measure(folder: Path, server: ApiServer, options: argparse.Namespace) -> Found:
+    found, dice = Found(), random.Random(29)
+    cluster = Cluster(server)
+    async with AsyncExitStack() as stack:
+        small = await opened(stack, folder, server, cluster, "small", options.small, 0)
+        large = await opened(stack, folder, server, cluster, "large", options.large, options.small + 50)
+        if options.only in (None, "rest"):
+            for scraping in (True, False):
+                for pool in (small, large):
+                    await start_replicas(pool, server, scraping=scraping)
+                await asyncio.sleep(5)
+                name = "scraping" if scraping else "no scraping"
+                found.rest[f"small, {name}"] = await rest(small, options.seconds)
+                found.rest[f"large, {name}"] = await rest(large, options.seconds)
+                stop = asyncio.Event()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(cluster.replace(large, dice, stop))
+                    await asyncio.sleep(3)
+                    found.rest[f"large, {name}, replaced"] = await rest(large, options.seconds)
+                    stop.set()
+                print(found.rest, flush=True)
+            # Those of a replica that has seen a minute of replaced pods.
+            found.calls = calls_seen(server, large.accounts[0])
+        if options.only in (None, "pick"):
+            for pool in (small, large):
+                await start_replicas(pool, server, scraping=True)
+                await pool.seat.start_gateway()
+            await asyncio.sleep(5)
+            idle = {pool.name: await rest(pool, 10) for pool in (small, large)}
+            clients = Clients(dice)
+            for pool in (small, large):
+                await clients.run(pool.seat.gateway.base_url.port, options.requests)  # type: ignore[union-attr, arg-type]
+            for number in range(_PAIRS):
+                pair = {}
+                for pool in (small, large) if number % 2 else (large, small):
+                    pair[pool.name] = await cost(pool, clients, options.requests, idle[pool.name])
+                found.costs.append((pair["small"], pair["large"]))
+                print(pair, flush=True)
+    if options.only in (None, "hits"):
+        found.hits = measure_hits(options.large)
+    return found
+
+
+def ratios(costs: Sequence[tuple[Cost, Cost]], of: Callable[[Cost], float]) -> tuple[float, float, float]:
+    return interval([of(large) / of(small) for small, large in costs])
+
+
+def faults(found: Found) -> list[str]:
+    """What is not as it must be."""
+    missed = []
+    for name, at_rest in found.rest.items():
+        if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:
+            missed.append(f"a replica at rest takes {max(at_rest.replicas):.1f} % ({name})")
+    if found.costs and (ratio := ratios(found.costs, lambda cost: cost.replica_us)[0]) > _MOST_OF_A_PICK:
+        missed.append(f"a request costs {ratio:.2f} times that in the small pool")
+    if found.hits and found.hits[0].share < _LEAST_HITS * found.hits[1].share:
+        missed.append("too few prefix hits")
+    missed += [f"{count} times {verb} of {kind}" for (verb, kind), count in found.calls.items() if count > 1]
+    return missed
+
+
+def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
+    small, large = options.small, options.large
+    verdict = "; ".join(faults(found)) or "everything holds"
+    parts = [
+        f"# A pool of {large} pods\n\n"
+        f"`{here.command}`, {here.date}, {here.cores} cores ({here.processor}), load {here.load:.1f} before "
+        f"the run. A real API server, Valkey and Envoy; pools of {small} and {large} pods with {_REPLICAS} "
+        "replicas each, by the flags of a chart.\n\n"
+        f"Wanted: a replica at rest takes at most {_MOST_AT_REST:g} % of a core without scraping while a "
+        "tenth of the pods is replaced each minute; a request costs at most "
+        f"{_MOST_OF_A_PICK:g} times what it costs in the small pool; at least {_LEAST_HITS:g} of the "
+        "prefix hits of looking at all endpoints; one list and one watch of each kind a replica. "
+        f"Here: {verdict}."
+    ]
+    if found.rest:
+        rows = [
+            [name, *(f"{value:.2f}" for value in at_rest.replicas), f"{at_rest.valkey:.2f}"]
+            for name, at_rest in found.rest.items()
+        ]
+        head = ["pool", "publishing or other replica", "the other", "Valkey"]
+        parts.append(
+            f"## At rest\n\nPer cent of a core in {options.seconds:g} s, without a request. `replaced`: a "
+            "tenth of the pods in each minute, one after the other.\n\n" + table(head, rows)
+        )
+    if found.calls:
+        calls = [[kind, verb, str(count)] for (verb, kind), count in sorted(found.calls.items())]
+        parts.append(
+            "## Calls of the API server\n\nOf one replica from its start, through pods that were replaced, "
+            "by the audit log.\n\n" + table(["kind", "verb", "begun"], calls)
+        )
+    if found.costs:
+        rows = []
+        for what, of in (
+            ("replicas", lambda cost: cost.replica_us),
+            ("Valkey", lambda cost: cost.valkey_us),
+        ):
+            mean, low, high = ratios(found.costs, of)
+            amounts = [fmean(map(of, each)) for each in zip(*found.costs, strict=True)]
+            rows.append([what, *(f"{each:.0f}" for each in amounts), f"{mean:.3f} ({low:.3f} to {high:.3f})"])
+        parts.append(
+            "## A request\n\nCPU in microseconds, without what is used at rest: means of "
+            f"{len(found.costs)} rounds of {options.requests} requests in each pool, in turns; "
+            f"{_CONNECTIONS} connections; prompts of {len(_SHARED) + _OWN} characters that begin alike; "
+            "`standard`, TLS, the scorers of a gateway's seat. The ratio is that of a round: geometric mean, "
+            "and its 95 % interval.\n\n" + table(["CPU of", f"{small} pods", f"{large} pods", "ratio"], rows)
+        )
+    if found.hits:
+        rows = [
+            [name, f"{each.share:.3f}", f"{each.load:.2f}", str(each.load_p99)]
+            for name, each in zip(("a part", "all"), found.hits, strict=True)
+        ]
+        parts.append(
+            "## Prefix hits\n\nIn one process, without network: chats of several turns behind a few system "
+            "prompts. `hits`: of the prompts' blocks, those that the chosen endpoint had. `load`: requests "
+            "that ran there already.\n\n" + table(["looked at", "hits", "load, mean", "load, p99"], rows)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make bench-large-pool")
+    parser.add_argument("--small", type=int, default=SMALL)
+    parser.add_argument("--large", type=int, default=LARGE)
+    parser.add_argument("--seconds", type=float, default=60.0, help="at rest")
+    parser.add_argument("--requests", type=int, default=1500, help="of each pool and round")
+    parser.add_argument("--only", choices=("rest", "pick", "hits"))
+    parser.add_argument("--out", type=Path, default=_RESULTS)
+    options = parser.parse_args(arguments)
+    here = describe_machine("bench.large_pool", arguments)
+    with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
+        found = asyncio.run(measure(Path(folder), server, options))
+    text = page(found, here, options)
+    (options.out / "large-pool.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 1 if faults(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""Prefix hits of picks that look at a part of a large pool, beside picks that look at all of it.
+
+In this process: the chooser of a replica, and the script's formula for its choice among the candidates.
+Chats of several turns begin with one of a few system prompts; each request runs for as long as it takes for
+`_RUNNING` others to come, so that many endpoints are busy.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.request import Band, Endpoint, InferenceRequest, Workload
+from picker_fleet.scheduling import endpoint_states
+from picker_fleet.scheduling.chooser import ScoringChooser, with_in_flight
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
+from picker_fleet.scheduling.scheduler import Scheduler
+
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # those of a gateway's seat
+_SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
+_CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
+_RUNNING = 2000
+_PLACES = 4  # of an endpoint; what is above waits
+_WARM, _COUNTED = 8000, 8000
+_READ_EACH = 100  # requests: what is known of endpoints is so old
+_ALL = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Of the prompts' blocks, the share that the chosen endpoint had; and the requests that ran there
+    already: mean, and 99th percentile."""
+
+    share: float
+    load: float
+    load_p99: int
+
+
+def measure_hits(size: int) -> tuple[Hits, Hits]:
+    """Looking at a part of `size` endpoints, and at all."""
+    with patch.object(endpoint_states, "ALL_LOOKED_AT", _ALL):
+        of_all = _run(size)
+    return _run(size), of_all
+
+
+class _Chats:
+    """Prompts as hashes of their blocks: in each turn a chat's prompt is longer."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._system = [self._text(_SYSTEM_BLOCKS) for _ in range(_SYSTEM_PROMPTS)]
+        self._chats = [self._new() for _ in range(_CHATS)]
+
+    def next(self) -> tuple[bytes, ...]:
+        at = self._dice.randrange(_CHATS)
+        text, turns = self._chats[at]
+        text += self._text(_TURN_BLOCKS)
+        self._chats[at] = (text, turns + 1) if turns < _TURNS else self._new()
+        return block_hashes("llama", text)
+
+    def _new(self) -> tuple[bytes, int]:
+        return self._dice.choice(self._system), 0
+
+    def _text(self, blocks: tuple[int, int]) -> bytes:
+        return self._dice.randbytes(256 * self._dice.randint(*blocks))
+
+
+def _run(size: int) -> Hits:
+    dice = random.Random(29)
+    addresses = [f"10.{n // 62_500}.{n // 250 % 250}.{n % 250}:8000" for n in range(size)]
+    cell, index, loads, now_s = SnapshotCell(), PrefixIndex(), Counter[str](), 0.0
+    cell.publish(Snapshot("1", tuple(map(Endpoint, addresses))))
+    seen: dict[str, int] = {}
+    scheduler = Scheduler(with_in_flight(_SCORERS))
+
+    def readings() -> Readings:
+        pages = {
+            address: EndpointMetrics(
+                0, max(0, seen.get(address, 0) - _PLACES), kv_utilisation=_used(seen, address)
+            )
+            for address in addresses
+        }
+        return Readings(pages, lambda metrics: Reading(metrics, 0.0, known=True))
+
+    chooser = ScoringChooser(
+        scheduler,
+        cell,
+        readings=readings,
+        in_flight=lambda: seen,
+        index=index,
+        latencies=LatencyTracker(),
+        routes=None,
+        clock=lambda: now_s,
+    )
+    chats, running, had, asked = _Chats(dice), deque[str](), 0, 0
+    found: list[int] = []
+    for number in range(_WARM + _COUNTED):
+        if number % _READ_EACH == 0:
+            seen, now_s = dict(loads), now_s + 1.0
+        prefix = chats.next()
+        chosen = _as_the_script(chooser.choose(_request(prefix)).candidates, loads, scheduler.live_weight)
+        if number >= _WARM:
+            asked += len(prefix)
+            had += index.match(prefix, [chosen]).get(chosen, 0)
+            found.append(loads[chosen])
+        index.add(chosen, prefix)
+        loads[chosen] += 1
+        running.append(chosen)
+        if len(running) > _RUNNING:
+            loads[running.popleft()] -= 1
+    return Hits(had / asked, sum(found) / len(found), sorted(found)[int(len(found) * 0.99)])
+
+
+def _used(seen: dict[str, int], address: str) -> float:
+    return min(1.0, seen.get(address, 0) / (2 * _PLACES))
+
+
+def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:
+    """As lua/lib/endpoints.lua chooses among candidates with scores."""
+    scores = {address: float(score) for address, score in (each.split("=") for each in candidates.split(","))}
+    most = max(1, *(loads[address] for address in scores))
+    return min(scores, key=lambda address: live_weight * loads[address] / most - scores[address])
+
+
+def _request(prefix: Sequence[bytes]) -> InferenceRequest:
+    plain = InferenceRequest(
+        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
+    )
+    return plain._replace(prefix=tuple(prefix))

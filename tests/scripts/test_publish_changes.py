@@ -1,0 +1,89 @@
+"""Endpoints that are published by what has changed of them, beside the same by whole lists."""
+
+import random
+from collections.abc import Mapping
+
+from script_fleet import SETTINGS, Fleet, Replica, addresses, running
+
+from picker_fleet.request import Endpoint
+
+_ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}
+
+
+async def publish(replica: Replica, endpoints: Mapping[str, Endpoint], version: str) -> None:
+    await replica.store.publish(
+        _ROOM, list(endpoints.values()), config_version="test", endpoints_version=version
+    )
+
+
+async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
+    """All that follows from the endpoints."""
+    found, state = await fleet.dump(), await fleet.state()
+    kept = [found.get(name, {}) for name in ("endpoints", "load", "limits")]
+    marks = sorted(found.get("marks", {}))
+    return (
+        *kept,
+        marks,
+        found["pool"]["endpoints_version"],
+        state.ready_backends,
+        state.upper,
+        state.in_flight,
+    )
+
+
+async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, pool: str) -> None:
+    dice, names = random.Random(7), addresses(6)
+    async with (
+        running(valkey_url, pool, "a", endpoints=0) as (by_changes, a),
+        running(valkey_url, f"{pool}-whole", "a", endpoints=0) as (by_lists, b),
+    ):
+        former: dict[str, Endpoint] = {}
+        await publish(a, former, "v0")
+        await publish(b, former, "v0")
+        for number in range(1, 80):
+            wanted = {
+                name: Endpoint(name, labels={"zone": dice.choice("ab")}, draining=dice.random() < 0.3)
+                for name in dice.sample(names, dice.randint(0, 6))
+            }
+            changes: dict[str, Endpoint | None] = dict.fromkeys(former.keys() - wanted.keys())
+            changes |= {name: each for name, each in wanted.items() if former.get(name) != each}
+            assert await a.store.publish_changes(f"v{number - 1}", f"v{number}", changes)
+            await publish(b, wanted, f"v{number}")
+            former = wanted
+            assert await what_is_published(by_changes) == await what_is_published(by_lists)
+            # Requests and marks come between: counts outlive what is published.
+            target, mark, on = dice.choice(names), dice.choice(("drained", "down")), dice.random() < 0.5
+            placed = []
+            for each in (a, b):
+                await each.store.mark_endpoint(target, mark, on)
+                placed.append((await each.admit(f"r{number}", subset=(names[number % 6],))).status)
+                await each.settle(f"r{number - 3}")
+            assert placed[0] == placed[1]
+        assert await what_is_published(by_changes) == await what_is_published(by_lists)
+        for each in (a, b):
+            await each.settle(*(f"r{number}" for number in range(80)))
+
+
+async def test_changes_from_another_version_than_the_published_one_do_nothing(
+    valkey_url: str, pool: str
+) -> None:
+    async with running(valkey_url, pool, "a", endpoints=0) as (it, a):
+        first, second = addresses(2)
+        await publish(a, {first: Endpoint(first)}, "v1")
+        before = await what_is_published(it)
+        assert not await a.store.publish_changes("v0", "v2", {second: Endpoint(second), first: None})
+        assert await what_is_published(it) == before
+
+
+async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_brings(
+    valkey_url: str, pool: str
+) -> None:
+    async with running(valkey_url, pool, "a", endpoints=0, queue_unready=1) as (it, a):
+        (first,) = addresses(1)
+        version = (await it.dump())["pool"]["endpoints_version"]
+        assert (await a.admit("waits")).status == "queued"
+        assert await a.store.publish_changes(version, "next", {first: Endpoint(first)})
+        await it.until_queued(0)
+        assert ("granted", "waits") in a.notifications
+        assert (await a.place("waits")).status == "placed"
+        await a.settle("waits")
