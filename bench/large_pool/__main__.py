@@ -63,6 +63,7 @@ class Pool:
     redis_pid: int
     pods: list[tuple[str, str]] = field(default_factory=list)  # name and address
     accounts: list[str] = field(default_factory=list)  # of the replicas that run
+    free: list[str] = field(default_factory=list)  # addresses
     _next: int = 0
 
     @property
@@ -115,17 +116,16 @@ class Cluster:
     async def replace(self, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
         """Replace pods until `stop`, one after the other, each by one at another address; all within
         `_REPLACED_S`."""
-        free = [address(pool.first + pool.size + n) for n in range(50)]
         pause_s = _REPLACED_S / pool.size
         while not stop.is_set():
             began_s = time.monotonic()
             leaving = pool.pods.pop(dice.randrange(len(pool.pods)))
-            coming = pool.new_pod(free.pop(0))
+            coming = pool.new_pod(pool.free.pop(0))
             await self.delete(leaving[0], 30)
             await self.create(pool, *coming)
             await self.delete(leaving[0], 0)
             pool.pods.append(coming)
-            free.append(leaving[1])
+            pool.free.append(leaving[1])
             await asyncio.sleep(max(0.0, began_s + pause_s - time.monotonic()))
 
 
@@ -150,6 +150,7 @@ async def opened(
     assert await until(listening, within_s=_READY_S), log.read_text()
     server.put_pool(name, [seat.port], {"app": name})
     pool.pods = [pool.new_pod(address(first + n)) for n in range(size)]
+    pool.free = [address(first + size + n) for n in range(50)]
     for at in range(0, size, 20):
         await asyncio.gather(*(cluster.create(pool, *pod) for pod in pool.pods[at : at + 20]))
     await start_replicas(pool, server, scraping=True)

@@ -34,7 +34,7 @@ class Meter(Metrics):
         self.scrapes: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.targets = 0
-        self.ages_s: Mapping[str, float] = {}
+        self.ages_s: Callable[[], Mapping[str, float]] = dict
 
     def scraped(self, address: str, seconds: float) -> None:
         self.scrapes[address] += 1
@@ -184,7 +184,7 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
         await until(
-            lambda: all(one.meter.ages_s.keys() == set(simulators) for one in fleet.replicas.values())
+            lambda: all(one.meter.ages_s().keys() == set(simulators) for one in fleet.replicas.values())
         )
 
 
