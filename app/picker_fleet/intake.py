@@ -9,16 +9,14 @@ import enum
 import math
 import re
 import secrets
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import orjson
-from xxhash import xxh64_intdigest
 
 from picker_fleet import allowlist
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
@@ -29,6 +27,7 @@ from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
 from picker_fleet.sections import Model, Objective
+from picker_fleet.traffic_split import Shares, Split
 from picker_fleet.units import duration_s, endpoint_address, has_control
 
 METHOD, PATH = ":method", ":path"
@@ -183,24 +182,6 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
     return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces | tests
 
 
-class Split(NamedTuple):
-    """What requests for a model are sent as: names, and the cumulated weights that choose among them."""
-
-    names: tuple[str, ...]
-    bounds: tuple[int, ...]
-
-    @classmethod
-    def of(cls, targets: Iterable[tuple[str, int]]) -> "Split":
-        """Of names and weights; a weight of 0 is never chosen."""
-        weighted = [(name, weight) for name, weight in targets if weight]
-        return cls(tuple(name for name, _ in weighted), tuple(accumulate(weight for _, weight in weighted)))
-
-    def at(self, share: float) -> str:
-        """The name that `share`, from 0 to 1, falls on."""
-        # It may round up to the last bound.
-        return self.names[min(bisect_right(self.bounds, share * self.bounds[-1]), len(self.names) - 1)]
-
-
 class PrefixReader(Protocol):
     """The chooser, as far as intake goes."""
 
@@ -211,8 +192,8 @@ class PrefixReader(Protocol):
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs); `choose` gives numbers in [0, 1) for weighted target models; `prefixes`
-    says whether a scorer reads the hashes of prompts, None for never.
+    `new_id` makes unique ids (UUIDs); `prefixes` says whether a scorer reads the hashes of prompts, None for
+    never.
     """
 
     def __init__(
@@ -220,13 +201,11 @@ class Intake:
         settings: Settings,
         *,
         new_id: Callable[[], str],
-        choose: Callable[[], float],
         prefixes: PrefixReader | None = None,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
         self._new_id = new_id
-        self._choose = choose
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
@@ -240,13 +219,13 @@ class Intake:
         self._prefixes = prefixes
         self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
         self._targets = {
-            model.name: Split.of((entry.name, entry.weight) for entry in model.target_models)
+            model.name: Shares(Split.of((entry.name, entry.weight) for entry in model.target_models))
             for model in settings.models
             if model.target_models
         }
         self._configured = self._objectives
-        self._rewrites: Mapping[str, Split] = {}
-        self._any_rewrite: Split | None = None
+        self._rewrites: Mapping[str, Shares] = {}
+        self._any_rewrite: Shares | None = None
         self._rewrites_models = False
 
     def use_live(
@@ -258,7 +237,9 @@ class Intake:
         """
         live = {name: (band, self._configured.get(name, (band, 1.0))[1]) for name, band in bands.items()}
         self._objectives = {**self._configured, **live}
-        self._rewrites, self._any_rewrite = rewrites, anything
+        former, former_any = self._rewrites, self._any_rewrite
+        self._rewrites = {model: _shares(split, former.get(model)) for model, split in rewrites.items()}
+        self._any_rewrite = None if anything is None else _shares(anything, former_any)
         self._rewrites_models = bool(rewrites) or anything is not None
 
     def request(
@@ -296,9 +277,10 @@ class Intake:
         model = rewrite or ask.model  # and with it what the request may use
         band, weight = self._rank(model, objective)
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
-        target = self._target(model)
-        if self._rewrites_models:
-            target = self._rewritten(target, request_id)
+        target = model
+        if self._targets or self._rewrites_models:
+            # Behind a gateway that is not trusted with ids, the id that a client sends again is the header's.
+            target = self._target(model, headers.get(REQUEST_ID, b"").decode("latin-1") or request_id)
         return InferenceRequest(
             id=request_id,
             model=model,
@@ -330,18 +312,21 @@ class Intake:
         own = self._objective_limits.get(objective, 0) if objective else 0
         return min(limit, own) if limit and own else limit or own
 
-    def _target(self, model: str) -> str:
-        split = self._targets.get(model)
-        return model if split is None else split.at(self._choose())
-
-    def _rewritten(self, model: str, request_id: str) -> str:
-        """What a live rewrite makes of `model`; a request that comes again under its id gets the same."""
-        split = self._rewrites.get(model, self._any_rewrite)
-        return model if split is None else split.at(xxh64_intdigest(request_id.encode()) / 2**64)
+    def _target(self, model: str, request_id: str) -> str:
+        """What `model` is sent as; a request that comes again under its id gets the same."""
+        shares = self._targets.get(model)
+        target = model if shares is None else shares.of(request_id)
+        rewrite = self._rewrites.get(target, self._any_rewrite)
+        return target if rewrite is None else rewrite.of(request_id)
 
     def _ttl(self, text: str) -> float:
         """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
         return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
+
+
+def _shares(split: Split, former: Shares | None) -> Shares:
+    """Of `split`; `former` goes on if it is of the same."""
+    return former if former is not None and former.split == split else Shares(split)
 
 
 def _deadline_s(headers: Mapping[str, bytes]) -> float:

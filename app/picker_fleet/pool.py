@@ -5,7 +5,6 @@
 
 import asyncio
 import logging
-import random
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -97,7 +96,6 @@ class Pool:
             intake=Intake(
                 settings,
                 new_id=lambda: str(uuid.uuid4()),
-                choose=random.random,
                 prefixes=parts.chooser,
             ),
             gate=parts.gate,

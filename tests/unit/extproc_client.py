@@ -5,7 +5,6 @@ import contextlib
 import copy
 import itertools
 import json
-import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -156,7 +155,7 @@ def exchange_context(
         reads=read_limit(settings.extproc, lambda: 0.0),
         bodies=BodyBudget(settings.extproc.max_buffered_bytes),
         new_flows=new_flow_limit(settings, lambda: 0.0),
-        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", choose=random.Random(7).random),
+        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}"),
         gate=gate,
         drain_gate=DrainGate(gate),
         open_requests=OpenRequests(),

@@ -50,12 +50,11 @@ def asked(
     headers: dict[str, str | bytes] | None = None,
     *,
     model: str = "m",
-    choice: float = 0.0,
     trusted: bool = False,
     settings: Any = SETTINGS,
 ) -> InferenceRequest:
     raw = {key: value.encode() if isinstance(value, str) else value for key, value in (headers or {}).items()}
-    intake = Intake(settings, new_id=lambda: "made", choose=lambda: choice)
+    intake = Intake(settings, new_id=lambda: "made")
     return intake.request(ask(model), raw, subset=None, trusted=trusted)
 
 
@@ -157,7 +156,7 @@ TOKENS = parse(
 
 
 def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
-    intake = Intake(settings, new_id=lambda: "made", choose=lambda: 0.0)
+    intake = Intake(settings, new_id=lambda: "made")
     request = intake.request(read, {}, subset=None, trusted=False)
     return request.cost, request.learn
 
@@ -445,12 +444,12 @@ def test_objective_then_model_decide_band_and_weight(
         assert (request.band, request.weight) == (band, weight)
 
 
-@pytest.mark.parametrize(
-    ("choice", "target"), [(0.0, "split-a"), (0.2499, "split-a"), (0.25, "split-b"), (1.0, "split-b")]
-)
-def test_target_models_share_by_weight(choice: float, target: str) -> None:
-    request = asked(model="split", choice=choice)
-    assert (request.model, request.target_model) == ("split", target)
+def test_target_models_have_their_shares_exactly() -> None:
+    ids = iter(f"id-{number}" for number in range(100))
+    intake = Intake(SETTINGS, new_id=lambda: next(ids))
+    requests = [intake.request(ask("split"), {}, subset=None, trusted=False) for _ in range(100)]
+    assert {request.model for request in requests} == {"split"}
+    assert abs([request.target_model for request in requests].count("split-a") - 25) <= 1
 
 
 def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:

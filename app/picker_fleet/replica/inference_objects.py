@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 
 from picker_fleet.endpoints.kubernetes_api import Api, Collection, KubernetesFault, Metadata, Reflector
-from picker_fleet.intake import Split
 from picker_fleet.request import Band
+from picker_fleet.traffic_split import Split
 from picker_fleet.units import has_control
 
 _log = logging.getLogger(__name__)
