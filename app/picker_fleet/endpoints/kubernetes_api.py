@@ -30,8 +30,9 @@ _CONNECT_S = 3.0
 _ANSWER_S = 10.0  # a list of thousands of pods
 _WATCH_S: Final = (300, 600)  # the server ends a watch after a time between these, as client-go asks
 _LATE_S = 30.0  # past which a watch that the server has not ended is cut
-_RETRY_S: Final = (0.05, 1.0)  # first and longest pause after a fault; each is drawn from its upper half
-_REFUSED_S = 5.0  # the pause after an answer that another try will hardly change, such as 403
+_RETRY_S: Final = (0.05, 0.5)  # first and longest pause after a fault; each is drawn from its upper half
+_REFUSED_S = 5.0  # the longest after an answer that another try will hardly change, such as 403
+_ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
 _UNSERVED_S = 30.0  # the pause after a kind was not served
 _RELIST_S = 0.3  # replicas whose watches expire together list again within this time
 _CONNECTIONS = 8
@@ -256,6 +257,7 @@ class Reflector(Generic[Kind]):
         self.listed = False  # `items` are what the server has told, though there may be none
         self._version = ""
         self._pause_s = _RETRY_S[0]
+        self._refused = False  # the last fault was an answer
         self._logged = ""
 
     async def run(self) -> None:
@@ -280,8 +282,11 @@ class Reflector(Generic[Kind]):
                     continue
                 self._log_fault(fault)
                 refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
-                pause_s = _REFUSED_S if refused else self._pause_s
-                self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+                if refused != self._refused:
+                    # A server that comes back refuses everyone until it has read who may do what.
+                    self._refused, self._pause_s = refused, _RETRY_S[0]
+                pause_s = self._pause_s
+                self._pause_s = min(2 * pause_s, _REFUSED_S if refused else _RETRY_S[1])
                 await asyncio.sleep(self._draw(pause_s / 2, pause_s))
 
     async def _list(self) -> None:
@@ -328,7 +333,7 @@ class Reflector(Generic[Kind]):
                 elif self._logged:
                     self._logged = ""
                     _log.info("%s: watched again", self._collection.what)
-        if asyncio.get_running_loop().time() - begun_s < _RETRY_S[1]:
+        if asyncio.get_running_loop().time() - begun_s < _ENDED_SOON_S:
             raise KubernetesFault(0, "the watch ended as soon as it began")
 
     def _take(self, line: bytes) -> None:
