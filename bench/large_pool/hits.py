@@ -83,7 +83,7 @@ def _run(size: int) -> Hits:
             )
             for address in addresses
         }
-        return Readings(pages, lambda metrics: Reading(metrics, 0.0, known=True))
+        return Readings(pages, lambda address: Reading(pages[address], 0.0, known=True))
 
     chooser = ScoringChooser(
         scheduler,
