@@ -193,8 +193,8 @@ class MetricsCache:
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
         self._worked: dict[str, EndpointMetrics] = {}  # the newest of a scrape that did not fail
-        self._snapshot = Readings({}, {}.__getitem__)
-        self._snapshot_s = -1.0
+        self._snapshot: Readings | None = None  # None: to be made anew
+        self._snapshot_s = 0.0
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -215,13 +215,13 @@ class MetricsCache:
                 self._newest[address] = metrics
                 if metrics.fault is None:
                     self._worked[address] = metrics
-        self._snapshot_s = -1.0
+        self._snapshot = None
 
     def retain(self, addresses: Iterable[str]) -> None:
         for address in self._newest.keys() - frozenset(addresses):
             del self._newest[address]
             self._worked.pop(address, None)
-        self._snapshot_s = -1.0
+        self._snapshot = None
 
     def snapshot(self, now_s: float | None = None) -> Readings:
         """Address -> its reading at `now_s` of the clock (default: now).
@@ -229,7 +229,7 @@ class MetricsCache:
         Many picks share one snapshot: it is made after each update, else every 10 ms, and ages are that
         exact."""
         now_s = self._clock() if now_s is None else now_s
-        if self._snapshot_s < 0 or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
+        if self._snapshot is None or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
             newest, worked = dict(self._newest), dict(self._worked)
             self._snapshot = Readings(
                 newest | worked, lambda address: self._reading(worked.get(address), newest[address], now_s)
