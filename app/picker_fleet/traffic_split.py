@@ -48,7 +48,9 @@ class Shares:
         total = split.bounds[-1]
         lower = (0, *split.bounds[:-1])
         self._parts = [(bound - below) / total for below, bound in zip(lower, split.bounds, strict=True)]
-        self._ahead = [0.0] * len(split.names)  # how many more than its exact share each name has been given
+        self._surplus = [0.0] * len(
+            split.names
+        )  # how many more than its exact share each name has been given
         self._given: OrderedDict[int, int] = OrderedDict()  # by the id's hash: an id may be long
 
     def of(self, request_id: str) -> str:
@@ -64,10 +66,10 @@ class Shares:
         return names[at]
 
     def _decide(self, proposed: int) -> int:
-        ahead = [have - part for have, part in zip(self._ahead, self._parts, strict=True)]
-        last = min(range(len(ahead)), key=ahead.__getitem__)
-        keeps_up = last == proposed or ahead[last] >= -1.0 - _EPSILON
-        given = proposed if keeps_up and ahead[proposed] <= _EPSILON else last
-        ahead[given] += 1.0
-        self._ahead = ahead
+        surplus = [have - part for have, part in zip(self._surplus, self._parts, strict=True)]
+        last = min(range(len(surplus)), key=surplus.__getitem__)
+        keeps_up = last == proposed or surplus[last] >= -1.0 - _EPSILON
+        given = proposed if keeps_up and surplus[proposed] <= _EPSILON else last
+        surplus[given] += 1.0
+        self._surplus = surplus
         return given
