@@ -75,7 +75,7 @@ async def serve() -> None:
     ports = []
     for certificates in (None, Certificates(Tls(), "extproc.tls", "h2")):
         transport = NativeTransport(
-            {PATH: service.process}, {PATH: service.bodies}, 1024 * 1024, certificates
+            {PATH: service.process}, {service.process: service.bodies}, 1024 * 1024, certificates
         )
         ports.append(await transport.start("127.0.0.1:0"))
     print(json.dumps(ports), flush=True)

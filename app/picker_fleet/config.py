@@ -3,23 +3,23 @@
 Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
 starts. The sections are in `sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
 seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice in one
-mapping.
+mapping. `pools` has what differs between several pools; `pools_of` gives the settings of each.
 """
 
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Final, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from picker_fleet import sections
 from picker_fleet.errors import ConfigError
 from picker_fleet.request import Band
 from picker_fleet.sections import Model, Objective, Section
-from picker_fleet.units import split_host_port
+from picker_fleet.units import HostPort, split_host_port
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -27,11 +27,40 @@ _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-
 
 Loc = tuple[str | int, ...]
 
+# What a process has once, however many pools it serves.
+OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
+MAX_POOLS: Final = 32  # each has connections to Redis and work at rest of its own
+PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
+
+
+class _PoolTree(dict[str, Any]):
+    """What a pool's section says; `shared` is the tree that it differs from."""
+
+    def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+        super().__init__(own)
+        self.shared = shared
+
+
+def _whole_pool(section: object) -> object:
+    """The tree of a pool: its section over what all pools share."""
+    if not isinstance(section, _PoolTree):
+        return section
+    foreign = [key for key in section if key in OF_PROCESS]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)}: of the whole process, and not of one pool; give it at the top level"
+        )
+    return overlaid(section.shared, section)
+
 
 class Settings(Section):
     """A replica's whole configuration."""
 
-    pool: str = Field("default", pattern=r"\A[A-Za-z0-9._-]{1,64}\z")
+    pool: PoolName = "default"
+    # Several pools: what differs from the top level, by pool. `pool` is that of requests that name none.
+    pools: Mapping[PoolName, Annotated["PoolSettings", BeforeValidator(_whole_pool)]] = Field(
+        default={}, max_length=MAX_POOLS
+    )
     redis: sections.Redis = sections.Redis()
     extproc: sections.ExtProc = sections.ExtProc()
     http: sections.Http = sections.Http()
@@ -54,6 +83,45 @@ class Settings(Section):
         """The part of the bound that one request takes at most."""
         in_tokens = self.request_queue_controller.unit == "tokens"
         return self.fair_request_queue.claim_share if in_tokens else 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pools_over_the_rest(cls, tree: object) -> object:
+        pools = tree.get("pools") if isinstance(tree, Mapping) else None
+        if not isinstance(tree, Mapping) or not isinstance(pools, Mapping):
+            return tree
+        shared = {key: value for key, value in tree.items() if key != "pools"}
+        sections = {name: {} if section is None else section for name, section in pools.items()}
+        return {
+            **shared,
+            "pools": {
+                name: _PoolTree(section, {**shared, "pool": name})
+                if isinstance(section, Mapping)
+                else section
+                for name, section in sections.items()
+            },
+        }
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> Self:
+        if not self.pools:
+            return self
+        if self.pool not in self.pools:
+            raise ValueError(
+                f"pool {self.pool} is not one of pools, which are {', '.join(self.pools)}; "
+                "it says which of them takes requests that name none"
+            )
+        if any(not name.strip(".") for name in self.pools):
+            raise ValueError("pools: a name needs more than dots")
+        spellings = [name.lower() for name in self.pools]
+        if len(set(spellings)) < len(spellings):
+            raise ValueError("pools: two names differ in upper and lower case only")
+        if self.extproc.max_body_bytes > self.extproc.max_buffered_bytes // 2:
+            raise ValueError(
+                f"extproc.max_body_bytes {self.extproc.max_body_bytes} is more than half of "
+                f"max_buffered_bytes {self.extproc.max_buffered_bytes}, which pools share"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:
@@ -106,6 +174,33 @@ class Settings(Section):
         return self
 
 
+class PoolSettings(Settings):
+    """The settings of one of several pools."""
+
+    listen: HostPort | None = None  # an ext_proc port of this pool alone, for proxies that cannot name a pool
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The tree of what is not of the process, as far as it was set."""
+        return self.model_dump(exclude_unset=True, exclude=set(OF_PROCESS))
+
+
+Settings.model_rebuild()
+
+
+def pools_of(settings: Settings) -> dict[str, Settings]:
+    """The settings of each pool by its name, that of requests that name none first."""
+    if not settings.pools:
+        return {settings.pool: settings}
+    trees = {
+        name: pool.model_dump(exclude_unset=True, exclude={"listen"}) for name, pool in settings.pools.items()
+    }
+    return {
+        name: parse(trees[name])
+        for name in (settings.pool, *(each for each in trees if each != settings.pool))
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
     """The configuration with the live changes in it, and the weights of single flows."""
@@ -147,12 +242,15 @@ def load(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections")
+    pools = tree.get("pools")
+    sections = [tree, *(pools.values() if isinstance(pools, dict) else ())]
     for section, key in (("discovery", "file"), ("admin", "token_file")):
-        keys = tree.get(section)
-        if path is not None and isinstance(keys, dict):
-            file = keys.get(key)
-            if isinstance(file, str) and file:
-                keys[key] = str(path.parent / file)
+        for each in sections:
+            keys = each.get(section) if isinstance(each, dict) else None
+            if path is not None and isinstance(keys, dict):
+                file = keys.get(key)
+                if isinstance(file, str) and file:
+                    keys[key] = str(path.parent / file)
     for section in ("extproc", "http"):
         keys = tree.get(section)
         tls = keys.get("tls") if isinstance(keys, dict) else None
@@ -204,7 +302,15 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
     try:
         return Settings.model_validate(tree)
     except ValidationError as fault:
-        raise ConfigError("\n".join(_explain(error, variables) for error in fault.errors())) from fault
+        errors = fault.errors()
+        # A fault at the top level is one of every pool, too, and is told once.
+        shared = {(error["loc"], error["msg"]) for error in errors}
+        told = [
+            error
+            for error in errors
+            if error["loc"][:1] != ("pools",) or (error["loc"][2:], error["msg"]) not in shared
+        ]
+        raise ConfigError("\n".join(_explain(error, variables) for error in told)) from fault
 
 
 def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
@@ -240,7 +346,9 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
             break
     if error["type"] == "extra_forbidden":
         parent = _section(loc[:-1])
-        valid = ", ".join(parent.model_fields) if parent is not None else ""
+        not_here = OF_PROCESS if loc[0] == "pools" and len(loc) == 3 else ()
+        fields = parent.model_fields if parent is not None else ()
+        valid = ", ".join(name for name in fields if name not in not_here)
         text = "unknown key" + (f"; valid here: {valid}" if valid else "")
     else:
         text = error["msg"].removeprefix("Value error, ")
@@ -265,6 +373,8 @@ def _is_text(loc: tuple[str, ...]) -> bool:
 def _section(loc: Loc) -> type[Section] | None:
     """The Section class at `loc`, through tuples and optionals; None if there is none."""
     parent: type[Section] | None = Settings
+    if loc[:1] == ("pools",) and len(loc) > 1:
+        parent, loc = PoolSettings, loc[2:]
     for part in loc:
         if isinstance(part, int):
             continue

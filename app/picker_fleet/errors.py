@@ -7,6 +7,7 @@
     └── RequestError             a request that gets an answer from the picker itself
         ├── BadRequest           400: malformed body or headers
         ├── UnknownPath          404: no path of a model server
+        ├── UnknownPool          404: the proxy names a pool that is not served here
         ├── TooManyReads         429: too many lists of models requested
         ├── PayloadTooLarge      413
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
@@ -84,6 +85,10 @@ class BodyStalled(RequestError, status=408, code="body_stalled", kind=_INVALID):
 
 class UnknownPath(RequestError, status=404, code="unknown_path", kind=_INVALID):
     pass
+
+
+class UnknownPool(RequestError, status=404, code="unknown_pool", kind=_INVALID):
+    """The proxy's configuration, not the client, names it."""
 
 
 class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):

@@ -1,16 +1,20 @@
 """One pool of a replica: its parts, put together, and what they run in the background.
 
-`serve.py` makes the `Pool` and puts the servers of the process around it.
+`serve.py` makes a `Pool` for each pool of the configuration and puts the servers of the process around them.
+Pools share those servers, the bytes of bodies and the event loop, and nothing else.
 """
 
 import asyncio
+import contextvars
 import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from picker_fleet.admin.api import OperatedPool
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
@@ -22,7 +26,8 @@ from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
-from picker_fleet.extproc import budget_transfer
+from picker_fleet.extproc import budget_transfer, eds
+from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
@@ -33,6 +38,7 @@ from picker_fleet.extproc.context import (
     new_flow_limit,
     read_limit,
 )
+from picker_fleet.extproc.transport import Handler
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.intake import Intake, selected_endpoints
 from picker_fleet.replica.endpoint_health import Probes
@@ -49,14 +55,14 @@ from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
 from picker_fleet.state.subscriptions import listen
-from picker_fleet.telemetry.logs import DecisionLines
+from picker_fleet.telemetry.logs import POOL, DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-GOODBYE_S = 1.0  # for the last words to Redis and to a collector of traces
+_GOODBYE_S = 1.0  # for the last words to Redis and to a collector of traces
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +72,8 @@ Start = Callable[[Coroutine[Any, Any, None], str], None]
 class Pool:
     """One pool as the servers of the process see it. To be made in the event loop that runs it.
 
-    Requests come by `context`, operators by `view`, `lists`, `controls` and `events`. `bodies` is what it may
-    hold of requests' bodies, `open_requests` counts those of the whole process.
+    Requests come by `context`, operators by `operated`. `bodies` is what it may hold of requests' bodies,
+    `open_requests` counts those of the whole process. `is_alone`: the process serves no other.
 
     Raises:
         StartupError: tracing is configured and not installed.
@@ -81,10 +87,13 @@ class Pool:
         bodies: BodyBudget,
         open_requests: OpenRequests,
         certificates: Certificates | None = None,
+        is_alone: bool = True,
     ) -> None:
         self.settings = settings
         self._replica = replica
-        self.parts = parts = assemble(settings, replica, certificates)
+        # A process with one pool says in no metric and no line whose it is.
+        self._labels = {} if is_alone else {"pool": settings.pool}
+        self.parts = parts = assemble(settings, replica, certificates, self._labels)
         parts.metrics.follow_bodies(lambda: bodies.held_bytes)
         clock = asyncio.get_running_loop().time
         self.context = ExchangeContext(
@@ -102,14 +111,14 @@ class Pool:
             drain_gate=DrainGate(parts.gate),
             open_requests=open_requests,
             metrics=parts.metrics,
-            lines=DecisionLines(clock, parts.chooser.explain),
+            lines=DecisionLines(clock, parts.chooser.explain, **self._labels),
             clock=clock,
             fill=parts.failover.fill,
             selected=_selected(parts.endpoints) if settings.extproc.conformance else None,
         )
         store, membership = parts.store, parts.membership
         self._fleet_state = FleetStateCache(store, settings.leases.replica_silence)
-        self.view = FleetView(
+        view = FleetView(
             store,
             membership,
             parts.scraping.readings,
@@ -118,16 +127,40 @@ class Pool:
             replica=replica,
             pool=settings.pool,
         )
-        self.lists = FleetLists(store, membership, self._fleet_state, parts.chooser, replica)
-        self.controls = FleetControls(store, membership, settings)
-        snapshots = SnapshotReader(
-            self.view, self.lists, store.reads, decision_log=settings.decision_log.enabled
+        lists = FleetLists(store, membership, self._fleet_state, parts.chooser, replica)
+        snapshots = SnapshotReader(view, lists, store.reads, decision_log=settings.decision_log.enabled)
+        self.operated = OperatedPool(
+            settings.pool, view, lists, FleetControls(store, membership, settings), Events(snapshots)
         )
-        self.events = Events(snapshots)
         self._source = source_of(settings.discovery)
+
+    @property
+    def account(self) -> Account:
+        """Where the ends of its requests are accounted for."""
+        return Account(self.parts.gate, self.parts.metrics, self.parts.signing)
+
+    def services(self) -> Mapping[str, Handler]:
+        """What the replica's gRPC server serves for it besides exchanges and access logs, by path."""
+        failover, signing = self.parts.failover, self.parts.signing
+        return {
+            **eds.handlers(self.parts.endpoints),
+            **budget_transfer.handlers(
+                self.settings.pool,
+                failover.transfer_budget,
+                signing,
+                lambda: self.parts.replica_info.grpc,
+                count=failover.outage_count,
+                ended_before=failover.ended_before,
+            ),
+        }
 
     def start(self, start: Start) -> None:
         """Give `start` everything that runs until the replica ends."""
+        contextvars.copy_context().run(self._start, start)  # for the log lines of its tasks
+
+    def _start(self, start: Start) -> None:
+        if self._labels:
+            POOL.set(self.settings.pool)
         settings, parts = self.settings, self.parts
         store, membership = parts.store, parts.membership
         start(store.run(), "redis-link")
@@ -142,13 +175,17 @@ class Pool:
         start(parts.failover.run(), "redis-watch")
         start(parts.scraping.run(), "scraping")
         start(self._fleet_state.run(), "fleet-state")
-        start(self.events.run(), "events")
+        start(self.operated.events.run(), "events")
         start(parts.follow_routes(), "routes")
+
+    async def leave(self) -> None:
+        """Tell the others that this replica goes."""
+        await self.parts.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:
         """Send the last spans."""
         if self.parts.traces is not None:
-            await self.parts.traces.stop(GOODBYE_S)
+            await self.parts.traces.stop(_GOODBYE_S)
 
 
 async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership) -> None:
@@ -196,17 +233,22 @@ class Parts:
         await self.routes.run()
 
 
-def assemble(settings: Settings, replica: str, certificates: Certificates | None = None) -> Parts:
+def assemble(
+    settings: Settings,
+    replica: str,
+    certificates: Certificates | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> Parts:
     """The parts of `replica`, each knowing those it needs. To be called in the event loop that runs them.
 
-    `certificates` are those by which replicas speak TLS with each other.
+    `certificates` are those by which replicas speak TLS with each other; `labels` are of every metric.
 
     Raises:
         StartupError: tracing is configured and not installed.
     """
     fleet = KnownFleet(settings)
     heartbeat_now = HeartbeatTrigger()
-    metrics = Metrics(model.name for model in settings.models)
+    metrics = Metrics((model.name for model in settings.models), labels)
     endpoints = SnapshotCell()
     signing = Keyring()
     traces = _tracing(settings, replica)
@@ -301,7 +343,7 @@ def assemble(settings: Settings, replica: str, certificates: Certificates | None
                 metrics,
                 readings=scraping.readings.snapshot,
                 running=shared.running_by_model,
-            )
+            ).families
         )
 
     membership = Membership(

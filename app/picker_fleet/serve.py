@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,26 @@ import uvloop
 from picker_fleet import chart_flags
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
-from picker_fleet.config import Settings, load
+from picker_fleet.config import Settings, load, pools_of
 from picker_fleet.errors import ConfigError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
-from picker_fleet.extproc import accesslog, budget_transfer, eds
+from picker_fleet.extproc import accesslog, eds
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import BodyBudget, OpenRequests, UploadDeadlines
+from picker_fleet.extproc.context import (
+    ByPool,
+    OpenRequests,
+    UploadDeadlines,
+    body_budgets,
+    of_unknown_pool,
+)
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.server import Server
-from picker_fleet.pool import GOODBYE_S, Pool
-from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream, Streaming
+from picker_fleet.pool import Pool
 from picker_fleet.sections import Tls
 from picker_fleet.telemetry import logs
+from picker_fleet.telemetry.metrics import MetricsPage
 from picker_fleet.units import is_loopback, split_host_port
 
 _log = logging.getLogger(__name__)
@@ -61,59 +68,48 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     clock = asyncio.get_running_loop().time
     certificates = _certificates(settings.extproc.tls, "extproc.tls", "h2")
     http_certificates = _certificates(settings.http.tls, "http.tls", "http/1.1")
-    open_requests = OpenRequests()
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
-    pool = Pool(
-        settings,
-        replica,
-        bodies=BodyBudget(settings.extproc.max_buffered_bytes),
-        open_requests=open_requests,
-        certificates=certificates,
+    pools = _pools(settings, replica, certificates)
+    default = pools[settings.pool]
+    accounts = [pool.account for pool in pools.values()]
+    contexts = ByPool(
+        {name: pool.context for name, pool in pools.items()}, settings.pool, of_unknown_pool(default.context)
     )
-    parts, context = pool.parts, pool.context
     grpc_server = Server(
-        ExchangeService(context, uploads),
-        context.drain_gate,
+        contexts.each(lambda context: ExchangeService(context, uploads)),
         settings.extproc,
         services={
-            **accesslog.handlers(
-                parts.gate, parts.metrics, parts.signing, settings.extproc.metadata_namespace
-            ),
-            **eds.handlers(parts.endpoints),
-            **budget_transfer.handlers(
-                settings.pool,
-                parts.failover.transfer_budget,
-                parts.signing,
-                lambda: parts.replica_info.grpc,
-                count=parts.failover.outage_count,
-                ended_before=parts.failover.ended_before,
-            ),
+            **accesslog.handlers(accounts, settings.extproc.metadata_namespace),
+            **_services(pools, settings.pool),
         },
         certificates=certificates,
+        own_listeners=_own_listeners(settings),
     )
     stopping = _on_signal()
 
     port = await grpc_server.start()
     checks: CheckServer | None = None
     if settings.http.listen is not None:
-        longest_s = settings.http.longest_request
-        placements = Placements(parts.gate, parts.metrics, parts.signing, longest_s, clock)
-        checks = CheckServer(context, settings.http.listen, placements, http_certificates)
+        placements = Placements(accounts, settings.http.longest_request, clock)
+        checks = CheckServer(contexts, settings.http.listen, placements, http_certificates)
     try:
         http_port = await checks.start() if checks is not None else 0
-        api_app = api.create(pool.view, pool.lists, pool.controls, parts.metrics, settings, pool.events)
+        page = MetricsPage([pool.parts.metrics for pool in pools.values()])
+        api_app = api.create([pool.operated for pool in pools.values()], page, settings)
         async with admin_server.serving(api_app, settings.admin.listen) as admin:
             host, _ = split_host_port(settings.extproc.listen)
-            parts.replica_info.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
+            for pool in pools.values():
+                pool.parts.replica_info.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
             if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
             http_host, _ = split_host_port(settings.http.listen or "-:0")
             http = f"{http_host}:{http_port}" if checks is not None else None
             on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}", http))
             async with _background() as start:
-                pool.start(start)
+                for pool in pools.values():
+                    pool.start(start)
                 start(uploads.run(), "uploads")
-                start(_announce(parts.membership, grpc_server, checks), "readiness")
+                start(_announce(pools.values(), grpc_server, checks), "readiness")
                 if checks is not None:
                     start(checks.run(), "checks")
                 for each in filter(None, (certificates, http_certificates)):
@@ -123,21 +119,61 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 if checks is not None:
                     checks.drain()
                 await grpc_server.drain()
-                await parts.membership.leave(GOODBYE_S)
+                await asyncio.gather(*(pool.leave() for pool in pools.values()))
     finally:
         if checks is not None:
             await checks.stop()
         await grpc_server.stop()
-        await pool.stop()
+        await asyncio.gather(*(pool.stop() for pool in pools.values()))
+
+
+def _pools(settings: Settings, replica: str, certificates: Certificates | None) -> dict[str, Pool]:
+    """Each pool by its name, that of requests that name none first."""
+    each = pools_of(settings)
+    budgets = body_budgets(settings.extproc.max_buffered_bytes, each)
+    open_requests = OpenRequests()
+    return {
+        name: Pool(
+            its,
+            replica,
+            bodies=budgets[name],
+            open_requests=open_requests,
+            certificates=certificates,
+            is_alone=len(each) == 1,
+        )
+        for name, its in each.items()
+    }
+
+
+def _services(pools: Mapping[str, Pool], default: str) -> dict[str, ByPool[Handler]]:
+    """The services of each pool's own, by path."""
+    each = {name: pool.services() for name, pool in pools.items()}
+    return {
+        path: ByPool(
+            {name: services[path] for name, services in each.items()},
+            default,
+            Streaming(_no_pool) if path == eds.STREAM else _no_pool,
+        )
+        for path in each[default]
+    }
+
+
+async def _no_pool(stream: Stream) -> None:
+    raise RpcError(Status.NOT_FOUND, "no such pool is served here")
+
+
+def _own_listeners(settings: Settings) -> dict[str, str]:
+    return {name: pool.listen for name, pool in settings.pools.items() if pool.listen is not None}
 
 
 def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | None:
     return Certificates(tls, name, protocol) if tls is not None else None
 
 
-async def _announce(membership: Membership, server: Server, checks: CheckServer | None) -> None:
-    """Readiness follows the first contact with a pool that may admit."""
-    await membership.known()
+async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer | None) -> None:
+    """Readiness follows the first contact with each pool, when it may admit."""
+    for pool in pools:
+        await pool.parts.membership.known()
     server.set_ready(True)
     if checks is not None:
         checks.set_ready(True)
@@ -204,7 +240,8 @@ def run(args: argparse.Namespace) -> int:
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    logs.setup(level, style=settings.logging.format, replica=replica, pool=settings.pool)
+    pool = settings.pool if len(settings.pools) < 2 else ""  # of several, each line says whose it is
+    logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)
     # Collecting seldom is worth a few per cent, since requests leave few cycles.

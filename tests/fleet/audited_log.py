@@ -24,14 +24,14 @@ def environment(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, (key, value) in wanted.items() if key not in configured}
 
 
-def assert_no_violation(redis_url: str, fleet_name: str) -> None:
-    """Audit the log that Redis has now.
+def assert_no_violation(redis_url: str, fleet_name: str, pool: str = "default") -> None:
+    """Audit the log of `pool` that Redis has now.
 
     Raises:
         AssertionError: a promise is broken, with the entries that show it; or the log's beginning is missing.
         LogUnreadable: there is none, or Redis does not answer.
     """
-    report = audited(redis_url, "default")
+    report = audited(redis_url, pool)
     problems = [
         "\n    ".join([f"{violation.promise}: {violation.what}", *map(str, violation.evidence)])
         for finding in report.findings
@@ -39,5 +39,6 @@ def assert_no_violation(redis_url: str, fleet_name: str) -> None:
     ]
     if report.first_seq != 1:
         problems.append(f"log: it begins at entry {report.first_seq}")
-    what = f"{report.violations} violations in {report.entries} entries of the decision log of {fleet_name}"
+    log = f"{report.entries} entries of the decision log of {fleet_name}, pool {pool}"
+    what = f"{report.violations} violations in {log}"
     assert not problems, "\n".join([what, *report.remarks, *problems])

@@ -67,6 +67,7 @@ class Fleet:
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {DRAIN_GRACE: "100ms"}
         log = audited_log.environment(given)
+        self._pools = tuple(given.get("pools", ("default",)))
         self._audit_due = audited_log.is_on(given) and not unaudited
         self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
@@ -201,7 +202,8 @@ class Fleet:
 
     def audit(self) -> None:
         """Replay its decision log, which must be complete and keep every promise."""
-        audited_log.assert_no_violation(self.state["redis"], self._name)
+        for pool in self._pools:
+            audited_log.assert_no_violation(self.state["redis"], self._name, pool)
 
     def stop(self) -> None:
         """End it as Ctrl-C does: its log passes the audit, it exits with 0, and no child is left."""

@@ -9,7 +9,7 @@ import httpx
 from fastapi import FastAPI
 from scripted_store import ScriptedStore
 
-from picker_fleet.admin.api import create
+from picker_fleet.admin.api import OperatedPool, create
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Event, Events
 from picker_fleet.admin.models import Endpoint, Health, State
@@ -19,7 +19,7 @@ from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
-from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 
 STATE: dict[str, Any] = State.model_config["json_schema_extra"]["example"]  # type: ignore[index, call-overload, assignment]
 NO_LISTS = cast(FleetLists, None)  # of tests that ask for none
@@ -82,13 +82,17 @@ def api(
     """The API of a replica whose shared state is `store`."""
     settings = settings or Settings()
     membership = cast(Membership, CountingMembership())
-    return create(
+    pool = OperatedPool(
+        settings.pool,
         cast(FleetView, view or View()),
         lists or NO_LISTS,
         FleetControls(cast(Store, store or ScriptedStore()), membership, settings),
-        metrics or Metrics(),
-        settings,
         events or Events(NoEvents()),
+    )
+    return create(
+        [pool],
+        MetricsPage([metrics or Metrics()]),
+        settings,
         deadlines=deadlines or Deadlines(),
         rate_limit=rate_limit,
     )

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
@@ -21,6 +21,7 @@ from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
     BodyBudget,
+    ByPool,
     DrainGate,
     ExchangeContext,
     OpenRequests,
@@ -163,6 +164,14 @@ def exchange_context(
         clock=clock or (lambda: float(next(ticks))),
         fill=lambda: 0.25,
     )
+
+
+_Each = TypeVar("_Each")
+
+
+def of_one_pool(thing: _Each) -> ByPool[_Each]:
+    """The `thing` of a replica that serves one pool, whatever a proxy names."""
+    return ByPool({"default": thing}, "default", thing)
 
 
 def headers(

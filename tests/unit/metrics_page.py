@@ -2,12 +2,12 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 
 
 def page_of(metrics: Metrics) -> bytes:
     """The page's text."""
-    return b"".join(metrics.pieces())
+    return b"".join(MetricsPage([metrics]).pieces())
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:

@@ -12,6 +12,7 @@ from extproc_client import ScriptedGate, serving_on
 from metrics_page import page_of
 
 from picker_fleet.extproc import accesslog
+from picker_fleet.extproc.accesslog import Account
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -88,7 +89,7 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 @asynccontextmanager
 async def serving(gate: ScriptedGate, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
     async with (
-        serving_on(accesslog.handlers(gate, metrics, KEYS)) as address,
+        serving_on(accesslog.handlers([Account(gate, metrics, KEYS)])) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield channel
@@ -246,7 +247,7 @@ def test_an_entry_without_a_valid_accounting_token_is_counted_and_changes_nothin
 ) -> None:
     gate, metrics, message = ScriptedGate(), Metrics(), bare(kind)
     describe(message, {"picker": picker} if picker else {})
-    accesslog.take([message, entry(kind, "next")], gate, metrics, KEYS)
+    accesslog.take([message, entry(kind, "next")], [Account(gate, metrics, KEYS)])
     assert [item.id for item in gate.reported] == ["next"]
     assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page_of(metrics).decode()
 
@@ -291,7 +292,7 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
 async def test_entries_are_counted_by_kind() -> None:
     metrics = Metrics()
     entries = [entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")]
-    accesslog.take(entries, ScriptedGate(), metrics, KEYS)
+    accesslog.take(entries, [Account(ScriptedGate(), metrics, KEYS)])
     page = page_of(metrics).decode()
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
@@ -308,5 +309,5 @@ def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
     gate, metrics = ScriptedGate(), Metrics()
     gone, refused = bare(request_id="gone", status=0), bare(request_id="refused", status=503)
     gone.common_properties.response_flags.downstream_connection_termination = True
-    accesslog.take([gone, refused], gate, metrics, KEYS)
+    accesslog.take([gone, refused], [Account(gate, metrics, KEYS)])
     assert (gate.reported, gate.suspected) == ([], ["gone"])

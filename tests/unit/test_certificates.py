@@ -10,11 +10,11 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
-from extproc_client import Counted, ScriptedGate, chosen_transport, exchange_context
+from extproc_client import Counted, ScriptedGate, chosen_transport, exchange_context, of_one_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tls_files import Pair, authority, signed
 
@@ -23,12 +23,14 @@ from picker_fleet.errors import StartupError
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import budget_transfer
+from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.budget_transfer import GrpcPeers
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Health, Transport
 from picker_fleet.sections import Tls
 from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.telemetry.metrics import Metrics
 
 MESSAGE_BYTES = 1024 * 1024
 PATIENT_S = 30.0
@@ -282,8 +284,8 @@ async def test_the_http_port_speaks_tls(server: Pair, ours: Pair) -> None:
     gate, metrics = ScriptedGate(), Counted()
     context = exchange_context(gate, metrics, parse({}), lambda: 0.0)
     made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
-    placements = Placements(gate, metrics, Keyring(), 600.0, lambda: 0.0)
-    checks = CheckServer(context, "127.0.0.1:0", placements, made)
+    placements = Placements([Account(gate, cast(Metrics, metrics), Keyring())], 600.0, lambda: 0.0)
+    checks = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, made)
     port = await checks.start()
     checks.set_ready(True)
     trusting = ssl.create_default_context(cafile=str(ours.cert))

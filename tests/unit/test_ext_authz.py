@@ -8,11 +8,11 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
-from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context
+from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +22,12 @@ from picker_fleet.ext_authz import server as ext_authz
 from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
+from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.context import STALLED_S, ExchangeContext
 from picker_fleet.request import Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet import network
 
 BODY = b'{"model": "llama", "prompt": "hi"}'
@@ -109,8 +111,8 @@ async def staged(gate: ScriptedGate | None = None, **config: Any) -> AsyncIterat
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     keys = Keyring()
-    placements = Placements(gate, metrics, keys, LONGEST_S, lambda: now_s[0])
-    server = CheckServer(context, "127.0.0.1:0", placements)
+    placements = Placements([Account(gate, cast(Metrics, metrics), keys)], LONGEST_S, lambda: now_s[0])
+    server = CheckServer(of_one_pool(context), "127.0.0.1:0", placements)
     stage = Stage(server, gate, context, metrics, await server.start(), now_s, keys)
     try:
         yield stage

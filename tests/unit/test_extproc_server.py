@@ -21,6 +21,7 @@ from extproc_client import (
     echoed,
     exchange_context,
     headers,
+    of_one_pool,
     parts,
     response_body,
     response_headers,
@@ -101,7 +102,7 @@ async def replica(
     clock = clock or asyncio.get_running_loop().time
     context = exchange_context(gate, metrics, settings, clock)
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
-    server = Server(ExchangeService(context, uploads), context.drain_gate, settings.extproc, services or {})
+    server = Server(of_one_pool(ExchangeService(context, uploads)), settings.extproc, services or {})
     port = await server.start()
     watch = asyncio.create_task(uploads.run())
     try:

@@ -143,7 +143,7 @@ async def echo(stream: Stream) -> bytes | None:
 async def serving(handler: Callable[[Stream], Awaitable[bytes | None]] = echo) -> AsyncIterator[Server]:
     budget = BodyBudget(BUDGET_BYTES)
     handlers: dict[str, Handler] = {"/test/Echo": handler}
-    transport = NativeTransport(handlers, {"/test/Echo": budget}, MESSAGE_BYTES)
+    transport = NativeTransport(handlers, {handler: budget}, MESSAGE_BYTES)
     port = await transport.start("127.0.0.1:0")
     try:
         yield Server(port, transport, budget)

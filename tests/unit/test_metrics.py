@@ -14,7 +14,7 @@ from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, 
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admission.shared_gate import ServiceMeter
 from picker_fleet.request import Band, Completion, Outcome
-from picker_fleet.telemetry.metrics import OTHER, Metrics
+from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
 
 STATE = replace(
     POOL, stock=7, lower=7.2, upper=8.8, ready_backends=4, queue_length={"Critical": 0, "Default": 3},
@@ -205,7 +205,7 @@ class Clock:
 
 async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:
     metrics, clock = Metrics(), Clock()
-    pages = MetricsText(metrics, clock)
+    pages = MetricsText(MetricsPage([metrics]), clock)
     first = await asyncio.gather(*(pages.read(f"10.0.0.{n}") for n in range(50)))
     metrics.adopted()
     clock.now_s += METRICS_INTERVAL_S - 0.01
@@ -217,7 +217,7 @@ async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:
 
 async def test_an_address_that_reads_often_waits_for_the_next_rendering() -> None:
     metrics = Metrics()
-    pages = MetricsText(metrics)
+    pages = MetricsText(MetricsPage([metrics]))
     page = await pages.read("a")
     for _ in range(MAX_METRICS_READS - 1):
         assert await pages.read("a") is page
@@ -233,7 +233,7 @@ async def test_the_text_is_rendered_in_slices_between_which_the_event_loop_runs(
     metrics, turns = Metrics(), 0
     for number in range(100):
         metrics.answered("lean", f"model-{number}", "ok", 0.01)
-    making = asyncio.create_task(MetricsText(metrics, slice_s=0.0).read("a"))
+    making = asyncio.create_task(MetricsText(MetricsPage([metrics]), slice_s=0.0).read("a"))
     while not making.done():
         await asyncio.sleep(0)
         turns += 1
@@ -272,9 +272,10 @@ def test_label_values_that_clients_choose_cannot_make_the_text_large(models: int
 
 def test_only_changed_series_are_rendered_again() -> None:
     metrics = filled(100)
-    pieces = list(metrics.pieces())
+    page = MetricsPage([metrics])
+    pieces = list(page.pieces())
     metrics.answered("lean", "model-7", "ok", 0.01, "variant-7")
-    again = list(metrics.pieces())
+    again = list(page.pieces())
     written = [new for old, new in zip(pieces, again, strict=True) if new is not old and old[:1] != b"#"]
     assert len(written) == 2  # the count and the time of a decision
 

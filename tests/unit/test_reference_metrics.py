@@ -30,7 +30,7 @@ class Page:
         self.metrics.add(
             ReferenceMetrics(
                 "llm", self.metrics, readings=lambda: self.readings, running=lambda: self.running
-            )
+            ).families
         )
 
     def values(self, names: tuple[str, ...], *labels: str) -> list[float | None]:

@@ -1,9 +1,11 @@
 """The HTTP API of one replica: health, metrics, the fleet's shared state, changes to it, and the dashboard.
 
-`create` builds the app from its parts; serve.py runs it on the admin port (server.py).
+`create` builds the app from its parts; serve.py runs it on the admin port (server.py). Where a replica serves
+several pools, each has the same API and dashboard below `/pools/NAME`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
@@ -28,7 +30,7 @@ from picker_fleet.admin.protection import (
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
 from picker_fleet.request import Band
-from picker_fleet.telemetry.metrics import PAGE_TYPE, Metrics
+from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
 
 MAX_ROWS = 200  # of a page: a longer one would take the replica, and its client, too long
 MAX_LIMIT = 1000
@@ -100,29 +102,67 @@ _FlowName = Annotated[str, Path(description="the flow's name: a fairness id, or 
 _WorkloadId = Annotated[str, Path(description="the id that its requests name", examples=["chat"])]
 
 
+@dataclass(frozen=True, slots=True)
+class OperatedPool:
+    """What operators see and change of one pool."""
+
+    name: str
+    view: FleetView
+    lists: FleetLists
+    controls: FleetControls
+    events: Events
+
+
 def create(
-    view: FleetView,
-    lists: FleetLists,
-    controls: FleetControls,
-    metrics: Metrics,
+    pools: Sequence[OperatedPool],
+    metrics: MetricsPage,
     settings: Settings,
-    events: Events,
     *,
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
+    """The API of a replica that serves `pools`; the first of them is also at `/`."""
+    names = [pool.name for pool in pools]
+    limit = rate_limit(settings.admin.rate)
+    app = _app(f"One replica of pool {', '.join(names)}.")
+    app.add_middleware(KnownHosts, names=settings.admin.hosts)
+    _add_health(app, pools, rate_limit(_HEALTH_RATE))
+    _add_metrics(app, metrics)
+    _add_pool(app, pools[0], pools, settings, limit, deadlines)
+    if len(pools) > 1:
+        for pool in pools:
+            own = _app(f"Pool {pool.name} of one replica.")
+            _add_pool(own, pool, pools, settings, limit, deadlines)
+            app.mount(f"/pools/{pool.name}", own)
+
+        @app.get("/pools/{name}/{path:path}", include_in_schema=False)
+        async def unknown_pool(name: str, path: str) -> Response:
+            raise Refused(404, "unknown_pool", f"this replica serves {', '.join(names)}")
+
+    return app
+
+
+def _app(summary: str) -> FastAPI:
     app = FastAPI(
         title="Picker Fleet",
-        summary=f"One replica of pool {settings.pool}.",
+        summary=summary,
         version=version(),
         responses=_ANY_FAULT,
         openapi_url=None,  # FastAPI's page loads scripts from elsewhere; documents.py has ours
     )
-    app.add_middleware(KnownHosts, names=settings.admin.hosts)
     add_problem_documents(app)
-    limit = rate_limit(settings.admin.rate)
-    _add_health(app, view, rate_limit(_HEALTH_RATE))
-    _add_metrics(app, metrics)
+    return app
+
+
+def _add_pool(
+    app: FastAPI,
+    pool: OperatedPool,
+    pools: Sequence[OperatedPool],
+    settings: Settings,
+    limit: RateLimit,
+    deadlines: Deadlines,
+) -> None:
+    """Add what is of `pool`, and the list of all `pools`."""
 
     def group(tag: str, responses: _Responses, dependencies: Iterable[Dependency] = ()) -> APIRouter:
         return APIRouter(
@@ -135,26 +175,38 @@ def create(
     state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: _PROBLEM})
     authorized = Depends(ChangeAuthorization(settings.admin.token))
     changing = group("changes", dict.fromkeys((401, 403, 503), _PROBLEM), [authorized])
-    _add_state(state, view, deadlines)
-    _add_lists(state, lists, deadlines)
-    _add_events(stream, events)
-    changes.add_routes(config, changing, controls, deadlines)
+    _add_state(state, pool.view, deadlines)
+    _add_lists(state, pool.lists, deadlines)
+    _add_list_of_pools(stream, pools)
+    _add_events(stream, pool.events)
+    changes.add_routes(config, changing, pool.controls, deadlines)
     for router in (state, stream, config, changing):
         # include_router would make each route again with its models: at the start, and in the event loop at
         # the first call.
         app.router.routes.extend(router.routes)
     documents.add_dashboard(app, limit)
     documents.add_api_description(app, limit)
-    return app
 
 
-def _add_health(app: FastAPI, view: FleetView, rate_limit: RateLimit) -> None:
+def _add_health(app: FastAPI, pools: Sequence[OperatedPool], rate_limit: RateLimit) -> None:
     limited = [Depends(rate_limit)]
+    view = pools[0].view
+
+    def health() -> tuple[bool, dict[str, str]]:
+        """Whether all pools are ready, and what is wrong, of several with the pool's name before it."""
+        if len(pools) == 1:
+            return view.ready()
+        found = {pool.name: pool.view.ready() for pool in pools}
+        return all(ready for ready, _ in found.values()), {
+            f"{name}.{component}": fault
+            for name, (_, components) in found.items()
+            for component, fault in components.items()
+        }
 
     @app.get("/healthz", tags=["health"], summary="Is the process alive?", dependencies=limited)
     async def healthz() -> models.Health:
         """Whether the process is alive: 200 while its event loop runs, whatever its components do."""
-        ready, components = view.ready()
+        ready, components = health()
         status = "ok" if ready and set(components.values()) <= {"ok"} else "degraded"
         return view.health(status, components)
 
@@ -167,12 +219,12 @@ def _add_health(app: FastAPI, view: FleetView, rate_limit: RateLimit) -> None:
     )
     async def readyz(response: Response) -> models.Health:
         """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
-        ready, components = view.ready()
+        ready, components = health()
         response.status_code = 200 if ready else 503
         return view.health("ok" if ready else "unready", components)
 
 
-def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+def _add_metrics(app: FastAPI, metrics: MetricsPage) -> None:
     text = MetricsText(metrics)
 
     @app.get("/metrics", tags=["metrics"], summary="Metrics", response_class=Response, responses=_METRICS)
@@ -255,6 +307,23 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         if found is None:
             raise Refused(404, "unknown_request", "neither the pool nor this replica knows of the request")
         return found
+
+
+def _add_list_of_pools(routes: APIRouter, pools: Sequence[OperatedPool]) -> None:
+    @routes.get("/pools", summary="The pools of this replica")
+    async def list_of_pools() -> models.Pools:
+        """Each pool of this replica, the default one first, and where its API and dashboard begin."""
+        return models.Pools(
+            pools=[
+                models.Pool(
+                    name=pool.name,
+                    default=pool is pools[0],
+                    ready=pool.view.ready()[0],
+                    path="/" if len(pools) == 1 else f"/pools/{pool.name}/",
+                )
+                for pool in pools
+            ]
+        )
 
 
 def _add_events(routes: APIRouter, events: Events) -> None:

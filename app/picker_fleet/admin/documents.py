@@ -22,7 +22,7 @@ from picker_fleet.admin.models import EXAMPLE_CURSORS
 from picker_fleet.admin.protection import RateLimit, Refused
 from picker_fleet.admin.views import BadCursor
 from picker_fleet.replica.live_config import LIVE
-from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.telemetry.metrics import MetricsPage
 
 FOLDER = Path(__file__).parent / "page"
 METRICS_INTERVAL_S = 1.0  # between two renderings of the metrics, at least
@@ -52,7 +52,7 @@ class MetricsText:
     """
 
     def __init__(
-        self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, slice_s: float = 0.001
+        self, metrics: MetricsPage, clock: Callable[[], float] = time.monotonic, slice_s: float = 0.001
     ) -> None:
         self._metrics = metrics
         self._clock = clock

@@ -225,6 +225,25 @@ class Health(_Open):
     pool: str = Field(description="the pool it serves")
 
 
+class Pool(_Open):
+    """A pool that this replica serves."""
+
+    model_config = _example({"name": "default", "default": True, "ready": True, "path": "/"})
+
+    name: str = Field(description="its name")
+    default: bool = Field(description="whether it takes the requests that name no pool")
+    ready: bool = Field(description="whether this replica serves its requests")
+    path: str = Field(description="where this replica's admin API and dashboard for it begin")
+
+
+class Pools(_Open):
+    """The pools of this replica, the default one first."""
+
+    model_config = _example({"pools": [Pool.model_config["json_schema_extra"]["example"]]})  # type: ignore[index]
+
+    pools: list[Pool] = Field(description="each with its path")
+
+
 class Problem(_Open):
     """A fault as RFC 9457 defines it; `application/problem+json`."""
 

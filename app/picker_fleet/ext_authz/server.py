@@ -27,7 +27,7 @@ from picker_fleet.ext_authz.check import FORWARDED_HEADERS, Answer, Check
 from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.certificates import Certificates, server_options
-from picker_fleet.extproc.context import STALLED_S, BodyBuffer, ExchangeContext
+from picker_fleet.extproc.context import POOL_HEADER, STALLED_S, BodyBuffer, ByPool, ExchangeContext
 from picker_fleet.units import split_host_port
 
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
@@ -45,19 +45,20 @@ _log = logging.getLogger(__name__)
 
 
 class CheckServer:
-    """Serves checks on `http.listen`; not ready until `set_ready(True)`.
+    """Serves checks of all pools on `http.listen`; not ready until `set_ready(True)`.
 
     `placements` are those that checks by headers have made.
     """
 
     def __init__(
         self,
-        context: ExchangeContext,
+        contexts: ByPool[ExchangeContext],
         listen: str,
         placements: Placements,
         certificates: Certificates | None = None,
     ) -> None:
-        self.context = context
+        self.contexts = contexts
+        self.context = contexts.of(b"")
         self._certificates = certificates
         self.placements = placements
         self._listen = listen
@@ -65,7 +66,8 @@ class CheckServer:
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
-        names = (*context.intake.headers, codec.SUBSET, *FORWARDED_HEADERS, *settle.HEADERS)
+        read = {name for context in contexts.all for name in context.intake.headers}
+        names = (*read, POOL_HEADER, codec.SUBSET, *FORWARDED_HEADERS, *settle.HEADERS)
         self.wanted = {name.encode(): name for name in names}
 
     @property
@@ -237,6 +239,7 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
+        self._enter(self._headers.pop(POOL_HEADER, b""))
         try:
             self._body.expect(self._headers.get("content-length", b""))
         except RequestError as error:
@@ -300,7 +303,7 @@ class _Connection(asyncio.Protocol):
             return
         self._task = None  # Envoy's next request can arrive before this task's callbacks run
         if answer.to_settle is not None:
-            self._server.placements.began(answer.to_settle)
+            self._server.placements.began(answer.to_settle, self._context.gate)
         self._write_answer(answer, keep=keep)
 
     def _settle(self, *, keep: bool) -> None:
@@ -347,6 +350,13 @@ class _Connection(asyncio.Protocol):
         self._transport.write(head.encode() + body)
         if not keep:
             self._transport.close()
+
+    def _enter(self, pool: bytes) -> None:
+        """The request is one of `pool`, as the proxy names it."""
+        context = self._server.contexts.of(pool)
+        if context is not self._context:
+            self._context = context
+            self._body = self._new_body()
 
     def _new_body(self) -> BodyBuffer:
         return BodyBuffer(self._context.bodies, self._context.settings.extproc.max_body_bytes)

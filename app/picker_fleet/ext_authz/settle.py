@@ -13,16 +13,16 @@ import base64
 import binascii
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import BadRequest
+from picker_fleet.extproc.accesslog import Account, owner
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.state import accounting_token
-from picker_fleet.state.accounting_token import NO_TOKEN, Keyring
-from picker_fleet.telemetry.metrics import Metrics
+from picker_fleet.state.accounting_token import NO_TOKEN
 
 TOKEN: Final = "x-picker-settle-token"
 OUTCOME: Final = "x-picker-outcome"  # completed, client_gone or upstream_failed; without it the status says
@@ -79,34 +79,28 @@ class Placed(NamedTuple):
 @dataclass(slots=True)
 class _Open:
     placed: Placed
+    gate: Gate  # of its pool
     since_s: float
     unknown: int = 0  # renewals in a row that found no such request
 
 
 class Placements:
-    """Those that this replica made by headers and that have not ended, as far as it knows.
+    """Those that this replica made by headers and that have not ended, as far as it knows, in any pool.
 
     `clock` is in seconds; only its differences count.
     """
 
-    def __init__(
-        self,
-        gate: Gate,
-        metrics: Metrics,
-        keys: Keyring,
-        longest_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._gate, self._metrics, self._keys = gate, metrics, keys
+    def __init__(self, accounts: Sequence[Account], longest_s: float, clock: Callable[[], float]) -> None:
+        self._accounts = accounts
         self._longest_s, self._clock = longest_s, clock
         self._open: dict[str, _Open] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def began(self, placed: Placed) -> None:
-        """The proxy has been told of the placement."""
-        self._open[placed.id] = _Open(placed, self._clock())
+    def began(self, placed: Placed, gate: Gate) -> None:
+        """The proxy has been told of the placement, which `gate` made."""
+        self._open[placed.id] = _Open(placed, gate, self._clock())
 
     def settle(self, headers: Mapping[str, bytes]) -> bool:
         """Account for the end that a proxy reports; false if the fleet has not signed its token.
@@ -117,12 +111,12 @@ class Placements:
         placed = Placed.read(headers.get(TOKEN, b""))
         outcome, status = _outcome(headers)
         served = _last(headers.get(SERVED, b"").decode("latin-1"))
-        token, fault = accounting_token.checked(placed.accounting_token, placed.id, self._keys)
+        account, token, fault = owner(placed.accounting_token, placed.id, self._accounts)
         if fault or not placed.accounting_token:
-            self._metrics.access_log_rejected(fault or NO_TOKEN)
+            account.metrics.access_log_rejected(fault or NO_TOKEN)
             return False
         self._open.pop(placed.id, None)
-        self._gate.settle(
+        account.gate.settle(
             Completion(
                 id=placed.id,
                 outcome=outcome,
@@ -137,7 +131,7 @@ class Placements:
                 target_model=placed.target_model,
             )
         )
-        self._metrics.access_log("ended", 1)
+        account.metrics.access_log("ended", 1)
         return True
 
     def renew(self) -> None:
@@ -151,7 +145,7 @@ class Placements:
                 del self._open[request_id]
                 continue
             # Without its token: what was settled elsewhere must not be restored.
-            answer = self._gate.renew(Alive(request_id, None, ""))
+            answer = entry.gate.renew(Alive(request_id, None, ""))
             if answer is not None:
                 answer.add_done_callback(lambda done, entry=entry: self._renewed(entry, done))  # type: ignore[misc]
 

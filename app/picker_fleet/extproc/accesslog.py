@@ -4,14 +4,15 @@ In `lean` and `headers` the picker sees nothing of a request after its decision;
 stock (G6) and renews its lease. Each Envoy worker sends batches on one long stream to one replica; entries of
 one stream are handled in order. A malformed entry is counted and dropped, and the rest of its batch counts
 (G10). So is an entry without the fleet's signature for its request: others who reach this port can end, renew
-or restore nothing. Served by the replica's gRPC server.
+or restore nothing. One stream has the entries of all pools: each pool signs with keys of its own, so the
+signature says whose request it was. Served by the replica's gRPC server.
 """
 
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
@@ -21,7 +22,7 @@ from picker_fleet.admission.gate import Gate
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.state import accounting_token
-from picker_fleet.state.accounting_token import NO_TOKEN, Keyring
+from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
@@ -64,24 +65,43 @@ _LONGEST_ID = 512
 _MOST_TOKENS = 1e9
 
 
-def handlers(
-    gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE
-) -> Mapping[str, Handler]:
+class Account(NamedTuple):
+    """Where the ends of one pool's requests are accounted for."""
+
+    gate: Gate
+    metrics: Metrics
+    keys: Keyring
+
+
+def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
     """The access-log service, by path. The metadata `namespace` says who served."""
 
     async def collect(stream: Stream) -> bytes:
         while (data := await stream.read()) is not None:
             message = _message(data)
             if message.HasField("http_logs"):
-                take(message.http_logs.log_entry, gate, metrics, keys, namespace)
+                take(message.http_logs.log_entry, accounts, namespace)
         return b""  # StreamAccessLogsResponse has no fields
 
     return {f"/{SERVICE}/StreamAccessLogs": collect}
 
 
-def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: str = NAMESPACE) -> None:
-    """Report the HTTPAccessLogEntry messages `entries` to `gate`, in order."""
-    ended = alive = ignored = 0
+def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str, str]:
+    """Whose request it is that has this accounting token, the token as it counts, and what is wrong with it.
+
+    Of a token that no pool has signed the first account is the owner.
+    """
+    fault = UNKNOWN_KEY
+    for account in accounts:
+        checked, its_fault = accounting_token.checked(token, request_id, account.keys)
+        if not its_fault:
+            return account, checked, ""
+        fault = its_fault if fault is UNKNOWN_KEY else fault
+    return accounts[0], token, fault
+
+
+def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
+    """Report the HTTPAccessLogEntry messages `entries`, in order, each to the gate of its request's pool."""
     for entry in entries:
         try:
             item = read(entry, namespace)
@@ -89,32 +109,30 @@ def take(entries: Any, gate: Gate, metrics: Metrics, keys: Keyring, namespace: s
             _log.warning("an access-log entry could not be read", exc_info=True)
             item = None
         if item is None:
-            ignored += 1
+            accounts[0].metrics.access_log("ignored", 1)
             continue
         # A request that still waits, or was refused, has no token.
-        token, fault = (
-            accounting_token.checked(item.accounting_token, item.id, keys)
+        account, token, fault = (
+            owner(item.accounting_token, item.id, accounts)
             if item.accounting_token
-            else ("", NO_TOKEN)
+            else (accounts[0], "", NO_TOKEN)
         )
         if fault:
-            metrics.access_log_rejected(fault)
+            account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
                 # Its client left before Envoy had the token, or the entry is forged: only a suspicion.
-                gate.suspect(item.id)
-            ignored += 1
+                for each in accounts:
+                    each.gate.suspect(item.id)
+            account.metrics.access_log("ignored", 1)
             continue
         if token is not item.accounting_token:
             item = item._replace(accounting_token=token)
         if isinstance(item, Completion):
-            gate.settle(item)
-            ended += 1
+            account.gate.settle(item)
+            account.metrics.access_log("ended", 1)
         else:
-            gate.renew(item)
-            alive += 1
-    for kind, count in (("ended", ended), ("alive", alive), ("ignored", ignored)):
-        if count:
-            metrics.access_log(kind, count)
+            account.gate.renew(item)
+            account.metrics.access_log("alive", 1)
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:

@@ -8,6 +8,7 @@ late gets the same response. Amounts are in the stock's unit.
     Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if it has none
     Ended  ids          {"ended"}: those of `ids` whose end it had received before its outage; {} without one
 
+A request names its pool in metadata, too (`context.POOL_HEADER`), so that the handlers of that pool get it.
 `handlers` serves them; failover asks through `GrpcPeers`.
 """
 
@@ -23,6 +24,7 @@ import grpc
 import orjson
 
 from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.extproc.tls_call import LONGEST_ANSWER, LONGEST_QUESTION, call
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.failover.peers import TRANSFER_WAIT_S, OutageCount
@@ -195,12 +197,13 @@ class GrpcPeers:
     async def _send(self, method: str, address: str, request: bytes) -> bytes:
         timeout_s = TRANSFER_WAIT_S + _MARGIN_S
         if self._tls is not None:
-            return await call(address, method, request, self._tls(), timeout_s)
+            return await call(address, method, request, self._tls(), timeout_s, {POOL_HEADER: self._pool})
         channel = self._channels.get(address)
         if channel is None:
             options = (("grpc.max_receive_message_length", LONGEST_ANSWER),)
             channel = self._channels[address] = grpc.aio.insecure_channel(address, options)
-        response: bytes = await channel.unary_unary(method)(request, timeout=timeout_s)
+        named = ((POOL_HEADER, self._pool),)
+        response: bytes = await channel.unary_unary(method)(request, timeout=timeout_s, metadata=named)
         return response
 
     async def close(self) -> None:

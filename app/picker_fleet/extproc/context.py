@@ -1,14 +1,16 @@
-"""What all requests of a replica share, in every mode: limits of what clients take, the gate of a drain, and
+"""What all requests of a pool share, in every mode: limits of what clients take, the gate of a drain, and
 `ExchangeContext`, which has them all. An exchange (exchange.py) and a check (ext_authz/check.py) get one.
+`ByPool` has one for each pool of the replica.
 """
 
 import asyncio
 import ipaddress
+import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.allowlist import NOT_LISTED, PathRule, rules
@@ -22,6 +24,7 @@ from picker_fleet.errors import (
     TooManyFlows,
     TooManyReads,
     UnknownPath,
+    UnknownPool,
 )
 from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates
@@ -41,6 +44,50 @@ _MAX_FLOWS = 16_384  # remembered; a forgotten flow counts as new again
 _NETWORK_BITS = 64  # of an IPv6 address: what one customer has at least
 _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # unused reads are kept for this time
+
+# By it a proxy names the pool of a request: metadata of a gRPC stream, or a header of a check over HTTP. Only
+# the proxy's configuration can set it (docs/pools.md).
+POOL_HEADER: Final = "x-picker-pool"
+_TOLD_POOLS = 100  # unknown ones that are logged
+
+_log = logging.getLogger(__name__)
+_Each = TypeVar("_Each")
+_Other = TypeVar("_Other")
+
+
+class ByPool(Generic[_Each]):
+    """One thing for each pool: `each` by its name, that of `default` where none is named, else `unknown`."""
+
+    def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
+        self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
+        self._unknown = unknown
+        self._told: set[bytes] = set()
+
+    def of(self, name: bytes) -> _Each:
+        """That of the pool which a proxy has named."""
+        found = self._each.get(name)
+        if found is not None:
+            return found
+        if name not in self._told and len(self._told) < _TOLD_POOLS:
+            self._told.add(name)
+            _log.warning("a proxy names a pool that is not served here", extra={"named": repr(name[:64])})
+        return self._unknown
+
+    def where(self, default: str) -> "ByPool[_Each]":
+        """The same where `default` is the pool that is meant if none is named; '' for the one that is now."""
+        each = {name.decode(): thing for name, thing in self._each.items()}
+        return ByPool(each, default, self._unknown)
+
+    def each(self, of: "Callable[[_Each], _Other]") -> "ByPool[_Other]":
+        """What `of` makes of each."""
+        made = {name.decode(): of(thing) for name, thing in self._each.items()}
+        return ByPool(made, "", of(self._unknown))
+
+    @property
+    def all(self) -> tuple[_Each, ...]:
+        """Each of them, that of the default pool first."""
+        things = (self._each[b""], *self._each.values(), self._unknown)
+        return tuple({id(thing): thing for thing in things}.values())
 
 
 class BodyBudget:
@@ -69,6 +116,46 @@ class BodyBudget:
 
     def give_back(self, size_bytes: int) -> None:
         self.held_bytes -= size_bytes
+
+
+class _PoolBudget(BodyBudget):
+    """The budget of one of several pools. `own_bytes` are its own; what it holds beyond them it borrows of
+    the `shared_bytes`, as far as the others in `pools` have left some.
+    """
+
+    __slots__ = ("_own_bytes", "_pools", "_shared_bytes")
+
+    def __init__(self, own_bytes: int, shared_bytes: int, pools: "list[_PoolBudget]") -> None:
+        super().__init__(own_bytes + shared_bytes)
+        self._own_bytes, self._shared_bytes, self._pools = own_bytes, shared_bytes, pools
+
+    def take(self, size_bytes: int, body_bytes: int) -> None:
+        """As `BodyBudget.take`."""
+        beyond_bytes = self.held_bytes + size_bytes - self._own_bytes
+        if beyond_bytes > 0:
+            others = sum(each.borrowed_bytes for each in self._pools if each is not self)
+            reserve = self._shared_bytes // _RESERVED_PART if body_bytes > SMALL_BYTES else 0
+            if others + beyond_bytes > self._shared_bytes - reserve:
+                raise BufferFull("this pool holds as many bytes of bodies as it may beside the others")
+        super().take(size_bytes, body_bytes)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """What it holds beyond its own."""
+        return max(self.held_bytes - self._own_bytes, 0)
+
+
+def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
+    """What each of `pools` may hold: of several, half of `limit_bytes` in equal parts of their own, and what
+    the others leave of the rest. So none can take from another what that needs to go on.
+    """
+    if len(pools) == 1:
+        return {name: BodyBudget(limit_bytes) for name in pools}
+    own_bytes = limit_bytes // (2 * len(pools))
+    budgets: list[_PoolBudget] = []
+    for _ in pools:
+        budgets.append(_PoolBudget(own_bytes, limit_bytes - own_bytes * len(pools), budgets))
+    return dict(zip(pools, budgets, strict=True))
 
 
 class BodyBuffer:
@@ -209,6 +296,13 @@ class AllowedPaths:
             if method == wanted and pattern.fullmatch(bare):
                 return kind
         return None
+
+
+class _NoPaths(AllowedPaths):
+    """Those of a pool that is not served here."""
+
+    def kind(self, method: bytes, path: bytes) -> Kind | None:
+        raise UnknownPool("the proxy names a pool that is not served here")
 
 
 class NewFlowLimit:
@@ -360,9 +454,9 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """Made once. `reads` limits requests that go through without admission, `fill` is the part of the queue
-    that is taken, 0 to 1. `clock` is in seconds; only its differences count. `selected` reads the conformance
-    suite's choice of endpoints; None where clients have none."""
+    """Made once a pool. `reads` limits requests that go through without admission, `fill` is the part of the
+    queue that is taken, 0 to 1. `clock` is in seconds; only its differences count. `selected` reads the
+    conformance suite's choice of endpoints; None where clients have none."""
 
     settings: Settings
     paths: AllowedPaths
@@ -418,3 +512,8 @@ class ExchangeContext:
         seconds = self.clock() - started_s
         self.metrics.client_gone(mode, model, seconds, request.target_model)
         self.lines.refused(request, ClientGone.code, ClientGone.status, mode, seconds)
+
+
+def of_unknown_pool(context: ExchangeContext) -> ExchangeContext:
+    """The context of requests whose pool is not served here: each is refused, and counted in `context`'s."""
+    return replace(context, paths=_NoPaths())

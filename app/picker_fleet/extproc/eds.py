@@ -22,6 +22,7 @@ from picker_fleet.units import split_host_port
 
 SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
 TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+STREAM: Final = f"/{SERVICE}/StreamEndpoints"
 CLUSTER: Final = "pool"
 
 _WRITE_S = 10.0  # an Envoy that takes no update for so long gets a new stream
@@ -35,7 +36,7 @@ def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
     async def follow(stream: Stream) -> None:
         await _Subscription(cell, stream).run()
 
-    return {f"/{SERVICE}/StreamEndpoints": Streaming(follow)}
+    return {STREAM: Streaming(follow)}
 
 
 def assignment(name: str, snapshot: Snapshot) -> Any:

@@ -33,7 +33,13 @@ from picker_fleet.errors import (
     Unsupported,
 )
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.context import BodyBudget, BodyBuffer, ExchangeContext, UploadDeadlines
+from picker_fleet.extproc.context import (
+    BodyBudget,
+    BodyBuffer,
+    DrainGate,
+    ExchangeContext,
+    UploadDeadlines,
+)
 from picker_fleet.extproc.response import ModelRename, Response
 from picker_fleet.extproc.transport import RpcError, Status, Stream
 from picker_fleet.intake import (
@@ -451,7 +457,7 @@ class Exchange:
 
 
 class ExchangeService:
-    """Serves the streams of Envoy's `ext_proc` filter, an `Exchange` for each."""
+    """Serves the streams of Envoy's `ext_proc` filter for one pool, an `Exchange` for each."""
 
     def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
         self._context = context
@@ -460,6 +466,10 @@ class ExchangeService:
     @property
     def bodies(self) -> BodyBudget:
         return self._context.bodies
+
+    @property
+    def drain_gate(self) -> DrainGate:
+        return self._context.drain_gate
 
     async def quiet(self) -> None:
         await self._context.open_requests.none()

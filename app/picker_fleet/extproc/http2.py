@@ -13,12 +13,12 @@ read every whole message.
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
 import hpack
 
-from picker_fleet.extproc.context import BodyBudget
+from picker_fleet.extproc.context import POOL_HEADER, BodyBudget
 from picker_fleet.extproc.transport import Handler
 from picker_fleet.rates import Rates
 
@@ -99,6 +99,7 @@ NO_ERROR_CODE = b"\0\0\0\0"
 _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
+_POOL = POOL_HEADER.encode()
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 
 
@@ -199,12 +200,12 @@ class OpenStreams:
 class Connection(asyncio.Protocol):
     """One peer's connection; `connections` is the transport's set of open ones, `open_streams` counts theirs.
 
-    `handlers` are by path, each with the budget that counts data which it has not read yet.
+    `find` gives the handler of a path and a pool, with the budget that counts data which it has not read yet.
     """
 
     def __init__(
         self,
-        handlers: Mapping[bytes, tuple[Handler, BodyBudget]],
+        find: Callable[[bytes, bytes], tuple[Handler, BodyBudget] | None],
         new_stream: NewStream,
         connections: "set[Connection]",
         open_streams: OpenStreams,
@@ -216,7 +217,7 @@ class Connection(asyncio.Protocol):
         self.blocked: dict[int, Stream] = {}  # those whose handlers wait to write
         self.received = False  # anything since the transport last asked
         self.settled = False  # the peer's preface and settings have come
-        self._handlers = handlers
+        self._find = find
         self._connections = connections
         self._transport: Any = None
         self._address = ""
@@ -691,7 +692,7 @@ class Connection(asyncio.Protocol):
             b"application/grpc"
         ):
             return _Request(None, None, _BAD_TYPE_BLOCK, None, -1)
-        handler = self._handlers.get(path)
+        handler = self._find(path, found.get(_POOL, b""))
         if handler is None:
             block = literal(b"grpc-status", b"12") + literal(b"grpc-message", b"unknown method")
             return _Request(None, None, OK_BLOCK + block, None, -1)

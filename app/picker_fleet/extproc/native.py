@@ -12,7 +12,7 @@ from functools import partial
 
 from picker_fleet.errors import BufferFull, StartupError
 from picker_fleet.extproc.certificates import Certificates, server_options
-from picker_fleet.extproc.context import BodyBudget
+from picker_fleet.extproc.context import BodyBudget, ByPool
 from picker_fleet.extproc.http2 import (
     CANCEL,
     DATA,
@@ -332,7 +332,7 @@ class GrpcStream:
 
 
 class NativeTransport:
-    """`handlers` are by path; `budgets`, by path, count data that their handlers have not read yet.
+    """`handlers` are by path; `budgets`, by handler, count data that those have not read yet.
 
     Handlers without a budget share one, so that large bodies delay no access log. `message_bytes` is the
     largest message that a client may send.
@@ -340,16 +340,14 @@ class NativeTransport:
 
     def __init__(
         self,
-        handlers: Mapping[str, Handler],
-        budgets: Mapping[str, BodyBudget],
+        handlers: Mapping[str, Handler | ByPool[Handler]],
+        budgets: Mapping[Handler, BodyBudget],
         message_bytes: int,
         certificates: Certificates | None = None,
     ) -> None:
         self._certificates = certificates
-        others = BodyBudget(_OTHERS_BYTES)
-        self._handlers = {
-            path.encode(): (handler, budgets.get(path, others)) for path, handler in handlers.items()
-        }
+        self._handlers = {path.encode(): handler for path, handler in handlers.items()}
+        self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
         self._connections: set[Connection] = set()
         self._open_streams = OpenStreams(lambda: asyncio.get_running_loop().time())
@@ -371,7 +369,8 @@ class NativeTransport:
 
     def refuse(self, path: str) -> None:
         """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""
-        self._open_streams.refused.add(self._handlers[path.encode()][0])
+        handler = self._handlers[path.encode()]
+        self._open_streams.refused.update(handler.all if isinstance(handler, ByPool) else (handler,))
 
     async def stop(self, grace_s: float | None) -> None:
         """As `Transport.stop`. A GOAWAY sends the peers' next streams elsewhere."""
@@ -399,7 +398,15 @@ class NativeTransport:
             self._keepalive.cancel()
 
     def _connection(self) -> Connection:
-        return Connection(self._handlers, self._new_stream, self._connections, self._open_streams)
+        return Connection(self._find, self._new_stream, self._connections, self._open_streams)
+
+    def _find(self, path: bytes, pool: bytes) -> tuple[Handler, BodyBudget] | None:
+        """The handler of `path`, in the pool that the peer names, and its budget; None if there is none."""
+        found = self._handlers.get(path)
+        if found is None:
+            return None
+        handler = found.of(pool) if isinstance(found, ByPool) else found
+        return handler, self._budgets.get(handler, self._others)
 
     async def _keep_alive(self) -> None:
         """Find peers that vanished without a word, whose streams would stay open for ever."""

@@ -6,9 +6,10 @@ Made and run by `serve`, on the transport that `extproc.transport` names.
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import DrainGate
+from picker_fleet.extproc.context import BodyBudget, ByPool
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Health, Transport
@@ -29,45 +30,57 @@ _STOP_S = 0.25
 class Server:
     """Serves exchanges, health and the handlers of `services` on `settings.listen`.
 
-    Not ready until `set_ready(True)`.
+    `own_listeners` are further addresses, by the name of the pool that is meant there if none is named. Not
+    ready until `set_ready(True)`.
     """
 
     def __init__(
         self,
-        service: ExchangeService,
-        drain_gate: DrainGate,
+        exchanges: ByPool[ExchangeService],
         settings: ExtProc,
-        services: Mapping[str, Handler],
+        services: Mapping[str, Handler | ByPool[Handler]],
         certificates: Certificates | None = None,
+        own_listeners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._service = service
-        self._drain_gate = drain_gate
+        self._exchanges = exchanges.all
         self._settings = settings
         self._health = Health()
         self._draining = False
-        handlers = {PROCESS: service.process, **self._health.handlers(), **services}
+        processes: ByPool[Handler] = exchanges.each(lambda service: service.process)
+        budgets: dict[Handler, BodyBudget] = {service.process: service.bodies for service in self._exchanges}
         largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
-        self._transport: Transport
-        if settings.transport == "native":
-            self._transport = NativeTransport(handlers, {PROCESS: service.bodies}, largest, certificates)
-        else:
-            self._transport = GrpcioTransport(handlers, largest, certificates)
+
+        def transport(pool: str) -> Transport:
+            handlers: dict[str, Handler | ByPool[Handler]] = {
+                PROCESS: processes.where(pool),
+                **self._health.handlers(),
+                **{
+                    path: each.where(pool) if isinstance(each, ByPool) else each
+                    for path, each in services.items()
+                },
+            }
+            if settings.transport == "native":
+                return NativeTransport(handlers, budgets, largest, certificates)
+            return GrpcioTransport(handlers, largest, certificates)
+
+        self._transports = [(settings.listen, transport(""))]
+        self._transports += [(listen, transport(pool)) for pool, listen in own_listeners.items()]
         self._health_transport: Transport | None = None
         if settings.health_listen is not None:
             self._health_transport = NativeTransport(self._health.handlers(), {}, _MESSAGE_MARGIN_BYTES)
 
     async def start(self) -> int:
-        """Bind and listen; the bound port.
+        """Bind and listen; the bound port of `settings.listen`.
 
         Raises:
-            StartupError: the address cannot be bound.
+            StartupError: an address cannot be bound.
         """
         self.set_ready(False)
         self._health.set(_ALIVE, True)
-        port = await self._transport.start(self._settings.listen)
+        ports = [await transport.start(listen) for listen, transport in self._transports]
         if self._health_transport is not None and self._settings.health_listen is not None:
             await self._health_transport.start(self._settings.health_listen)
-        return port
+        return ports[0]
 
     def set_ready(self, ready: bool) -> None:
         """Tell Envoy's health checks; a draining server stays not ready."""
@@ -81,19 +94,22 @@ class Server:
         self._draining = True
         self.set_ready(False)
         await asyncio.sleep(self._settings.drain_grace)
-        self._drain_gate.close()
-        self._transport.refuse(PROCESS)
+        for exchanges in self._exchanges:
+            exchanges.drain_gate.close()
+        for _, transport in self._transports:
+            transport.refuse(PROCESS)
         await self._quiet(self._settings.drain_timeout)
-        self._drain_gate.cancel_waiters()
+        for exchanges in self._exchanges:
+            exchanges.drain_gate.cancel_waiters()
         await self._quiet(_FLUSH_S)
-        await self._transport.stop(_STOP_S)
+        await asyncio.gather(*(transport.stop(_STOP_S) for _, transport in self._transports))
 
     async def stop(self) -> None:
-        await self._transport.stop(None)
+        await asyncio.gather(*(transport.stop(None) for _, transport in self._transports))
         if self._health_transport is not None:
             await self._health_transport.stop(None)
 
     async def _quiet(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._service.quiet()
+                await self._exchanges[0].quiet()  # they all count in one place

@@ -7,6 +7,8 @@ limits it; its answer is limited by the window that is opened for it.
 
 import asyncio
 import ssl
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from picker_fleet.extproc.http2 import (
@@ -35,7 +37,14 @@ _WIDE_SETTINGS: Final = (4).to_bytes(2, "big") + LONGEST_ANSWER.to_bytes(4, "big
 _MORE: Final = (LONGEST_ANSWER - _FIRST_WINDOW).to_bytes(4, "big")
 
 
-async def call(address: str, path: str, message: bytes, context: ssl.SSLContext, timeout_s: float) -> bytes:
+async def call(
+    address: str,
+    path: str,
+    message: bytes,
+    context: ssl.SSLContext,
+    timeout_s: float,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """The answer of `path` at `address` to `message`, of at most `LONGEST_QUESTION` bytes; empty if it is an
     error.
 
@@ -53,6 +62,7 @@ async def call(address: str, path: str, message: bytes, context: ssl.SSLContext,
                 (b":authority", address.encode()),
                 (b"content-type", b"application/grpc"),
                 (b"te", b"trailers"),
+                *((name.encode(), value.encode()) for name, value in metadata.items()),
             )
             block = b"".join(literal(*field) for field in fields)
             body = b"\0" + len(message).to_bytes(4, "big") + message

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.context import POOL_HEADER, ByPool
 
 HEALTH: Final = "grpc.health.v1.Health"
 
@@ -165,7 +166,10 @@ class GrpcioTransport:
     """
 
     def __init__(
-        self, handlers: Mapping[str, Handler], message_bytes: int, certificates: Certificates | None = None
+        self,
+        handlers: Mapping[str, Handler | ByPool[Handler]],
+        message_bytes: int,
+        certificates: Certificates | None = None,
     ) -> None:
         self._certificates = certificates
         self._server = grpc.aio.server(
@@ -190,7 +194,7 @@ class GrpcioTransport:
         for path, handler in handlers.items():
             _, service, method = path.split("/")
             methods = by_service.setdefault(service, {})
-            if isinstance(handler, Streaming):
+            if isinstance(handler.of(b"") if isinstance(handler, ByPool) else handler, Streaming):
                 methods[method] = grpc.stream_stream_rpc_method_handler(self._served(path, handler))
             else:
                 methods[method] = grpc.stream_unary_rpc_method_handler(self._served(path, handler))
@@ -217,11 +221,14 @@ class GrpcioTransport:
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
 
-    def _served(self, path: str, handler: Handler) -> Callable[[Any, Any], Awaitable[bytes | None]]:
+    def _served(
+        self, path: str, found: Handler | ByPool[Handler]
+    ) -> Callable[[Any, Any], Awaitable[bytes | None]]:
         async def serve(_: Any, context: Any) -> bytes | None:
             try:
                 if path in self._refused:
                     raise RpcError(Status.UNAVAILABLE, "this replica is shutting down")
+                handler = found.of(_pool(context)) if isinstance(found, ByPool) else found
                 # Without a last message the client has all its answers or is gone, and ignores an empty one.
                 last = await handler(_GrpcioStream(context))
                 return last if last or isinstance(handler, Streaming) else b""
@@ -231,6 +238,12 @@ class GrpcioTransport:
                 raise AssertionError("abort raises") from fault
 
         return serve
+
+
+def _pool(context: Any) -> bytes:
+    """The pool that the client names; empty if it names none."""
+    named = [value for key, value in context.invocation_metadata() or () if key == POOL_HEADER]
+    return named[-1].encode() if named else b""
 
 
 def _let_loop_run() -> None:

@@ -9,8 +9,9 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import IO
+from typing import IO, Final
 
 import orjson
 
@@ -19,6 +20,7 @@ from picker_fleet.request import InferenceRequest
 from picker_fleet.scheduling.explain import Explanation
 
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
+POOL: Final = ContextVar("pool", default="")  # whose work is done, in a process that serves several
 _REFUSALS_PER_S = 5  # lines of one code; a flood of refusals must not become a flood of lines
 
 # The fields of every record; any other was passed as `extra`.
@@ -82,15 +84,19 @@ def setup(
     level: str = "INFO", stream: IO[str] | None = None, *, style: str = "json", **identity: str
 ) -> logging.Handler:
     """Send the lines of all loggers to `stream` (stderr), each with the fields of `identity` (replica, pool),
-    in the `style` text or json.
+    in the `style` text or json. Where `identity` has no pool, it is that of `POOL`.
 
     Replaces the root logger's handlers, and silences libraries that log every call. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
 
+    known = {name: value for name, value in identity.items() if value}
+
     def identify(record: logging.LogRecord) -> bool:
-        record.__dict__.update(identity)
+        record.__dict__.update(known)
+        if pool := POOL.get():
+            record.__dict__.setdefault("pool", pool)
         return True
 
     handler.addFilter(identify)
@@ -107,14 +113,16 @@ class DecisionLines:
     """Writes a line for each decision: a placement at debug level, a refusal at info, limited by code.
 
     Call `placed` only if `debug`. `explain` returns how a request's endpoint was chosen, and is called at
-    debug level only. `clock` is in seconds. One event loop.
+    debug level only. `clock` is in seconds. Each line has the fields of `whose`. One event loop.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         explain: Callable[[str], Explanation | None] = lambda request_id: None,
+        **whose: str,
     ) -> None:
+        self._whose = whose
         self.debug = _log.isEnabledFor(logging.DEBUG)
         self._explain = explain
         self._clock = clock
@@ -126,7 +134,7 @@ class DecisionLines:
         self, request: InferenceRequest | None, endpoints: Sequence[str], mode: str, seconds: float
     ) -> None:
         """A request goes to the first of `endpoints`; `request` is None if it was not admitted (GET)."""
-        fields = {**_fields(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
+        fields = {**self._whose, **_fields(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
         _log.debug("placed", extra={**fields, **self._explanation(request)})
 
     def refused(
@@ -143,7 +151,7 @@ class DecisionLines:
             self._left_out[code] = self._left_out.get(code, 0) + 1
             return
         self._written[code] = written + 1
-        fields = {**_fields(request, code, mode, seconds), "status": status}
+        fields = {**self._whose, **_fields(request, code, mode, seconds), "status": status}
         if self.debug and code == NoEndpoints.code:
             fields |= self._explanation(request)
         left_out = self._left_out.pop(code, 0)

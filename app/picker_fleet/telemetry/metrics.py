@@ -12,7 +12,8 @@ to one event loop, find the bucket by bisection, and keep the text of each serie
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -77,12 +78,12 @@ _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
 class Metrics:
-    """A replica's metrics. `models` keep their label value whatever names clients send."""
+    """A replica's metrics of one pool. `models` keep their label value whatever names clients send; `labels`
+    are further ones that each series has."""
 
-    def __init__(self, models: Iterable[str] = ()) -> None:
-        self._process = CollectorRegistry()
-        ProcessCollector(registry=self._process)
-        self._page = page = Page()
+    def __init__(self, models: Iterable[str] = (), labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.labels = labels
+        self._page = page = Page(labels)
         known = tuple(models)
         self._model = LabelCap(known=known)
         self._variant = PairCap(known=((model, target) for model in known for target in ("", model)))
@@ -351,14 +352,34 @@ class Metrics:
         """Requests of this replica that wait in the queue, by model and variant."""
         return self._waiting.values
 
-    def add(self, family: "Family") -> None:
-        """Show a further family."""
-        self._page.add(family)
+    def add(self, families: "Callable[[], Iterable[Family]]") -> None:
+        """Show further families, those that `families` gives each time the text is made."""
+        self._page.add(families)
+
+    def families(self) -> "Iterator[Family]":
+        """All families, in the order of the text."""
+        return self._page.families()
+
+
+class MetricsPage:
+    """The Prometheus text of a replica, of type `PAGE_TYPE`: metrics of the process and of each of its pools.
+
+    All pools have the same families; where there are several, a label of each series says whose it is.
+    """
+
+    def __init__(self, pools: Sequence[Metrics]) -> None:
+        self._pools = pools
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
 
     def pieces(self) -> Iterator[bytes]:
-        """The Prometheus text, of type `PAGE_TYPE`, in pieces that take microseconds each."""
+        """The text, in pieces that take microseconds each. A series that changes meanwhile has its old or its
+        new value."""
         yield generate_latest(self._process)
-        yield from self._page.pieces()
+        for same in zip(*(metrics.families() for metrics in self._pools), strict=True):
+            yield same[0].head
+            for family in same:
+                yield from family.series()
 
 
 def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
@@ -375,23 +396,29 @@ def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
 class Family(Protocol):
     """A metric family with its part of the text."""
 
-    def pieces(self) -> Iterator[bytes]:
-        """Its text, in pieces that take microseconds each."""
+    @property
+    def head(self) -> bytes:
+        """Its help and its type."""
+        ...
+
+    def series(self) -> Iterator[bytes]:
+        """The text of its series, in pieces that take microseconds each."""
+        ...
 
 
 class Page:
-    """The families of a text, in the order in which they were added."""
+    """The families of a text, in the order in which they were added; `labels` are those of every series."""
 
-    def __init__(self) -> None:
-        self._families: list[Family] = []
+    def __init__(self, labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.labels = labels
+        self._sources: list[Callable[[], Iterable[Family]]] = []
 
-    def add(self, family: Family) -> None:
-        self._families.append(family)
+    def add(self, families: Callable[[], Iterable[Family]]) -> None:
+        self._sources.append(families)
 
-    def pieces(self) -> Iterator[bytes]:
-        """Prometheus's text format. A series that changes meanwhile has its old or its new value."""
-        for family in self._families:
-            yield from family.pieces()
+    def families(self) -> Iterator[Family]:
+        for source in self._sources:
+            yield from source()
 
 
 class LabelCap:
@@ -454,9 +481,12 @@ class _Writer:
     """Writes the lines of a family. Label values are passed in the order of `labels`, and written sorted by
     label."""
 
-    def __init__(self, name: str, kind: str, help_text: str, labels: Labels) -> None:
+    def __init__(
+        self, name: str, kind: str, help_text: str, labels: Labels, constant: Mapping[str, str]
+    ) -> None:
         self.head = f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n".encode()
         self._labels = labels
+        self._constant = tuple(constant.items())
 
     def line(self, name: str, values: Labels, value: float) -> str:
         pairs = ",".join(pair for _, pair in self._pairs(values))
@@ -470,7 +500,7 @@ class _Writer:
         return f'{name}_bucket{{{before}le="', f'"{after}}} '
 
     def _pairs(self, values: Labels) -> list[tuple[str, str]]:
-        named = sorted(zip(self._labels, values, strict=True))
+        named = sorted((*zip(self._labels, values, strict=True), *self._constant))
         return [(label, f'{label}="{_escaped(text)}"') for label, text in named]
 
 
@@ -487,12 +517,13 @@ class _Values:
 
     def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
         self._name = name
-        self._writer = _Writer(name, kind, help_text, labels)
+        self._writer = _Writer(name, kind, help_text, labels, page.labels)
+        self.head = self._writer.head
         self._values: dict[Labels, float] = {}
         self._texts: dict[Labels, tuple[float, bytes]] = {}
         if not labels:
             self._values[()] = 0.0
-        page.add(self)
+        page.add(lambda: (self,))
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         try:
@@ -502,8 +533,7 @@ class _Values:
                 labels = (OTHER,) * len(labels)
             self._values[labels] = self._values.get(labels, 0.0) + amount
 
-    def pieces(self) -> Iterator[bytes]:
-        yield self._writer.head
+    def series(self) -> Iterator[bytes]:
         kept = self._texts
         self._texts = texts = {}
         for labels, value in list(self._values.items()):
@@ -550,10 +580,10 @@ class Gauges(_Values):
     def values(self) -> Mapping[Labels, float]:
         return self._values
 
-    def pieces(self) -> Iterator[bytes]:
+    def series(self) -> Iterator[bytes]:
         if self._read is not None:
             self.replace(self._read())
-        return super().pieces()
+        return super().series()
 
 
 class _Cell:
@@ -572,12 +602,13 @@ class Histograms:
         self, page: Page, name: str, help_text: str, bounds: tuple[float, ...], labels: Labels = ()
     ) -> None:
         self._name = name
-        self._writer = _Writer(name, "histogram", help_text, labels)
+        self._writer = _Writer(name, "histogram", help_text, labels, page.labels)
+        self.head = self._writer.head
         self._bounds = bounds
         self._size = len(bounds) + 1
         self._edges = (*map(_number, bounds), "+Inf")
         self._cells: dict[Labels, _Cell] = {}
-        page.add(self)
+        page.add(lambda: (self,))
 
     def observe(self, value: float, labels: Labels = ()) -> None:
         cell = self._cells.get(labels)
@@ -589,8 +620,7 @@ class Histograms:
         cell.total += value
         cell.text = None
 
-    def pieces(self) -> Iterator[bytes]:
-        yield self._writer.head
+    def series(self) -> Iterator[bytes]:
         for labels, cell in list(self._cells.items()):
             if cell.text is None:
                 cell.text = self._text(labels, cell)

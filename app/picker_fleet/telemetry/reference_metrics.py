@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.telemetry.metrics import Gauges, LabelCap, Labels, Metrics, Page
+from picker_fleet.telemetry.metrics import Family, Gauges, LabelCap, Labels, Metrics, Page
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
@@ -22,7 +22,7 @@ _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
 
 
 class ReferenceMetrics:
-    """A family of `Metrics` (`Metrics.add`) for the pool that is named `pool`.
+    """Families of `Metrics` (`Metrics.add`) for the pool that is named `pool`.
 
     `readings` are the newest of each endpoint; `running` counts by model the requests whose answers pass this
     replica.
@@ -38,7 +38,7 @@ class ReferenceMetrics:
     ) -> None:
         self._pool, self._metrics = (pool,), metrics
         self._readings, self._running = readings, running
-        self._page = page = Page()
+        self._page = page = Page(metrics.labels)
         self._model = LabelCap()
         self._running_seen: dict[Labels, float] = {("",): 0.0}
 
@@ -70,8 +70,8 @@ class ReferenceMetrics:
             for what in _AVERAGES
         }
 
-    def pieces(self) -> Iterator[bytes]:
-        """As Family."""
+    def families(self) -> Iterator[Family]:
+        """The families, with the figures of now."""
         waiting = {(*self._pool, *labels): value for labels, value in self._metrics.waiting_by_model.items()}
         _show(self._queue, waiting or {(*self._pool, "", ""): 0.0})  # 0 instead of a missing series
         self._running_seen = dict.fromkeys(self._running_seen, 0.0)
@@ -88,7 +88,7 @@ class ReferenceMetrics:
         for what, amount_of in _AVERAGES.items():
             amounts = [amount for each in known if (amount := amount_of(each)) is not None]
             _show(self._averages[what], {self._pool: fmean(amounts)} if amounts else {})
-        yield from self._page.pieces()
+        return self._page.families()
 
 
 def _show(families: tuple[Gauges, ...], values: Mapping[Labels, float]) -> None:

@@ -1,11 +1,13 @@
-"""Envoy's two clusters: the pickers it asks and the pool it sends requests to."""
+"""Envoy's clusters: the pickers it asks, and the pools it sends requests to."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from types import MappingProxyType
 
 from picker_fleet.ext_authz.server import HEALTH_PATH
+from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.sections import Tls
 from picker_tools.local_fleet.envoy_types import (
     address,
@@ -23,7 +25,7 @@ from picker_tools.local_fleet.envoy_types import (
     upstream_http_v3,
 )
 
-POOL = "pool"  # also the name the fleet's endpoint discovery answers to
+POOL = "pool"  # of one pool, or of the default one; also the name the fleet's endpoint discovery answers to
 PICKER = "picker"
 PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
 PICKER_ADMIN = "picker-admin"  # and at that of their admin API
@@ -39,10 +41,15 @@ _IDLE_S = 4  # uvicorn, which most model servers run on, closes what was idle fo
 _LOST_MS = 20_000
 
 
-def pool(namespace: str) -> cluster_v3.Cluster:
-    """The model servers, discovered from the fleet, tried in the order of the picker's header.
+def cluster_of(name: str, default: str) -> str:
+    """The cluster of the pool `name`, where `default` is the one of requests that name none."""
+    return POOL if name == default else f"{POOL}-{name}"
 
-    The metadata `namespace` names the endpoint that served.
+
+def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluster_v3.Cluster:
+    """The model servers of a pool, discovered from the fleet, tried in the order of the picker's header.
+
+    The metadata `namespace` names the endpoint that served. `name` is the pool's, None in a fleet with one.
     """
     override = override_host_v3.OverrideHost(
         override_host_sources=[override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
@@ -54,9 +61,11 @@ def pool(namespace: str) -> cluster_v3.Cluster:
         ),
     )
     return cluster_v3.Cluster(
-        name=POOL,
+        name=cluster,
         type=cluster_v3.ClusterDiscoveryType.EDS,
-        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(service_name=POOL, eds_config=_fleet_source()),
+        eds_cluster_config=cluster_v3.ClusterEdsClusterConfig(
+            service_name=POOL, eds_config=_fleet_source({} if name is None else {POOL_HEADER: name})
+        ),
         connect_timeout=seconds(1),
         upstream_connection_options=cluster_v3.UpstreamConnectionOptions(
             tcp_keepalive=core_v3.TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
@@ -236,14 +245,18 @@ def _replicas(
     )
 
 
-def picker_grpc(retry: core_v3.RetryPolicy | None = None) -> core_v3.GrpcService:
-    """gRPC to any healthy replica."""
+def picker_grpc(
+    retry: core_v3.RetryPolicy | None = None, metadata: Mapping[str, str] = MappingProxyType({})
+) -> core_v3.GrpcService:
+    """gRPC to any healthy replica, with `metadata`."""
     return core_v3.GrpcService(
-        envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=PICKER), retry_policy=retry
+        envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=PICKER),
+        retry_policy=retry,
+        initial_metadata=[core_v3.HeaderValue(key=key, value=value) for key, value in metadata.items()],
     )
 
 
-def _fleet_source() -> core_v3.ConfigSource:
+def _fleet_source(metadata: Mapping[str, str]) -> core_v3.ConfigSource:
     # Reconnecting is quick: the default back-off of up to 30 s would leave Envoy with a stale pool.
     retry = core_v3.RetryPolicy(
         retry_back_off=core_v3.BackoffStrategy(base_interval=seconds(0.1), max_interval=seconds(1)),
@@ -253,7 +266,7 @@ def _fleet_source() -> core_v3.ConfigSource:
         api_config_source=core_v3.ApiConfigSource(
             api_type=core_v3.ApiConfigSourceApiType.GRPC,
             transport_api_version=core_v3.ApiVersion.V3,
-            grpc_services=[picker_grpc(retry)],
+            grpc_services=[picker_grpc(retry, metadata)],
         ),
     )
 

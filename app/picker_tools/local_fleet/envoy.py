@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from picker_fleet.config import Settings
+from picker_fleet.config import Settings, pools_of
 from picker_tools.local_fleet.admin_listener import admin_listener
 from picker_tools.local_fleet.clusters import (
     PICKER,
     PICKER_HTTP,
-    POOL,
     PickerTls,
+    cluster_of,
     picker,
     picker_admin,
     picker_http,
@@ -75,6 +76,7 @@ def build_bootstrap(
     listen: Host,
     admin: Host,
     pickers: Sequence[Host],
+    pool_listens: Mapping[str, Host] = MappingProxyType({}),
     http_pickers: Sequence[Host] = (),
     admin_listen: Host | None = None,
     admin_pickers: Sequence[Host] = (),
@@ -87,7 +89,8 @@ def build_bootstrap(
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
-    `pickers` are the replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
+    `pool_listens` are further listeners, by the pool that all their requests are for. `pickers` are the
+    replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
     admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
     listener); `picker_tls` and `http_tls` say how it speaks TLS to the replicas (None: it does not);
     `trusted` are the steering headers that clients may set;
@@ -95,6 +98,7 @@ def build_bootstrap(
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
     """
+    pools, namespace = pools_of(settings), settings.extproc.metadata_namespace
     bootstrap = bootstrap_v3.Bootstrap(
         node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
         # Health checks get through when clients do not.
@@ -102,14 +106,20 @@ def build_bootstrap(
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         static_resources=bootstrap_v3.BootstrapStaticResources(
             listeners=[
-                listener(mode, settings, listen, trusted=trusted, debug_headers=debug_headers),
+                *(
+                    listener(mode, settings, at, trusted=trusted, debug_headers=debug_headers, pool=name)
+                    for name, at in ((None, listen), *pool_listens.items())
+                ),
                 *([] if admin_listen is None else [admin_listener(admin_listen)]),
             ],
             clusters=[
                 picker(pickers, picker_tls),
                 *([picker_http(http_pickers, http_tls)] if mode == "http" else []),
                 *([] if admin_listen is None else [picker_admin(admin_pickers)]),
-                pool(settings.extproc.metadata_namespace),
+                *(
+                    pool(namespace, cluster_of(name, settings.pool), name if settings.pools else None)
+                    for name in pools
+                ),
             ],
         ),
     )
@@ -201,7 +211,8 @@ class Envoy:
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
-        """What it lacks to serve, in words: healthy replicas, or `endpoints` model servers (None: any)."""
+        """What it lacks to serve, in words: healthy replicas, or `endpoints` model servers of each pool
+        (None: any)."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
             return "Envoy waits for a replica to tell it the endpoints"
@@ -218,9 +229,11 @@ class Envoy:
             ]
             if len(healthy) < len(self._pickers):
                 return f"Envoy sees {len(healthy)} of {len(self._pickers)} replicas healthy ({cluster})"
-        known = len(clusters.get(POOL, []))
-        if endpoints is not None and known != endpoints:
-            return f"Envoy was told of {known} of {endpoints} endpoints"
+        for name in pools_of(self._settings):
+            cluster = cluster_of(name, self._settings.pool)
+            known = len(clusters.get(cluster, []))
+            if endpoints is not None and known != endpoints:
+                return f"Envoy was told of {known} of {endpoints} endpoints ({cluster})"
         return None
 
     async def _look_admin(self) -> int | None:

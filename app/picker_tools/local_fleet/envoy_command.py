@@ -20,6 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
+    add(
+        "--pool-listen",
+        type=_pool_listen,
+        action="append",
+        default=[],
+        metavar="NAME=HOST:PORT",
+        help="for clients of one of several pools; at --listen the host of a request names its pool",
+    )
     add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
     add(
         "--picker",
@@ -106,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         settings,
         mode=args.mode,
         listen=args.listen,
+        pool_listens=_pool_listens(args, settings),
         admin=args.envoy_admin,
         pickers=args.picker or [_here(settings.extproc.listen)],
         http_pickers=_http_pickers(args, settings) if args.mode == "http" else (),
@@ -139,6 +148,15 @@ def _warning(names: Sequence[str]) -> str:
     )
 
 
+def _pool_listens(args: argparse.Namespace, settings: config.Settings) -> dict[str, tuple[str, int]]:
+    listens = dict(args.pool_listen)
+    unknown = sorted(listens.keys() - settings.pools.keys())
+    if unknown:
+        served = ", ".join(settings.pools) or "none"
+        raise ConfigError(f"--pool-listen {unknown[0]}: not one of pools of the configuration ({served})")
+    return listens
+
+
 def _http_pickers(args: argparse.Namespace, settings: config.Settings) -> Sequence[tuple[str, int]]:
     if args.picker_http:
         found: list[tuple[str, int]] = args.picker_http
@@ -163,6 +181,11 @@ def _headers(text: str) -> list[str]:
         return [trusted_name(name) for name in text.split(",")]
     except ValueError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from None
+
+
+def _pool_listen(text: str) -> tuple[str, tuple[str, int]]:
+    name, _, listen = text.partition("=")
+    return name, _host_port(listen)
 
 
 def _host_port(text: str) -> tuple[str, int]:

@@ -2,21 +2,25 @@
 
 The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only;
 `headers` no body, but what Envoy's own JSON parser found in it; `http` asks by ext_authz instead of ext_proc.
+
+Where the fleet serves several pools (docs/pools.md), the host of a request names its pool: metadata of that
+host's routes, which Envoy passes on to the picker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from picker_fleet.allowlist import NOT_LISTED, STEERING, PathRule, rules, untrusted
-from picker_fleet.config import Settings
+from picker_fleet.config import Settings, pools_of
 from picker_fleet.errors import ConfigError
 from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ext_authz.server import PREFIX
 from picker_fleet.extproc.accesslog import METADATA_HEADERS
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
 from picker_fleet.extproc.codec import SUBSET
+from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
-from picker_tools.local_fleet.clusters import DESTINATION_HEADER, PICKER_HTTP, POOL, picker_grpc
+from picker_tools.local_fleet.clusters import DESTINATION_HEADER, PICKER_HTTP, POOL, cluster_of, picker_grpc
 from picker_tools.local_fleet.envoy_types import (
     OTHER_HOST_DRAWS,
     accesslog_v3,
@@ -81,14 +85,31 @@ _USAGE_IN_EVENTS = {
 }
 
 
-def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
+def _longest_wait_s(settings: Settings) -> float:
+    """How long a request may queue, in any pool."""
+    return max(each.fair_request_queue.queue_ttl for each in pools_of(settings).values())
+
+
+def _read_headers(settings: Settings) -> frozenset[str]:
+    """The headers that the picker reads, in any pool, and all that steer."""
+    return _STEERING.union(*(wanted_headers(each) for each in pools_of(settings).values()))
+
+
+def _naming(settings: Settings, pool: str | None) -> dict[str, str]:
+    """How the filter names the pool of a request: `pool`, or that of the route's metadata."""
+    if pool is not None:
+        return {POOL_HEADER: pool}
+    return {POOL_HEADER: f"%METADATA(ROUTE:{PICKER_NAMESPACE}:pool)%"} if settings.pools else {}
+
+
+def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_v3.HttpFilter]:
     """The filters of `mode` in the order of a request; answers pass them in reverse.
 
     Raises:
         ConfigError: requests may queue for longer than Envoy waits in this mode.
     """
     longest_s = _MESSAGE_TIMEOUT_S - _ANSWER_MARGIN_S
-    if mode == "headers" and settings.fair_request_queue.queue_ttl > longest_s:
+    if mode == "headers" and _longest_wait_s(settings) > longest_s:
         raise ConfigError(
             "fair_request_queue.queue_ttl: in headers mode Envoy waits an hour at most; "
             f"valid: up to {longest_s:g}s"
@@ -98,14 +119,14 @@ def _http_filters(mode: Mode, settings: Settings) -> list[hcm_v3.HttpFilter]:
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
     if mode == "http":
-        filters.append(_named(_EXT_AUTHZ, _ext_authz(settings)))
+        filters.append(_named(_EXT_AUTHZ, _ext_authz(settings, _naming(settings, pool))))
     else:
-        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings)))
+        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings, _naming(settings, pool))))
     filters.append(_named("envoy.filters.http.router", router_v3.Router()))
     return filters
 
 
-def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
+def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_proc_v3.ExternalProcessor:
     namespace = settings.extproc.metadata_namespace
     forwarded = [SUBSET_NAMESPACE]
     if mode == "headers":
@@ -113,7 +134,7 @@ def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
     elif mode == "standard":
         forwarded.append(namespace)  # it names the endpoint that served
     return ext_proc_v3.ExternalProcessor(
-        grpc_service=picker_grpc(_redrive()),
+        grpc_service=picker_grpc(_redrive(), naming),
         # A request without a decision names no endpoint: the pool's own balancing places it.
         failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
@@ -127,7 +148,7 @@ def _ext_proc(mode: Mode, settings: Settings) -> ext_proc_v3.ExternalProcessor:
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time. Gateways that use `standard` send all of them, so this
         # Envoy does too.
-        forward_rules=None if mode == "standard" else _only(wanted_headers(settings) | _STEERING),
+        forward_rules=None if mode == "standard" else _only(_read_headers(settings)),
     )
 
 
@@ -141,8 +162,8 @@ def _exactly(names: Iterable[str]) -> matcher_v3.ListStringMatcher:
     )
 
 
-def _ext_authz(settings: Settings) -> ext_authz_v3.ExtAuthz:
-    wait_s = settings.fair_request_queue.queue_ttl + _ANSWER_MARGIN_S
+def _ext_authz(settings: Settings, naming: Mapping[str, str]) -> ext_authz_v3.ExtAuthz:
+    wait_s = _longest_wait_s(settings) + _ANSWER_MARGIN_S
     retry = _redrive(_HTTP_FAILURES)
     # Envoy takes the longest pause between two tries as the time that one try may take, the wait in the queue
     # included. Four tries pause for less than a second in all.
@@ -152,7 +173,9 @@ def _ext_authz(settings: Settings) -> ext_authz_v3.ExtAuthz:
         server_uri=core_v3.HttpUri(uri=f"http://{PICKER_HTTP}", cluster=PICKER_HTTP, timeout=seconds(wait_s)),
         path_prefix=PREFIX.decode(),
         authorization_request=ext_authz_v3.AuthorizationRequest(
-            headers_to_add=[core_v3.HeaderValue(key=SUBSET, value=hint)]
+            headers_to_add=[
+                core_v3.HeaderValue(key=key, value=value) for key, value in {SUBSET: hint, **naming}.items()
+            ]
         ),
         authorization_response=ext_authz_v3.AuthorizationResponse(
             allowed_upstream_headers=_exactly((DESTINATION_HEADER,)),
@@ -167,7 +190,7 @@ def _ext_authz(settings: Settings) -> ext_authz_v3.ExtAuthz:
         failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
         encode_raw_headers=True,  # else bytes that are not UTF-8 arrive as other characters
-        allowed_headers=_exactly((wanted_headers(settings) | _STEERING) - {METHOD, PATH}),
+        allowed_headers=_exactly(_read_headers(settings) - {METHOD, PATH}),
         # One byte more than allowed, so that the picker refuses a body that is too long.
         with_request_body=ext_authz_v3.BufferSettings(
             max_request_bytes=settings.extproc.max_body_bytes + 1, allow_partial_message=True
@@ -308,12 +331,15 @@ def listener(
     *,
     trusted: Iterable[str],
     debug_headers: bool,
+    pool: str | None = None,
 ) -> listener_v3.Listener:
-    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted`
-    steering headers."""
-    manager = _manager(mode, settings, trusted, debug_headers=debug_headers)
+    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted` steering headers.
+
+    All its requests are for `pool`; where that is None, the host that a client asks names the pool.
+    """
+    manager = _manager(mode, settings, trusted, debug_headers=debug_headers, pool=pool)
     return listener_v3.Listener(
-        name=mode,
+        name=mode if pool is None else f"{mode}-{pool}",
         address=address(*listen),
         per_connection_buffer_limit_bytes=_CHUNK_BYTES,
         filter_chains=[
@@ -348,10 +374,10 @@ def _debug(namespace: str) -> dict[str, str]:
 
 
 def _manager(
-    mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool
+    mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool, pool: str | None
 ) -> hcm_v3.HttpConnectionManager:
     # Envoy's timeout for a body includes the time in the queue.
-    waits_s = settings.fair_request_queue.queue_ttl + _BODY_S
+    waits_s = _longest_wait_s(settings) + _BODY_S
     manager = hcm_v3.HttpConnectionManager(
         stat_prefix=mode,
         # A client with an internal address keeps its own x-request-id, but request ids must come from Envoy
@@ -384,8 +410,8 @@ def _manager(
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
-        route_config=_routes(mode, settings, debug_headers=debug_headers),
-        http_filters=_http_filters(mode, settings),
+        route_config=_routes(mode, settings, debug_headers=debug_headers, pool=pool),
+        http_filters=_http_filters(mode, settings, pool),
     )
     if mode == "http":
         manager.local_reply_config = hcm_v3.LocalReplyConfig(
@@ -411,17 +437,44 @@ def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
     )
 
 
-def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.RouteConfiguration:
-    served = [_served(rule) for rule in rules(settings.extproc.paths)]
-    host = route_v3.VirtualHost(
+def _routes(
+    mode: Mode, settings: Settings, *, debug_headers: bool, pool: str | None
+) -> route_v3.RouteConfiguration:
+    pools = pools_of(settings)
+    if pool is not None:
+        hosts = [_host(settings, pools[pool], ("*",))]
+    else:
+        # The name of a pool, and all that begins with it: `batch`, `batch:8080`, `batch.example.org`.
+        hosts = [
+            _host(settings, each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"))
+            for name, each in pools.items()
+        ]
+    return route_v3.RouteConfiguration(
         name=POOL,
-        domains=["*"],
-        routes=[*served, _elsewhere()],
+        virtual_hosts=hosts,
+        response_headers_to_add=_added(
+            (_PICKER_HEADERS if mode in ("lean", "headers") else {})
+            | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
+        ),
+    )
+
+
+def _host(settings: Settings, pool: Settings, domains: Sequence[str]) -> route_v3.VirtualHost:
+    """The routes of `pool` at `domains`; `settings` are those of the fleet."""
+    cluster = cluster_of(pool.pool, settings.pool)
+    metadata = None
+    if settings.pools:
+        named = protobuf.Struct.from_dict({"pool": pool.pool})
+        metadata = core_v3.Metadata(filter_metadata={PICKER_NAMESPACE: named})
+    return route_v3.VirtualHost(
+        name=cluster,
+        domains=list(domains),
+        routes=[*(_served(rule, cluster, metadata) for rule in rules(settings.extproc.paths)), _elsewhere()],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
         retry_policy=route_v3.RetryPolicy(
             # `reset` too: an endpoint may die between the request and its first byte.
             retry_on="connect-failure,refused-stream,reset-before-request,reset",
-            num_retries=settings.scheduling.fallbacks,  # one try for each endpoint that the picker lists
+            num_retries=pool.scheduling.fallbacks,  # one try for each endpoint that the picker lists
             retry_host_predicate=[
                 route_v3.RetryPolicyRetryHostPredicate(
                     name="envoy.retry_host_predicates.previous_hosts",
@@ -431,17 +484,9 @@ def _routes(mode: Mode, settings: Settings, *, debug_headers: bool) -> route_v3.
             host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
         ),
     )
-    return route_v3.RouteConfiguration(
-        name=POOL,
-        virtual_hosts=[host],
-        response_headers_to_add=_added(
-            (_PICKER_HEADERS if mode in ("lean", "headers") else {})
-            | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
-        ),
-    )
 
 
-def _served(rule: PathRule) -> route_v3.Route:
+def _served(rule: PathRule, cluster: str, metadata: core_v3.Metadata | None) -> route_v3.Route:
     match = route_v3.RouteMatch(
         headers=[
             route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(exact=rule.method))
@@ -452,7 +497,9 @@ def _served(rule: PathRule) -> route_v3.Route:
             else {"safe_regex": matcher_v3.RegexMatcher(regex=rule.regex)}
         ),
     )
-    return route_v3.Route(match=match, route=route_v3.RouteAction(cluster=POOL, timeout=_NEVER))
+    return route_v3.Route(
+        match=match, route=route_v3.RouteAction(cluster=cluster, timeout=_NEVER), metadata=metadata
+    )
 
 
 def _elsewhere() -> route_v3.Route:

@@ -6,6 +6,7 @@ the replicas' addresses. They stop in reverse order, so that nothing new arrives
 
 import asyncio
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -64,11 +65,15 @@ class LocalFleet:
         self._folder = folder
         self._report = report
         self._supervisor = Supervisor(folder, report)
-        models = served_models(settings)
         self._valkey = None if options.redis else Valkey(folder)
-        self._simulators = [
-            Simulator(number, options.sim, models) for number in range(1, options.endpoints + 1)
-        ]
+        numbers = itertools.count(1)
+        self._simulators_of = {
+            name: [
+                Simulator(next(numbers), options.sim, served_models(its)) for _ in range(options.endpoints)
+            ]
+            for name, its in config.pools_of(settings).items()
+        }
+        self._simulators = list(itertools.chain(*self._simulators_of.values()))
         fixed_ports = options.port and options.admin_port
         self._replicas = [
             Replica(
@@ -131,6 +136,11 @@ class LocalFleet:
         return self._started_envoy.url
 
     @property
+    def other_pools(self) -> list[str]:
+        """The pools besides the default one."""
+        return list(self._simulators_of)[1:]
+
+    @property
     def dashboard(self) -> str:
         """The first replica's admin address."""
         return self._replicas[0].announced.admin
@@ -162,9 +172,12 @@ class LocalFleet:
         return wanted
 
     def _tree(self) -> dict[str, Any]:
-        endpoints = [simulator.address for simulator in self._simulators if simulator.address]
+        endpoints = {
+            name: [each.address for each in simulators if each.address]
+            for name, simulators in self._simulators_of.items()
+        }
         nearest = self._valkey.socket_url if self._valkey is not None else self._redis_url
-        return overlaid(self._settings, redis_url=nearest, endpoints=endpoints or None)
+        return overlaid(self._settings, redis_url=nearest, endpoints=endpoints if self._simulators else None)
 
     async def _bring_up_pickers(self) -> None:
         """The replicas, after the parts whose addresses they need."""
@@ -203,7 +216,7 @@ class LocalFleet:
             raise StartupError(f"the parts are up, but the fleet does not serve: {why}")
 
     async def _missing(self) -> str | None:
-        missing = await self._started_envoy.missing(len(self._simulators) or None)
+        missing = await self._started_envoy.missing(self._options.endpoints or None)
         if missing is not None:
             return missing
         for replica in self._replicas:
@@ -238,8 +251,13 @@ class LocalFleet:
                     for replica in self._replicas
                 ],
                 "endpoints": [
-                    {"pid": self._supervisor.pid(simulator), "address": simulator.address}
-                    for simulator in self._simulators
+                    {
+                        "pid": self._supervisor.pid(simulator),
+                        "address": simulator.address,
+                        **({"pool": name} if self._settings.pools else {}),
+                    }
+                    for name, simulators in self._simulators_of.items()
+                    for simulator in simulators
                 ],
             },
         )

@@ -134,8 +134,10 @@ class Simulator:
         return f"http://{self._address}"
 
 
-def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | None) -> dict[str, Any]:
-    """`settings` as a plain tree of what was set, with `redis_url` and `endpoints` (`ip:port`) in it.
+def overlaid(
+    settings: Settings, *, redis_url: str, endpoints: Mapping[str, Sequence[str]] | None
+) -> dict[str, Any]:
+    """`settings` as a plain tree of what was set, with `redis_url` and each pool's `endpoints` (`ip:port`).
 
     `endpoints` None keeps the discovery of `settings`. The replicas trust the headers that this
     fleet's Envoy trusts. `settings` includes the environment, so the replicas start without it.
@@ -148,8 +150,11 @@ def overlaid(settings: Settings, *, redis_url: str, endpoints: Sequence[str] | N
     trusts = dict.fromkeys((*extproc.get("trusted_headers", ()), *TRUSTED_HEADERS))
     tree["extproc"] = {**extproc, "trusted_headers": list(trusts)}
     tree["redis"] = {**tree.get("redis", {}), "url": redis_url}
-    if endpoints is not None:
-        tree["discovery"] = {"static": [{"address": address} for address in endpoints]}
+    if settings.pools:
+        tree["pools"] = {name: _plain(pool.own) for name, pool in settings.pools.items()}
+    for pool, addresses in (endpoints or {}).items():
+        section = tree["pools"][pool] if settings.pools else tree
+        section["discovery"] = {"static": [{"address": address} for address in addresses]}
     parse(tree)
     return tree
 

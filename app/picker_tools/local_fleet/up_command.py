@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="simulated model servers (default: %(default)s); 0: the discovery of --config",
     )
+    add(
+        "--pools",
+        type=_pools,
+        metavar="NAME,…",
+        help="serve these pools, the first by default; each gets --endpoints (default: those of --config)",
+    )
     add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
     add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
     add("--port", type=_port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
@@ -67,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
         ),
     )
-    settings = config.load(options.config, os.environ)
+    asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
+    settings = config.load(options.config, os.environ, flags=asked)
     folder = Path(tempfile.mkdtemp(prefix="picker-up-"))
     try:
         asyncio.run(_up(options, settings, folder))
@@ -109,6 +116,10 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
         f"  and workload (x-workload-context); an Envoy for others' clients trusts none with the first two\n"
         f"dashboard: {fleet.dashboard}"
     )
+    for pool in fleet.other_pools:
+        report.text(
+            f"pool {pool}: the same with -H 'host: {pool}'; dashboard: {fleet.dashboard}/pools/{pool}/"
+        )
     await fleet.watch()
 
 
@@ -121,6 +132,10 @@ def whole_number(least: int, most: int = 100) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _pools(text: str) -> list[str]:
+    return list(dict.fromkeys(text.split(",")))
 
 
 def _port(text: str) -> int:

@@ -11,7 +11,7 @@ from types import FrameType
 from rich.console import Console
 from rich.live import Live
 
-from picker_tools.top.client import AdminClient, AdminError
+from picker_tools.top.client import AdminClient, AdminError, path_part
 from picker_tools.top.controls import Controls, keyboard
 from picker_tools.top.frame import ViewState, frame, height_of, room
 from picker_tools.top.status import QueuePage, QueueReader, SnapshotReader, read
@@ -28,6 +28,9 @@ _TOKEN = "PICKER_ADMIN__TOKEN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="a replica's (default: %(default)s)")
+    add(
+        "--pool", metavar="NAME", help="of a fleet with several (default: the one of requests that name none)"
+    )
     add("--once", action="store_true", help="print one frame and end")
     add(
         "--view",
@@ -44,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         AdminError: the replica cannot be reached, or there is no terminal.
     """
-    admin = AdminClient(args.admin, os.environ.get(_TOKEN))
+    root = args.admin.rstrip("/")
+    below = f"/pools/{path_part(args.pool)}" if args.pool else ""
+    admin = AdminClient(f"{root}{below}", os.environ.get(_TOKEN))
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=_WIDTH)

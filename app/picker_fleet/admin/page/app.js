@@ -1,8 +1,9 @@
 // The dashboard of one replica's admin API: starts its parts and passes snapshots to them.
 
+import { read } from "./api.js";
 import { offer } from "./changes.js";
 import { startDecisions, takeDecisions } from "./decisions.js";
-import { byId, setText } from "./dom.js";
+import { byId, el, setText } from "./dom.js";
 import { plural } from "./format.js";
 import { Live } from "./live.js";
 import { lookUp, startLookup } from "./lookup.js";
@@ -18,6 +19,24 @@ startTheme();
 startLookup();
 startQueue(lookUp);
 startDecisions();
+
+/** The pools to choose from, if the replica serves several. Each has this page at an address of its own. */
+async function showPools() {
+  const { pools } = await read("pools");
+  if (pools.length < 2) return;
+  const own = /pools\/([^/]+)\/$/.exec(location.pathname);
+  const shown = own ? decodeURIComponent(own[1]) : pools[0].name;
+  const list = byId("pools");
+  list.replaceChildren(...pools.map(({ name }) => el("option", "", name)));
+  list.value = shown;
+  list.hidden = false;
+  byId("pool").hidden = true;
+  list.addEventListener("change", () => {
+    const root = location.pathname.replace(/(pools\/[^/]+\/)?$/, "");
+    location.assign(`${root}pools/${encodeURIComponent(list.value)}/`);
+  });
+}
+showPools().catch(() => {}); // the page is of one pool all the same
 
 /** Draws at most once a frame, and not while the page is hidden. */
 function draw() {

@@ -122,11 +122,13 @@ const replicas = new Rows(byId("rows-replicas"), (replica) => replica.id, () => 
   };
 });
 
-/** The dashboard at a replica's admin address; "" for what is no http address. */
+const ownPath = /pools\/[^/]+\/$/.exec(location.pathname)?.[0] ?? ""; // of several pools
+
+/** This pool's dashboard at a replica's admin address; "" for what is no http address. */
 function address(admin) {
   try {
     const url = new URL(/^https?:\/\//.test(admin) ? admin : `http://${admin}`);
-    return /^https?:$/.test(url.protocol) ? url.href : "";
+    return /^https?:$/.test(url.protocol) ? new URL(ownPath, url).href : "";
   } catch {
     return "";
   }

@@ -1,0 +1,285 @@
+"""One fleet that serves two pools (docs/pools.md): chosen by Envoy alone, and apart in all that they have."""
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from edge_envoy import Edge, Tree, started
+from fleet_load import PATIENT, Answer
+from redis_servers import Server, redis_server
+from whole_fleet import Fleet, exact_bounds, running
+
+from picker_fleet.config import parse
+from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+from picker_tools.local_fleet.parts import Mode
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+POOLS = ("default", "batch")
+COUNTED_AFTER_S = 6.0  # a younger replica has no part of the bound when it loses Redis
+PLACES = 4  # of the default pool's queue
+CONFIG: dict[str, Any] = {
+    "pools": {
+        "default": {"fair_request_queue": {"total_capacity": PLACES, "flow_capacity": PLACES}},
+        "batch": {"models": [{"name": "llama", "weight": 2}]},
+    },
+    "request_queue_controller": exact_bounds(4),
+    "http": {"listen": f"{LOOPBACK}:0"},
+}
+Two = tuple[Fleet, Server]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
+    """Two replicas that serve both pools, each with an endpoint, and their Redis; tests leave all at rest."""
+    folder = tmp_path_factory.mktemp("two")
+    with redis_server(folder / "valkey") as valkey:
+        sims = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "1")
+        options = ("--replicas", "2", *sims, "--redis", valkey.url)
+        async with running(folder, *options, config=CONFIG) as here:
+            yield here, valkey
+
+
+def endpoint_of(here: Fleet, pool: str) -> str:
+    return next(str(each["address"]) for each in here.state["endpoints"] if each["pool"] == pool)
+
+
+async def state(here: Fleet, pool: str, replica: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = (await here.admin(f"/pools/{pool}/api/v1/state", replica)).json()
+    return found
+
+
+async def until(here: Fleet, pool: str, *, replicas: Sequence[int] = (0,), **wanted: Any) -> None:
+    """Wait until the pool's state has these values, as each of the replicas tells it."""
+
+    async def has_them() -> bool:
+        states = [await state(here, pool, replica) for replica in replicas]
+        return all(each.get(name) == value for each in states for name, value in wanted.items())
+
+    await here.eventually(has_them, within_s=30, what=f"{pool}: {wanted}")
+
+
+async def at_rest(here: Fleet) -> None:
+    for pool in POOLS:
+        await until(here, pool, stock=0, queued=0)
+
+
+def to(pool: str) -> dict[str, str]:
+    """The header by which a client of the local fleet's Envoy names the pool."""
+    return {"host": pool}
+
+
+async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answer:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = await client.post(
+        "/v1/completions",
+        json={"model": "llama", "prompt": "hi", "max_tokens": 2},
+        headers={**(to(pool) if pool else {}), **named},
+    )
+    return Answer(answer.status_code, True, answer.headers.get("x-served-by"), answer.text)
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+@contextmanager
+def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[str, str]]]:
+    """A second Envoy before the fleet: hosts name pools at its first listener; and the URLs of a listener for
+    `batch`, and of one that names a pool that nobody serves."""
+    replicas = here.state["replicas"]
+    listens = {"batch": (LOOPBACK, free_port()), "nobody": (LOOPBACK, free_port())}
+    tree: Tree = build_bootstrap(
+        parse(CONFIG),
+        mode=mode,
+        listen=(LOOPBACK, 0),
+        admin=(LOOPBACK, 0),
+        pickers=[_host_port(each["grpc"]) for each in replicas],
+        http_pickers=[_host_port(each["http"]) for each in replicas],
+        pool_listens={"batch": listens["batch"]},
+    )
+    of_batch = tree["staticResources"]["listeners"][1]
+    foreign = json.loads(json.dumps(copy.deepcopy(of_batch)).replace('"value": "batch"', '"value": "nobody"'))
+    assert foreign != of_batch
+    foreign["name"] = "nobody"
+    foreign["address"]["socketAddress"]["portValue"] = listens["nobody"][1]
+    tree["staticResources"]["listeners"].append(foreign)
+    with started(to_yaml(tree), folder) as running_envoy:
+        yield running_envoy, {name: f"http://{host}:{port}" for name, (host, port) in listens.items()}
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, **PATIENT)
+
+
+@pytest.mark.parametrize("mode", ["lean", "http"])
+async def test_route_and_listener_choose_the_pool_and_no_client_does(
+    two: Two, tmp_path: Path, mode: Mode
+) -> None:
+    here, _ = two
+    default, batch = (endpoint_of(here, pool) for pool in POOLS)
+    with envoy(here, tmp_path / "edge", mode) as (edge, listeners):
+        async with client_of(edge.url) as client:
+            served = {
+                "no name": (await ask(client)).endpoint,
+                "its own name": (await ask(client, "default")).endpoint,
+                "a host": (await ask(client, "batch")).endpoint,
+                "a host with a port": (await ask(client, "batch:8080")).endpoint,
+                "a name below": (await ask(client, "batch.example.org")).endpoint,
+                "a client's header": (await ask(client, x_picker_pool="batch")).endpoint,
+                "a client's header against the route": (
+                    await ask(client, "batch", x_picker_pool="default")
+                ).endpoint,
+            }
+        assert served == {
+            "no name": default,
+            "its own name": default,
+            "a host": batch,
+            "a host with a port": batch,
+            "a name below": batch,
+            "a client's header": default,
+            "a client's header against the route": batch,
+        }
+        async with client_of(listeners["batch"]) as client:
+            hosts = [(await ask(client, host)).endpoint for host in ("", "default")]
+            hosts.append((await ask(client, x_picker_pool="default")).endpoint)
+        assert hosts == [batch] * 3
+        async with client_of(listeners["nobody"]) as client:
+            refused = [await ask(client), await ask(client, x_picker_pool="batch")]
+        assert [(each.status, each.endpoint) for each in refused] == [(404, None)] * 2
+        assert json.loads(refused[0].text)["error"]["code"] == "unknown_pool"
+    # Each end was accounted for in its own pool, by its access-log entry.
+    await at_rest(here)
+
+    async def counted() -> bool:
+        pages = [(await here.admin("/metrics", replica)).text for replica in range(2)]
+        return any(f'code="unknown_pool",mode="{mode}",model="",pool="default"' in page for page in pages)
+
+    await here.eventually(counted, what="the refusals of the unknown pool")
+
+
+async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
+    here, _ = two
+    before = await state(here, "batch")
+    assert (await here.admin("/api/v1/pause", method="POST")).status_code == 200  # of the default pool
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
+        await until(here, "default", queued=PLACES, paused=True)
+        refused = await ask(client)
+        assert refused.status == 503
+        assert json.loads(refused.text)["error"]["code"] in ("insufficient_flow_capacity", "total_capacity")
+        # The other pool is as it was: its bound, its places, and what it serves.
+        answers = await asyncio.gather(*(ask(client, "batch") for _ in range(2 * PLACES)))
+        assert {(each.status, each.endpoint) for each in answers} == {(200, endpoint_of(here, "batch"))}
+        now = await state(here, "batch")
+        assert (now["queued"], now["paused"], now["bounds"]) == (0, False, before["bounds"])
+        flows = (await here.admin("/pools/default/api/v1/queue")).json()["requests"]
+        assert [each["flow"] for each in flows] == ["llama"] * PLACES
+        assert (await here.admin("/pools/batch/api/v1/queue")).json()["requests"] == []
+        assert (await here.admin("/api/v1/resume", method="POST")).status_code == 200
+    assert {task.result().status for task in waiting} == {200}
+    await at_rest(here)
+    # In Redis each has keys of its own.
+    async with here.redis() as client:
+        assert {key.split(":")[1] for key in await client.keys("epp:*")} == {"{default}", "{batch}"}
+
+
+async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
+    here, _ = two
+    listed = (await here.admin("/api/v1/pools")).json()["pools"]
+    assert [(each["name"], each["default"], each["ready"], each["path"]) for each in listed] == [
+        ("default", True, True, "/pools/default/"),
+        ("batch", False, True, "/pools/batch/"),
+    ]
+    assert (await here.admin("/pools/batch/api/v1/pools")).json()["pools"] == listed
+    unknown = await here.admin("/pools/nobody/api/v1/state")
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "unknown_pool")
+    for pool in POOLS:
+        assert (await state(here, pool))["pool"] == pool
+        assert "Picker Fleet" in (await here.admin(f"/pools/{pool}/")).text
+    components = (await here.admin("/readyz")).json()["components"]
+    assert components.keys() == {
+        f"{pool}.{part}" for pool in POOLS for part in ("redis", "pool", "endpoints")
+    }
+
+    # A live change reaches every replica of its pool, and nothing of the other.
+    address = here.state["replicas"][0]["admin"]
+    change = {"fair_request_queue": {"total_capacity": 770}, "weights": {"gold": 3}}
+    async with httpx.AsyncClient(base_url=address, trust_env=False, verify=False, timeout=30) as client:
+        answer = await client.patch("/pools/batch/api/v1/config", json=change)
+        assert answer.status_code == 200, answer.text
+    for replica in range(2):
+        changed, same = [
+            (await here.admin(f"/pools/{pool}/api/v1/config", replica)).json()
+            for pool in ("batch", "default")
+        ]
+        assert changed["config"]["fair_request_queue"]["total_capacity"] == 770
+        assert (same["config"]["fair_request_queue"]["total_capacity"], same["changes"]) == (PLACES, {})
+    drained = endpoint_of(here, "batch")
+    assert (
+        await here.admin(f"/pools/batch/api/v1/endpoints/{drained}/drain", method="POST")
+    ).status_code == 200
+    assert (await here.admin(f"/api/v1/endpoints/{drained}/drain", method="POST")).status_code == 404
+    await until(here, "batch", ready_backends=0)
+    assert (await state(here, "default"))["ready_backends"] == 1
+    await here.admin(f"/pools/batch/api/v1/endpoints/{drained}/undrain", method="POST")
+    await until(here, "batch", ready_backends=1)
+
+
+async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:
+    here, valkey = two
+
+    async def counted() -> bool:
+        listed = (await here.admin("/api/v1/replicas")).json()["replicas"]
+        return len(listed) == 2 and all(each["started_s_ago"] > COUNTED_AFTER_S for each in listed)
+
+    await here.eventually(counted, within_s=60, what="replicas that count")
+    valkey.freeze()
+    try:
+        async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(client, pool)) for pool in POOLS for _ in range(2)]
+            for pool in POOLS:
+                await until(here, pool, replicas=(0,), degraded=True)
+        assert {task.result().status for task in asked} == {200}
+        async with here.client(**PATIENT) as client:
+            for pool in POOLS:
+                answer = await ask(client, pool)
+                assert (answer.status, answer.endpoint) == (200, endpoint_of(here, pool))
+    finally:
+        valkey.thaw()
+    for pool in POOLS:
+        await until(here, pool, replicas=(0, 1), degraded=False)
+    await at_rest(here)
+
+
+async def test_a_killed_replicas_waiting_requests_of_both_pools_are_served(two: Two) -> None:
+    here, _ = two
+    for pool in POOLS:
+        await here.admin(f"/pools/{pool}/api/v1/pause", method="POST")
+        await until(here, pool, paused=True)
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        waiting = {pool: [tasks.create_task(ask(client, pool)) for _ in range(PLACES)] for pool in POOLS}
+        for pool in POOLS:
+            await until(here, pool, queued=PLACES)
+        here.kill_replica(1)
+        for pool in POOLS:
+            await here.admin(f"/pools/{pool}/api/v1/resume", method="POST")
+    for pool, asked in waiting.items():
+        assert [task.result().status for task in asked] == [200] * PLACES
+        assert {task.result().endpoint for task in asked} == {endpoint_of(here, pool)}
+    here.wait_line("starting it again")
+
+    async def both_live() -> bool:
+        states = [await state(here, pool) for pool in POOLS]
+        return all(len(each["replicas"]) == 2 for each in states)
+
+    await here.eventually(both_live, within_s=60, what="two replicas in both pools")
+    await at_rest(here)

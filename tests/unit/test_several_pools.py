@@ -1,0 +1,375 @@
+"""What belongs to one of several pools: its settings, requests and their ends, bytes of bodies, metrics."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from test_accesslog import FIELDS, Entry, bare, describe
+
+from picker_fleet.config import Settings, load, parse, pools_of
+from picker_fleet.errors import BufferFull, ConfigError, ShuttingDown
+from picker_fleet.ext_authz import settle
+from picker_fleet.ext_authz.server import CheckServer
+from picker_fleet.ext_authz.settle import Placements
+from picker_fleet.extproc import accesslog
+from picker_fleet.extproc.accesslog import Account
+from picker_fleet.extproc.context import (
+    POOL_HEADER,
+    SMALL_BYTES,
+    ByPool,
+    ExchangeContext,
+    UploadDeadlines,
+    body_budgets,
+    of_unknown_pool,
+)
+from picker_fleet.extproc.exchange import ExchangeService
+from picker_fleet.extproc.server import SERVICE, Server
+from picker_fleet.extproc.transport import RpcError, Status, Stream
+from picker_fleet.replica import live_config
+from picker_fleet.request import InferenceRequest
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.telemetry.metrics import Metrics, MetricsPage
+from picker_tools.local_fleet import network
+
+NOBODY = "c"
+ASK = b'{"model": "llama", "prompt": "hi"}'
+TWO: dict[str, Any] = {
+    "pool": "a",
+    "fair_request_queue": {"queue_ttl": "9s", "band_weights": {"Critical": 50}},
+    "discovery": {"dns": {"name": "servers", "port": 8000}},
+    "pools": {
+        "a": None,
+        "b": {
+            "fair_request_queue": {"total_capacity": 500},
+            "discovery": {"static": [{"address": "10.0.0.1:8000"}]},
+            "listen": "127.0.0.1:0",
+        },
+    },
+}
+
+
+def test_a_pool_has_what_all_share_and_what_its_section_says() -> None:
+    pools = pools_of(parse(TWO))
+    assert list(pools) == ["a", "b"]
+    assert {name: pool.pool for name, pool in pools.items()} == {"a": "a", "b": "b"}
+    assert [pool.fair_request_queue.queue_ttl for pool in pools.values()] == [9, 9]
+    assert [pool.fair_request_queue.total_capacity for pool in pools.values()] == [1000, 500]
+    a, b = (pool.discovery for pool in pools.values())
+    assert (a.dns is not None, a.static) == (True, None)
+    assert (b.dns, len(b.static or ())) == (None, 1)  # a source of discovery replaces the other
+    assert list(pools_of(parse({"pool": "alone"}))) == ["alone"]
+    assert list(pools_of(parse({**TWO, "pool": "b"}))) == ["b", "a"]
+
+
+def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("pool: a\npools:\n  a:\n  b: {discovery: {file: b.yaml}}\n")
+    variable = "PICKER_POOLS__A__FAIR_REQUEST_QUEUE__TOTAL_CAPACITY"
+    pools = pools_of(load(file, {variable: "700"}))
+    assert pools["b"].discovery.file == tmp_path / "b.yaml"
+    assert pools["a"].fair_request_queue.total_capacity == 700
+    with pytest.raises(ConfigError, match=rf"{variable}: pools\.a\.fair_request_queue\.total_capacity: "):
+        load(file, {variable: "0"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"pool": "c"}, "pool c is not one of pools, which are a, b"),
+        ({"pools": {"a": {"redis": {}, "extproc": {}}}}, "pools.a: redis, extproc: of the whole process"),
+        ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: of the whole process"),
+        ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
+        ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
+        ({"pools": {"a/b": {}}}, "pools.a/b."),
+        ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
+        ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),
+        ({"pools": {"a": {"fair_request_queue": {"flow_capacity": 5000}}}}, "pools.a.fair_request_queue: "),
+        ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
+        ({"pools": {f"p{number}": {} for number in range(33)}}, "pools: "),
+    ],
+)
+def test_a_fault_in_a_section_is_told_with_its_place(changes: Mapping[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**TWO, **changes})
+    assert fault in str(caught.value)
+
+
+def test_a_fault_that_all_pools_share_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**TWO, "redis": {"url": "nonsense"}, "scraping": {"interval": "never"}})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "redis.url",
+        "scraping.interval",
+    ]
+
+
+# The replica's ports.
+
+
+class Both:
+    """Two pools behind one server: their gates, and how requests reach them."""
+
+    def __init__(self) -> None:
+        self.gates = {"a": ScriptedGate(), "b": ScriptedGate()}
+        for name, gate in self.gates.items():
+            gate.placement = gate.placement._replace(endpoints=(f"10.0.0.{ord(name)}:80",))
+        self.metrics = {"a": Counted(), "b": Counted()}
+        extproc = {"transport": chosen_transport(), "listen": "127.0.0.1:0", "drain_grace": "0s"}
+        settings = parse({"extproc": extproc})
+        clock = asyncio.get_running_loop().time
+        each = {
+            name: exchange_context(gate, self.metrics[name], settings, clock)
+            for name, gate in self.gates.items()
+        }
+        self.settings = settings
+        self.contexts: ByPool[ExchangeContext] = ByPool(each, "a", of_unknown_pool(each["a"]))
+        self.uploads = UploadDeadlines(clock, 60.0)
+
+    def server(self, **more: Any) -> Server:
+        exchanges = self.contexts.each(lambda context: ExchangeService(context, self.uploads))
+        return Server(exchanges, self.settings.extproc, **{"services": {}, **more})
+
+    @property
+    def asked(self) -> dict[str, int]:
+        return {name: len(gate.admitted) for name, gate in self.gates.items()}
+
+
+async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> ProcessingResponse:
+    call = channel.stream_stream(
+        f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+    )(timeout=30, metadata=metadata)
+    # A client's header of that name is one of its request.
+    await call.write(headers("lean", {POOL_HEADER: "b"}))
+    if (POOL_HEADER, NOBODY) not in metadata:  # which is refused by its headers
+        await call.write(body(ASK))
+    return await call.read()
+
+
+@pytest.mark.usefixtures("transport")
+async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
+    both = Both()
+    server = both.server()
+    port = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name, counts in (("", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("b", (2, 2))):
+                answer = await asks(channel, *([(POOL_HEADER, name)] if name else []))
+                assert answer.WhichOneof("response") == "request_headers"
+                assert tuple(both.asked.values()) == counts
+            refused = await asks(channel, (POOL_HEADER, NOBODY))
+            assert refused.immediate_response.status.code == 404
+            assert json.loads(refused.immediate_response.body)["error"]["code"] == "unknown_pool"
+            assert tuple(both.asked.values()) == (2, 2)
+        # It is counted, among those of the default pool.
+        assert [code for _, _, code in both.metrics["a"].answers] == ["ok", "ok", "unknown_pool"]
+        assert [code for _, _, code in both.metrics["b"].answers] == ["ok", "ok"]
+    finally:
+        await server.stop()
+
+
+@pytest.mark.usefixtures("transport")
+async def test_a_port_of_a_pool_serves_it_without_a_name_and_services_follow_the_name() -> None:
+    async def of_a(stream: Stream) -> bytes:
+        return b"a"
+
+    async def of_b(stream: Stream) -> bytes:
+        return b"b"
+
+    async def of_none(stream: Stream) -> None:
+        raise RpcError(Status.NOT_FOUND, "no such pool")
+
+    both, own = Both(), network.free_port()
+    services = {"/test/Whose": ByPool({"a": of_a, "b": of_b}, "a", of_none)}
+    server = both.server(services=services, own_listeners={"b": f"127.0.0.1:{own}"})
+    port = await server.start()
+    try:
+        for at, default in ((port, "a"), (own, "b")):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{at}") as channel:
+                before = both.asked[default]
+                await asks(channel)
+                assert both.asked[default] == before + 1
+                whose = channel.unary_unary("/test/Whose")
+                assert await whose(b"", timeout=30) == default.encode()
+                assert await whose(b"", timeout=30, metadata=((POOL_HEADER, "b"),)) == b"b"
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await whose(b"", timeout=30, metadata=((POOL_HEADER, "c"),))
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await server.drain()  # of all pools
+        for name in (b"a", b"b"):
+            with pytest.raises(ShuttingDown):
+                await both.contexts.of(name).drain_gate.admit(
+                    cast(InferenceRequest, None), stream_owned=False
+                )
+    finally:
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def checking(both: Both, placements: Placements) -> AsyncIterator[int]:
+    server = CheckServer(both.contexts, "127.0.0.1:0", placements)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+
+
+async def http_asks(port: int, *requests: bytes) -> list[tuple[int, bytes]]:
+    """Status, and the rest, of the answers to `requests` on one connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answers = []
+    async with asyncio.timeout(30):
+        for request in requests:
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            answers.append((int(head.split()[1]), head + await reader.readexactly(length)))
+    writer.close()
+    return answers
+
+
+def check(pool: str = "", path: str = "/check/v1/completions", body: bytes = ASK, **more: str) -> bytes:
+    fields = {"content-length": str(len(body)), **({POOL_HEADER: pool} if pool else {})}
+    fields |= {name.replace("_", "-"): value for name, value in more.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode() + body
+
+
+async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_several() -> None:
+    both = Both()
+    async with checking(both, Placements([], 600.0, lambda: 0.0)) as port:
+        answers = await http_asks(port, check(), check("b"), check("c"), check(), check("a"), check("b"))
+    assert [status for status, _ in answers] == [200, 200, 404, 200, 200, 200]
+    assert b"unknown_pool" in answers[2][1]
+    assert both.asked == {"a": 3, "b": 2}
+    assert {context.bodies.held_bytes for context in (both.contexts.of(b"a"), both.contexts.of(b"b"))} == {0}
+
+
+async def test_a_settle_token_ends_the_request_in_its_own_pool() -> None:
+    both = Both()
+    keys = {"a": Keyring(), "b": Keyring()}
+    gate_of = both.gates
+    gate_of["b"].placement = gate_of["b"].placement._replace(
+        accounting_token=accounting_token.signed(FIELDS, "r-1", keys["b"])
+    )
+    accounts = [Account(gate_of[name], cast(Metrics, both.metrics[name]), keys[name]) for name in "ab"]
+    placements = Placements(accounts, 600.0, lambda: 0.0)
+    described = {
+        "x_forwarded_method": "POST",
+        "x_forwarded_uri": "/v1/completions",
+        "x_picker_model": "llama",
+        "x_request_id": "r-1",
+    }
+    async with checking(both, placements) as port:
+        ((status, placed),) = await http_asks(port, check("b", "/check", b"", **described))
+        assert status == 200
+        token = placed.split(f"{settle.TOKEN}: ".encode())[1].split(b"\r\n")[0].decode()
+        placements.renew()
+        assert ([each.id for each in gate_of["b"].renewed], gate_of["a"].renewed) == (["r-1"], [])
+        ((status, _),) = await http_asks(port, check("", "/settle", b"", **{settle.TOKEN: token}))
+        assert status == 200
+    assert ([each.id for each in gate_of["b"].settled], gate_of["a"].settled) == (["r-1"], [])
+
+
+# Ends of requests.
+
+
+def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd") -> Entry:
+    message = bare(kind, request_id)
+    describe(message, {"picker": {"ticket": accounting_token.signed(FIELDS, request_id, keys)}})
+    return message
+
+
+def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
+    gates = [ScriptedGate(), ScriptedGate()]
+    keys = [Keyring(), Keyring()]
+    metrics = [Metrics(), Metrics()]
+    accounts = [Account(*each) for each in zip(gates, metrics, keys, strict=True)]
+    forged = bare("DownstreamEnd", "r-5")
+    describe(forged, {"picker": {"ticket": accounting_token.signed(FIELDS, "r-1", keys[1])}})
+    gone = bare(request_id="gone", status=0)
+    gone.common_properties.response_flags.downstream_connection_termination = True
+    entries = [
+        ended("r-1", keys[1]),
+        ended("r-2", keys[0]),
+        ended("r-3", keys[1], "DownstreamPeriodic"),
+        ended("r-4", Keyring()),  # no pool's
+        forged,
+        gone,
+    ]
+    accesslog.take(entries, accounts)
+    assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
+    # Nobody knows whose request it was that has no token: each pool looks.
+    assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]
+    page = b"".join(MetricsPage(metrics[:1]).pieces()).decode()
+    for reason in ("unknown-key", "bad-signature", "no-ticket"):
+        assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page
+
+
+# What pools share.
+
+LIMIT = 64 * SMALL_BYTES
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3 * SMALL_BYTES), st.booleans()), max_size=80),
+)
+def test_no_pool_takes_what_another_has_of_its_own(count: int, steps: list[tuple[int, int, bool]]) -> None:
+    budgets = list(body_budgets(LIMIT, [str(number) for number in range(count)]).values())
+    kept: list[list[int]] = [[] for _ in budgets]
+    own = LIMIT // (2 * count)
+    for which, size, gives_back in steps:
+        budget, bodies = budgets[which % count], kept[which % count]
+        if gives_back and bodies:
+            budget.give_back(bodies.pop())
+            continue
+        before = budget.held_bytes
+        try:
+            budget.take(size, size)
+        except BufferFull:
+            assert before + size > own, "its own part is always its own"
+            assert budget.held_bytes == before
+        else:
+            bodies.append(size)
+        assert sum(each.held_bytes for each in budgets) <= LIMIT
+        assert [each.held_bytes for each in budgets] == [sum(each) for each in kept]
+
+
+def test_one_pool_may_hold_what_the_others_have_not_of_their_own() -> None:
+    a, b = body_budgets(LIMIT, ["a", "b"]).values()
+    for _ in range(LIMIT * 3 // 4 // SMALL_BYTES):
+        a.take(SMALL_BYTES, SMALL_BYTES)
+    with pytest.raises(BufferFull):
+        a.take(1, 1)
+    b.take(LIMIT // 4, LIMIT // 4)
+    assert body_budgets(LIMIT, ["alone"])["alone"].held_bytes == 0
+
+
+def test_the_metrics_of_pools_are_on_one_page_told_apart_by_a_label() -> None:
+    pools = [Metrics(("llama",), {"pool": name}) for name in "ab"]
+    pools[1].answered("lean", "llama", "ok", 0.01)
+    page = b"".join(MetricsPage(pools).pieces()).decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert page.count("# TYPE epp_requests_total ") == 1
+    assert [sample.labels["pool"] for sample in families["epp_requests"].samples] == ["b"]
+    own = [family for name, family in families.items() if name.startswith("epp_")]
+    assert len(own) > 40
+    assert all("pool" in sample.labels for family in own for sample in family.samples)
+    assert {sample.labels["pool"] for sample in families["epp_stock_level"].samples} == {"a", "b"}
+
+
+def test_settings_of_a_pool_change_live_as_those_of_a_fleet_with_one() -> None:
+    its: Settings = pools_of(parse(TWO))["b"]
+    changed = live_config.applied(its, {"fair_request_queue.total_capacity": 600}).settings
+    assert (changed.pool, changed.fair_request_queue.total_capacity) == ("b", 600)
