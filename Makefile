@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-large-pool compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -96,6 +96,9 @@ bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets 
 bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
 	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.large_pool $(ARGS)
+
+bench-pools: $(VENV)/.installed ## does a flood of one pool harm another of the same fleet?
+	$(BIN)/python -m bench.pools $(ARGS)
 
 bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
 	$(BIN)/python -m bench.versions $(ARGS)

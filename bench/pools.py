@@ -1,0 +1,333 @@
+"""`python -m bench.pools`: does a flood of one pool harm another pool of the same fleet?
+
+Pool `calm` has a steady load far below its capacity. Its latency is measured in turns: without a flood;
+while pool `flooded` of the same fleet is sent several times what it can serve; and, as a control, while the
+same flood goes to another fleet on the same machine, with an Envoy and a Valkey of its own: what that adds
+is the machine's, not the fleet's. Writes bench/results/pools.md.
+
+Requests are sent by the clock, whatever is answered (an open loop). The load of each pool and its model server
+are one process: one clock times both.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import uvloop
+import yaml
+
+from bench.overhead.measure import percentile
+from bench.rig.load import MODEL
+from bench.rig.machine import describe_machine
+from bench.rig.page import table
+from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.processes import picker_command
+
+CALM, FLOODED = "calm", "flooded"
+CONDITIONS = ("no flood", "flood of the other pool", "flood of another fleet")
+_CALM_PER_S, _CALM_SERVED_S = 100, 0.01
+_PLACES, _FLOODED_SERVED_S = 4, 0.05  # so the flooded pool serves 80 requests a second
+_QUEUE = 100
+_SETTLE_S = 1.0  # of a turn, before it is measured
+_QUIET_S = 2.0  # between turns: what waits in the flooded pool is served
+_READY_S = 90.0
+_ASK = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
+_ANSWER = json.dumps(
+    {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
+).encode()
+
+
+class ModelServer(asyncio.Protocol):
+    """Serves one connection: a completion takes `served_s`, all else nothing."""
+
+    def __init__(self, served_s: float) -> None:
+        self._served_s, self._path = served_s, b""
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+
+    def on_message_complete(self) -> None:
+        if self._path == b"/v1/completions":
+            asyncio.get_running_loop().call_later(self._served_s, self._answer, _ANSWER)
+        else:
+            self._answer(b"")
+
+    def _answer(self, body: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(body) + body)
+
+
+class Client(asyncio.Protocol):
+    """One connection, a request at a time."""
+
+    def __init__(self) -> None:
+        self._answered: asyncio.Future[int] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(self._parser.get_status_code())
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_lost(self, fault: Exception | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(ConnectionError("Envoy closed a connection"))
+
+    async def ask(self, request: bytes) -> int:
+        """The status of its answer."""
+        self._answered = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        return await self._answered
+
+
+@dataclass
+class Turn:
+    """What one turn measured: seconds from the time that a request was due to its answer, and statuses."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+
+
+async def load(url: str, pool: str, per_s: float, seconds: float) -> Turn:
+    """Send `per_s` requests a second to `pool` for so long, and wait for all answers."""
+    at, loop, turn = urlsplit(url), asyncio.get_running_loop(), Turn()
+    idle: list[Client] = []
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {pool}\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(_ASK)}\r\n\r\n".encode() + _ASK
+    began_s = loop.time()
+
+    async def one(due_s: float) -> None:
+        if idle:
+            client = idle.pop()
+        else:
+            _, client = await loop.create_connection(Client, at.hostname, at.port)
+        turn.statuses[await client.ask(request)] += 1
+        if due_s >= began_s + _SETTLE_S:
+            turn.latencies_s.append(loop.time() - due_s)
+        idle.append(client)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(round(per_s * seconds)):
+            due_s = began_s + number / per_s
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            tasks.create_task(one(due_s))
+    for client in idle:
+        client.transport.close()
+    return turn
+
+
+@contextlib.asynccontextmanager
+async def model_server(served_s: float) -> AsyncIterator[str]:
+    server = await asyncio.get_running_loop().create_server(lambda: ModelServer(served_s), LOOPBACK, 0)
+    async with server:
+        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
+
+
+def flood(pipe: Connection) -> None:
+    """The flood's process: tells its model server's address, then floods as often as it is told."""
+
+    async def work() -> None:
+        async with model_server(_FLOODED_SERVED_S) as address:
+            pipe.send(address)
+            while (asked := await asyncio.to_thread(pipe.recv)) is not None:
+                turn = await load(*asked)
+                pipe.send(turn.statuses)
+
+    uvloop.run(work())
+
+
+@contextlib.contextmanager
+def flooder() -> Iterator[Connection]:
+    own, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=flood, args=(its,), daemon=True)
+    process.start()
+    try:
+        yield own
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextlib.contextmanager
+def fleet(folder: Path, replicas: int, addresses: dict[str, str]) -> Iterator[str]:
+    """A fleet that serves both pools; the URL of its Envoy."""
+    bounds = ("lower_bound", "watermark", "upper_bound")
+    places = {CALM: 64, FLOODED: _PLACES}
+    queue = {"total_capacity": _QUEUE, "flow_capacity": _QUEUE, "queue_ttl": "10s"}
+    config: dict[str, Any] = {
+        "pool": CALM,
+        "fair_request_queue": queue,
+        "pools": {
+            name: {
+                "discovery": {"static": [{"address": address}]},
+                "request_queue_controller": {f"{bound}_per_backend": places[name] for bound in bounds},
+            }
+            for name, address in addresses.items()
+        },
+    }
+    folder.mkdir()
+    file, state = folder / "picker.yaml", folder / "state.json"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    options = ("--replicas", str(replicas), "--endpoints", "0", "--port", "0", "--no-restart")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            picker_command("up", *options, "--config", str(file), "--state-file", str(state)),
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        end_s = time.monotonic() + _READY_S
+        while not state.exists():
+            if process.poll() is not None or time.monotonic() > end_s:
+                raise OSError(f"the fleet did not start:\n{(folder / 'log').read_text()}")
+            time.sleep(0.05)
+        yield str(json.loads(state.read_text(encoding="utf-8"))["envoy"])
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@dataclass
+class Found:
+    """Of a number of replicas: the turns of the calm pool by condition, and what the flood was answered."""
+
+    turns: dict[str, list[Turn]] = field(default_factory=lambda: {name: [] for name in CONDITIONS})
+    flooded: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in CONDITIONS})
+
+
+async def measure(replicas: int, rounds: int, seconds: float, times: float) -> Found:
+    per_s = times * _PLACES / _FLOODED_SERVED_S
+    found = Found()
+    with tempfile.TemporaryDirectory(prefix="picker-pools-") as folder, flooder() as pipe:
+        async with model_server(_CALM_SERVED_S) as calm:
+            addresses = {CALM: calm, FLOODED: await asyncio.to_thread(pipe.recv)}
+            with contextlib.ExitStack() as fleets:
+                # In a thread, since this event loop serves as a model server meanwhile.
+                both, other = [
+                    await asyncio.to_thread(
+                        fleets.enter_context, fleet(Path(folder) / name, replicas, addresses)
+                    )
+                    for name in ("both", "other")
+                ]
+                await load(both, CALM, _CALM_PER_S, 3.0)
+                for number in range(rounds):
+                    order = CONDITIONS if number % 2 == 0 else CONDITIONS[::-1]
+                    for name in order:
+                        print(f"{replicas} replicas, round {number + 1} of {rounds}: {name}", file=sys.stderr)
+                        if name != CONDITIONS[0]:
+                            url = both if name == CONDITIONS[1] else other
+                            pipe.send((url, FLOODED, per_s, seconds))
+                        found.turns[name].append(await load(both, CALM, _CALM_PER_S, seconds))
+                        if name != CONDITIONS[0]:
+                            found.flooded[name] += await asyncio.to_thread(pipe.recv)
+                        await asyncio.sleep(_QUIET_S)
+    return found
+
+
+def rows(replicas: int, found: Found) -> list[list[str]]:
+    """A row a condition: quantiles of all turns in ms, the median of the turns' p99, and its ratio."""
+    lines = []
+    quiet = [percentile(turn.latencies_s, 0.99) for turn in found.turns[CONDITIONS[0]]]
+    for name, turns in found.turns.items():
+        every = [each for turn in turns for each in turn.latencies_s]
+        p99 = [percentile(turn.latencies_s, 0.99) for turn in turns]
+        ratio = statistics.median(own / none for own, none in zip(p99, quiet, strict=True))
+        statuses = sum((turn.statuses for turn in turns), Counter[int]())
+        flooded = found.flooded[name]
+        lines.append(
+            [
+                str(replicas),
+                name,
+                *(f"{percentile(every, share) * 1000:.1f}" for share in (0.5, 0.9, 0.99)),
+                f"{statistics.median(p99) * 1000:.1f}",
+                f"{ratio:.2f}",
+                _told(statuses),
+                _told(flooded) or "–",
+            ]
+        )
+    return lines
+
+
+def _told(statuses: Counter[int]) -> str:
+    return ", ".join(f"{count} × {status}" for status, count in sorted(statuses.items()))
+
+
+HEAD = (
+    "replicas",
+    "condition",
+    "p50, ms",
+    "p90, ms",
+    "p99, ms",
+    "p99 of a turn, ms",
+    "ratio to no flood",
+    "answers",
+    "the flood's answers",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.pools", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
+    parser.add_argument("--times", type=float, default=4.0, help="the flood, in what its pool can serve")
+    parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    args = parser.parse_args(arguments)
+    made = describe_machine("bench.pools", arguments)
+    lines = []
+    for count in args.replicas:
+        try:
+            found = uvloop.run(measure(count, args.rounds, args.seconds, args.times))
+        except OSError as fault:
+            print(fault, file=sys.stderr)
+            return 1
+        lines += rows(count, found)
+    written = table(HEAD, lines)
+    rate = args.times * _PLACES / _FLOODED_SERVED_S
+    page = (
+        "# A flood of one pool, and another pool of the same fleet\n\n"
+        f"`{made.command}`, {made.date}, {made.cores} cores, {made.processor}, load {made.load:.2f} at the "
+        f"start. Pool `{CALM}`: {_CALM_PER_S} requests a second, served in {_CALM_SERVED_S * 1000:g} ms. "
+        f"Pool `{FLOODED}`: {rate:g} requests a second, {args.times:g} times what its {_PLACES} places can "
+        f"serve, in {_FLOODED_SERVED_S * 1000:g} ms each; its queue has {_QUEUE} places. "
+        f"{args.rounds} rounds of {args.seconds:g} s for each condition, in turns. Latency of the calm pool's requests, from when "
+        "they are due to the answer's last byte. `flood of another fleet`, with replicas, an Envoy and a "
+        "Valkey of its own on the same machine, shows what the flood costs by the machine alone. `ratio`: "
+        f"p99 of a turn by that of the round's turn without a flood, median over the rounds.\n\n{written}\n"
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "pools.md").write_text(page, encoding="utf-8")
+    print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
