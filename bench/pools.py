@@ -5,8 +5,8 @@ while pool `flooded` of the same fleet is sent several times what it can serve; 
 same flood goes to another fleet on the same machine, with an Envoy and a Valkey of its own: what that adds
 is the machine's, not the fleet's. Writes bench/results/pools.md.
 
-Requests are sent by the clock, whatever is answered (an open loop). The load of each pool and its model server
-are one process: one clock times both.
+Requests are sent by the clock, whatever is answered (an open loop). The load of each pool and its model
+server are one process: one clock times both.
 """
 
 import argparse
@@ -318,10 +318,11 @@ def main(arguments: Sequence[str]) -> int:
         f"start. Pool `{CALM}`: {_CALM_PER_S} requests a second, served in {_CALM_SERVED_S * 1000:g} ms. "
         f"Pool `{FLOODED}`: {rate:g} requests a second, {args.times:g} times what its {_PLACES} places can "
         f"serve, in {_FLOODED_SERVED_S * 1000:g} ms each; its queue has {_QUEUE} places. "
-        f"{args.rounds} rounds of {args.seconds:g} s for each condition, in turns. Latency of the calm pool's requests, from when "
-        "they are due to the answer's last byte. `flood of another fleet`, with replicas, an Envoy and a "
-        "Valkey of its own on the same machine, shows what the flood costs by the machine alone. `ratio`: "
-        f"p99 of a turn by that of the round's turn without a flood, median over the rounds.\n\n{written}\n"
+        f"{args.rounds} rounds of {args.seconds:g} s a condition, in turns. Latency of the calm pool's "
+        "requests, from when they are due to the answer's last byte. `flood of another fleet`, with "
+        "replicas, an Envoy and a Valkey of its own on the same machine, shows what the flood costs by the "
+        "machine alone. `ratio`: p99 of a turn by that of the round's turn without a flood, median over "
+        f"the rounds.\n\n{written}\n"
     )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "pools.md").write_text(page, encoding="utf-8")

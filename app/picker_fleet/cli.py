@@ -115,7 +115,8 @@ def _check(args: argparse.Namespace) -> int:
 
     `PICKER_…` variables overlay the file here as they would for a replica.
     """
-    from picker_fleet.config import load  # it takes most of a start; other commands may not need it
+    # They take most of a start; other commands may not need them.
+    from picker_fleet.config import load, pools_of
 
     try:
         settings = load(args.file, os.environ)
@@ -123,11 +124,13 @@ def _check(args: argparse.Namespace) -> int:
         print(fault, file=sys.stderr)
         return 2
     print(f"{args.file}: valid")
-    print("\n".join(_summary(settings)))
+    for each in pools_of(settings).values():
+        print("\n".join(_summary(each)))
     return 0
 
 
 def _summary(settings: "Settings") -> list[str]:
+    """What `check` says of a pool."""
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
     return [

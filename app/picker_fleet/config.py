@@ -181,8 +181,8 @@ class PoolSettings(Settings):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The tree of what is not of the process, as far as it was set."""
-        return self.model_dump(exclude_unset=True, exclude=set(OF_PROCESS))
+        """The tree of what is not of a process, as far as it was set."""
+        return self.model_dump(exclude_unset=True, exclude={*OF_PROCESS, "listen"})
 
 
 Settings.model_rebuild()

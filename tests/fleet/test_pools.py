@@ -20,6 +20,7 @@ from picker_fleet.config import parse
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
+from picker_tools.local_fleet.processes import picker_command
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 POOLS = ("default", "batch")
@@ -232,6 +233,28 @@ async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
     assert (await state(here, "default"))["ready_backends"] == 1
     await here.admin(f"/pools/batch/api/v1/endpoints/{drained}/undrain", method="POST")
     await until(here, "batch", ready_backends=1)
+
+
+async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: Any) -> None:
+    here, _ = two
+    endpoints = {pool: endpoint_of(here, pool) for pool in POOLS}
+    async with dashboard(here) as shown:
+        for number, pool in enumerate(("default", "batch", "default")):
+            if number:
+                await shown.page.locator("#pools").select_option(pool)
+                await shown.page.wait_for_url(f"**/pools/{pool}/")
+            await shown.says("#rows-endpoints", endpoints[pool])
+            assert await shown.page.locator("#pools").input_value() == pool
+            assert await shown.page.locator("#rows-endpoints tr").count() == 1
+    for pool, options in (("default", ()), ("batch", ("--pool", "batch"))):
+        url = here.state["replicas"][0]["admin"]
+        top = await asyncio.create_subprocess_exec(
+            *picker_command("top", "--admin", url, "--view", "endpoints", "--once", *options),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(60):
+            frame = (await top.communicate())[0].decode()
+        assert endpoints[pool] in frame
 
 
 async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:
