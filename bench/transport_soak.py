@@ -2,8 +2,8 @@
 bench.transport_soak`.
 
 One process serves exchanges whose gate places, refuses or lets wait; this one is its peers. They ask, leave
-amid a message, reset, cut connections and begin new ones. Memory and files of the server are read in pauses;
-they must not grow. Writes bench/results/transport-soak.md.
+amid a message, reset, cut connections and begin new ones. What the server has is read in pauses; objects,
+blocks, the C heap in use and files must not grow. Writes bench/results/transport-soak.md.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ import psutil
 import uvloop
 
 from bench.rig.machine import describe_machine
+from bench.rig.process_figures import ProcessFigures, environment, read_figures
 from picker_fleet.config import parse
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import UploadDeadlines
@@ -60,7 +62,7 @@ _FIELDS = (
 )
 _READ_EVERY_S = 20.0
 _WARM = 0.2  # of the run, which is left out
-_GROWTH_BYTES = 2 * 1024 * 1024
+_GROWTH = 0.02
 _STREAMS = 40  # of a connection, then a new one
 
 
@@ -88,12 +90,19 @@ async def serve() -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """Of the server: after so many seconds its memory, its files, and the streams that were opened."""
+    """Of the server: after so many seconds its memory, what is inside, its files, and the streams that were
+    opened."""
 
     at_s: float
     bytes: int
+    figures: ProcessFigures
     files: int
     streams: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the C heap, without what its allocator keeps for the next allocations."""
+        return self.figures.c_heap_bytes - self.figures.c_free_bytes
 
 
 class Peers:
@@ -169,7 +178,9 @@ class Peers:
 
 async def soak(seconds: float, rate: float) -> list[Reading]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.transport_soak", "--serve", stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "bench.transport_soak", "--serve"),
+        stdout=asyncio.subprocess.PIPE,
+        env=environment(),
     )
     assert process.stdout is not None
     try:
@@ -190,8 +201,9 @@ async def soak(seconds: float, rate: float) -> list[Reading]:
                 await asyncio.sleep(1.0)
                 read_s = time.monotonic()
                 streams = sum(count for name, count in peers.done.items() if name.startswith("streams"))
+                figures = await asyncio.to_thread(read_figures, process.pid)
                 readings.append(
-                    Reading(read_s - began_s, server.memory_info().rss, server.num_fds(), streams)
+                    Reading(read_s - began_s, server.memory_info().rss, figures, server.num_fds(), streams)
                 )
                 print(readings[-1], flush=True)
         await asyncio.gather(*running)
@@ -202,41 +214,54 @@ async def soak(seconds: float, rate: float) -> list[Reading]:
         await process.wait()
 
 
-def _flat(readings: list[Reading]) -> tuple[bool, int, int]:
-    """Whether memory and files stayed; medians of memory in the first and the last third after the start."""
+_SIZES: Mapping[str, Callable[[Reading], int]] = {
+    "objects": lambda each: each.figures.objects,
+    "blocks": lambda each: each.figures.blocks,
+    "C heap in use": lambda each: each.used_bytes,
+    "open files": lambda each: each.files,
+}
+
+
+def _growth(readings: list[Reading], size: Callable[[Reading], int]) -> float:
+    """By what part the median of the last third is above that of the first, the start left out."""
     warm = readings[int(len(readings) * _WARM) :]
     third = max(len(warm) // 3, 1)
-    first, last = (median(each.bytes for each in part) for part in (warm[:third], warm[-third:]))
-    files = {each.files for each in warm}
-    return last - first < _GROWTH_BYTES and len(files) == 1, int(first), int(last)
+    first, last = (median(map(size, part)) for part in (warm[:third], warm[-third:]))
+    return last / first - 1
+
+
+def _is_flat(readings: list[Reading]) -> bool:
+    return all(_growth(readings, size) <= _GROWTH for size in _SIZES.values())
 
 
 def _write(readings: list[Reading], done: Counter[str]) -> None:
-    flat, first, last = _flat(readings)
     mib = 1024 * 1024
     here = describe_machine("bench.transport_soak", sys.argv[1:])
+    grew = ", ".join(f"{name} {_growth(readings, size):+.1%}" for name, size in _SIZES.items())
     lines = [
         f"# The native transport, for {readings[-1].at_s / 60:.0f} minutes",
         "",
         "One process serves exchanges, plain and by TLS. Its peers ask, reset, stop amid messages,",
-        "break the protocol, and begin new connections. Memory and files are read in pauses, in which no",
-        "connection is open.",
+        "break the protocol, and begin new connections. All is read in pauses, in which no connection is",
+        "open. Growth is that of the median from the first third to the last, a fifth left out at the start;",
+        f"{_GROWTH:.0%} is allowed. Objects are those of Python's garbage collector, blocks of its allocator.",
         "",
         f"`{here.command}`, {here.date}, {here.cores} cores, {here.system}, load {here.load:.1f}, "
         f"Python {here.versions['python']}, uvloop {here.versions['uvloop']}.",
         "",
-        f"**{'Flat' if flat else 'It grew'}**: {first / mib:.1f} MiB in the first third, "
-        f"{last / mib:.1f} MiB in the last (a fifth is left out at the start); "
-        f"open files {', '.join(sorted({str(each.files) for each in readings}))}.",
+        f"**{'Flat' if _is_flat(readings) else 'It grew'}**: {grew}; resident memory "
+        f"{_growth(readings, lambda each: each.bytes):+.1%}.",
         "",
         "| what | count |",
         "|---|---|",
         *(f"| {name} | {count} |" for name, count in sorted(done.items())),
         "",
-        "| after | memory | files | streams |",
-        "|---|---|---|---|",
+        "| after | resident MiB | C heap in use | free in it | objects | blocks | files | streams |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| {each.at_s:.0f} s | {each.bytes / mib:.1f} MiB | {each.files} | {each.streams} |"
+            f"| {each.at_s:.0f} s | {each.bytes / mib:.1f} | {each.used_bytes / mib:.2f} | "
+            f"{each.figures.c_free_bytes / mib:.2f} | {each.figures.objects} | {each.figures.blocks} | "
+            f"{each.files} | {each.streams} |"
             for each in readings
         ),
         "",
@@ -254,7 +279,7 @@ def main() -> int:
         logging.disable()
         uvloop.run(serve())
         return 0
-    return 0 if _flat(uvloop.run(soak(args.minutes * 60, args.rate)))[0] else 1
+    return 0 if _is_flat(uvloop.run(soak(args.minutes * 60, args.rate))) else 1
 
 
 if __name__ == "__main__":

@@ -35,13 +35,12 @@ class Point:
 class Formula:
     """`direct`, `waiting`: a request, fixed and for each call of it, when Valkey is busy. `dashboard`: a
     second of one, fixed and for each replica told of. The others: a second of a replica, what it grows with
-    each replica and with each that it is told of, and waking up an idle Valkey for a message."""
+    each that it is told of, and waking up an idle Valkey for a message."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]
     dashboard: tuple[float, float]
     replica: float = 0.0
-    pair: float = 0.0
     told: float = 0.0
     wake: float = 0.0
 
@@ -52,7 +51,7 @@ class Formula:
         for point in points:
             fleet, us = point.fleet, point.cores * 1e6
             count = fleet.replicas
-            terms = (count, count**2, count * min(count, _TOLD), messages(fleet))
+            terms = (count, count * min(count, _TOLD), messages(fleet))
             rows.append([term / us for term in terms])
             wanted.append(1 - fleet.requests_per_s * self.request_us(fleet) / us)
         return Formula(self.direct, self.waiting, self.dashboard, *_least_squares(rows, wanted))
@@ -66,7 +65,7 @@ class Formula:
         messages that come `one_by_one`, each when the former is answered, always."""
         told = min(fleet.replicas, _TOLD)
         busy = (
-            fleet.replicas * (self.replica + self.pair * fleet.replicas + self.told * told)
+            fleet.replicas * (self.replica + self.told * told)
             + fleet.dashboards * (self.dashboard[0] + self.dashboard[1] * told)
             + fleet.requests_per_s * self.request_us(fleet)
         ) / 1e6
