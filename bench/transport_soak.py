@@ -244,7 +244,7 @@ def _write(readings: list[Reading], done: Counter[str]) -> None:
         "One process serves exchanges, plain and by TLS. Its peers ask, reset, stop amid messages,",
         "break the protocol, and begin new connections. All is read in pauses, in which no connection is",
         "open. Growth is that of the median from the first third to the last, a fifth left out at the start;",
-        f"{_GROWTH:.0%} is allowed. Objects are those of Python's garbage collector, blocks of its allocator.",
+        f"{_GROWTH:.0%} is allowed. Objects are of Python's garbage collector, blocks of its allocator.",
         "",
         f"`{here.command}`, {here.date}, {here.cores} cores, {here.system}, load {here.load:.1f}, "
         f"Python {here.versions['python']}, uvloop {here.versions['uvloop']}.",
