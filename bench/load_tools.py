@@ -83,10 +83,10 @@ def guidellm(url: str, seconds: int, folder: Path) -> list[Job]:
 
 def _guidellm(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
     out = folder / f"{tenant.name}.json"
-    extras = json.dumps({"headers": tenant.headers})
+    headers = ",".join(f"extras.headers.{name}={value}" for name, value in tenant.headers.items())
     command = (
         *(str(program), "run", "--disable-progress", "--output", f"kind=json,path={out}"),
-        *("--backend", f"kind=openai_http,target={url},model=llama,validate_backend=false,extras={extras}"),
+        *("--backend", f"kind=openai_http,target={url},model=llama,validate_backend=false,{headers}"),
         *("--tokenizer", f"kind=huggingface_auto,model={made_model(folder / 'model')}"),
         *("--data", f"kind=synthetic_text,prompt_tokens={_PROMPT_TOKENS},output_tokens={_TOKENS}"),
         *("--profile", f"kind=concurrent,streams={tenant.streams}"),
@@ -168,7 +168,7 @@ def locust(url: str, seconds: int, folder: Path) -> list[Job]:
             if kind not in ("", "TTFT")
         ]
 
-    return Job(command, read)
+    return [Job(command, read)]
 
 
 _TOOLS = {"locust": locust, "guidellm": guidellm, "aiperf": aiperf}
