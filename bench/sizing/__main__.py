@@ -28,7 +28,7 @@ _CHECKED_FLEETS = (
     Fleet(30, 0), Fleet(200, 0), Fleet(600, 0), Fleet(30, 100), Fleet(10, 1000), Fleet(300, 500),
 )  # fmt: skip
 _VIEWED_FITTED, _VIEWED_CHECKED = (10, 256), (100,)
-_SIMULATED_S = 3
+_SIMULATED_S = 2
 _WANTED_ERROR = 0.25
 _SIZES = (10, 100, 1000)
 _RATES = (0, 1_000, 10_000, 100_000)
@@ -53,11 +53,17 @@ class Measured:
             for count in sorted(_VIEWED_FITTED + _VIEWED_CHECKED)
         }
         self.dashboard_us = {count: sum(each) for count, each in views.items()}
+        self.state_us = {count: each[0] for count, each in views.items()}
         fleets = _FITTED_FLEETS + _CHECKED_FLEETS
-        self.fleets = [Point(each, simulate(it, each, _SIMULATED_S)) for each in fleets]
+        cores = _medians(lambda: [simulate(it, each, _SIMULATED_S) for each in fleets])
+        self.fleets = [Point(*each) for each in zip(fleets, cores, strict=True)]
         lines = [line([self.requests[queued, b] for b in _FITTED_BATCHES]) for queued in (False, True)]
-        dashboard = line([(float(n), self.dashboard_us[n]) for n in _VIEWED_FITTED])
-        self.formula = Formula(lines[0], lines[1], dashboard).fitted(self.fleets[: len(_FITTED_FLEETS)])
+        dashboard, state = (
+            line([(float(n), costs[n]) for n in _VIEWED_FITTED])
+            for costs in (self.dashboard_us, self.state_us)
+        )
+        formula = Formula(lines[0], lines[1], dashboard, told=state[1])
+        self.formula = formula.fitted(self.fleets[: len(_FITTED_FLEETS)])
 
     def rows(self) -> Rows:
         formula, rows = self.formula, Rows()
@@ -70,7 +76,7 @@ class Measured:
             what = f"a second of a dashboard, {count} replicas"
             rows.append((what, _role(count in _VIEWED_FITTED), us, fixed + each * count, "µs"))
         for number, point in enumerate(self.fleets):
-            wanted = formula.cores(point.fleet, one_by_one=True)
+            wanted = formula.cores(point.fleet)
             what = f"{point.fleet.replicas} simulated replicas, {point.fleet.requests_per_s:.0f} requests/s"
             role = _role(number < len(_FITTED_FLEETS))
             rows.append((what, role, point.cores * 100, wanted * 100, "% of a core"))

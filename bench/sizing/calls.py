@@ -227,10 +227,13 @@ def simulate(server: Server, fleet: Fleet, seconds: int) -> float:
                 pipe.execute()
             drain(1)
 
+        def beat(number: int) -> None:
+            pool.beat(number, changed=number % _INFO_EVERY_S == 0)
+            pool.call("state", _NEVER_MS)
+
         def rest(number: int) -> list[Callable[[], object]]:
             return [
-                lambda: pool.beat(number, changed=number % _INFO_EVERY_S == 0),
-                lambda: pool.call("state", _NEVER_MS),
+                lambda: beat(number),
                 lambda: pool.call("sweep", owners[number], 1000, _NEVER_MS, _NEVER_MS, _NEVER_MS),
                 server.client.ping,
                 server.client.ping,

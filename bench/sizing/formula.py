@@ -1,11 +1,11 @@
 """Cores of a Valkey by the size of a fleet: a formula of a few parameters. Times in µs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-# Measured: what each replica sends a second at rest (heartbeat, state, sweep, two pings), and what a replica
-# that scrapes publishes (endpoints/scraping.py).
-_CALLS_A_REPLICA = 5
+# Measured: what each replica sends a second at rest (heartbeat and at once a read of the state, a sweep, two
+# pings), and what a replica that scrapes publishes (endpoints/scraping.py).
+_CALLS_A_REPLICA = 4
 _PUBLISHED_A_SCRAPER = 2.5
 _SCRAPERS = 8
 _TOLD = 256  # `state` and `view_replicas` tell of no more replicas
@@ -34,45 +34,58 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Formula:
     """`direct`, `waiting`: a request, fixed and for each call of it, when Valkey is busy. `dashboard`: a
-    second of one, fixed and for each replica told of. The others: a second of a replica, what it grows with
-    each that it is told of, and waking up an idle Valkey for a message."""
+    second of one, fixed and for each replica told of. `told`: what reading the state takes for each replica
+    that it tells of. Fitted: `replica`, a second of one; `wake`, what a message takes more that finds Valkey
+    idle, and its caches taken by others; `calm`, the messages a second of which half find it so."""
 
     direct: tuple[float, float]
     waiting: tuple[float, float]
     dashboard: tuple[float, float]
+    told: float
     replica: float = 0.0
-    told: float = 0.0
     wake: float = 0.0
+    calm: float = 1.0
 
     def fitted(self, points: Sequence[Point]) -> "Formula":
-        """With the other parameters of the least relative errors at `points`, whose messages come one by
-        one."""
+        """With the other parameters of the least relative errors at `points`."""
+        found = [self._fitted(points, calm) for calm in _CALM]
+        return min(found, key=lambda each: sum((each.cores(p.fleet) / p.cores - 1) ** 2 for p in points))
+
+    def _fitted(self, points: Sequence[Point], calm: float) -> "Formula":
         rows, wanted = [], []
         for point in points:
             fleet, us = point.fleet, point.cores * 1e6
-            count = fleet.replicas
-            terms = (count, count * min(count, _TOLD), messages(fleet))
-            rows.append([term / us for term in terms])
-            wanted.append(1 - fleet.requests_per_s * self.request_us(fleet) / us)
-        return Formula(self.direct, self.waiting, self.dashboard, *_least_squares(rows, wanted))
+            rows.append([fleet.replicas / us, _woken(fleet, calm) / us])
+            wanted.append(1 - self._known_us(fleet) / us)
+        replica, wake = _least_squares(rows, wanted)
+        return replace(self, replica=replica, wake=wake, calm=calm)
 
     def request_us(self, fleet: Fleet) -> float:
         fixed, each = self.waiting if fleet.queued else self.direct
         return fixed + each * calls_a_request(fleet)
 
-    def cores(self, fleet: Fleet, *, one_by_one: bool = False) -> float:
-        """Above 1 it does not fit. An idle Valkey is woken up for each message, a full one for none; for
-        messages that come `one_by_one`, each when the former is answered, always."""
+    def _known_us(self, fleet: Fleet) -> float:
+        """Of a second, without what is fitted."""
         told = min(fleet.replicas, _TOLD)
-        busy = (
-            fleet.replicas * (self.replica + self.told * told)
+        return (
+            fleet.replicas * self.told * told
             + fleet.dashboards * (self.dashboard[0] + self.dashboard[1] * told)
             + fleet.requests_per_s * self.request_us(fleet)
-        ) / 1e6
-        woken = self.wake * messages(fleet) / 1e6
-        if one_by_one:
-            return busy + woken
-        return busy if busy >= 1 else (busy + woken) / (1 + woken)
+        )
+
+    def cores(self, fleet: Fleet) -> float:
+        """Above 1 it does not fit."""
+        fitted_us = fleet.replicas * self.replica + _woken(fleet, self.calm) * self.wake
+        return (self._known_us(fleet) + fitted_us) / 1e6
+
+
+_CALM = (15, 30, 60, 120, 240, 480, 960, 1920)
+
+
+def _woken(fleet: Fleet, calm: float) -> float:
+    """How many messages of a second find Valkey idle."""
+    count = messages(fleet)
+    return count / (1 + count / calm)
 
 
 def messages_a_second(replicas: int) -> float:
@@ -81,7 +94,7 @@ def messages_a_second(replicas: int) -> float:
 
 
 def messages(fleet: Fleet) -> float:
-    """That reach Valkey in a second."""
+    """That reach Valkey in a second; what comes at once after another counts as one with it."""
     requests = fleet.requests_per_s * calls_a_request(fleet)
     return fleet.replicas * _CALLS_A_REPLICA + messages_a_second(fleet.replicas) + requests
 
