@@ -60,13 +60,13 @@ async def _all_checks(modes: Sequence[str], folder: Path, rounds: int, out: Path
 
 
 def _page(rows: Sequence[Row], modes: Sequence[str]) -> str:
-    here = describe_machine("bench.vllm")
+    here = describe_machine("bench.vllm", sys.argv[1:])
     failed = sum(not holds for _, _, holds, _ in rows)
     order = [name for name, _ in (*BASE_CHECKS, *ADAPTER_CHECKS)]
     ordered = sorted(rows, key=lambda row: (order.index(row[0]), modes.index(row[1])))
     head = (
-        f"`make vllm`, {here.date}, {here.cores} cores that other work shares. Two vLLM 0.32 servers\n"
-        "on the CPU with random weights, `--max-num-seqs 4`; two replicas, `watermark_per_backend: 12`.\n"
+        f"`{here.command}`, {here.date}, {here.cores} cores that other work shares. Two vLLM 0.32\n"
+        "servers on the CPU with random weights, `--max-num-seqs 4`; two replicas, `watermark_per_backend: 12`.\n"
         "What each check does and what follows: [docs/vllm.md](../../docs/vllm.md)."
     )
     cells = [
