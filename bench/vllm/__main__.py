@@ -66,7 +66,8 @@ def _page(rows: Sequence[Row], modes: Sequence[str]) -> str:
     ordered = sorted(rows, key=lambda row: (order.index(row[0]), modes.index(row[1])))
     head = (
         f"`{here.command}`, {here.date}, {here.cores} cores that other work shares. Two vLLM 0.32\n"
-        "servers on the CPU with random weights, `--max-num-seqs 4`; two replicas, `watermark_per_backend: 12`.\n"
+        "servers on the CPU with random weights, `--max-num-seqs 4`; two replicas, "
+        "`watermark_per_backend: 12`.\n"
         "What each check does and what follows: [docs/vllm.md](../../docs/vllm.md)."
     )
     cells = [
