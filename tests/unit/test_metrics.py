@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from local_requests import ask
 from metrics_page import page_of, samples
 from metrics_table import documented, families
 from scripted_store import POOL
@@ -84,9 +85,10 @@ def test_queue_events_have_the_specified_names() -> None:
     metrics.expired("m")
     metrics.client_gone("lean", "m", 2.0)
     metrics.push_error("m", "total_capacity")
-    metrics.waiting("m", "m-v2", 1)
-    metrics.waiting("m", "m-v2", 1)
-    metrics.waiting("m", "m-v2", -1)
+    waits = ask(model="m", target_model="m-v2")
+    metrics.waiting(waits, 1)
+    metrics.waiting(waits, 1)
+    metrics.waiting(waits, -1)
     metrics.preempted(Band.SHEDDABLE)
     metrics.evicted(Band.CRITICAL)
     metrics.dequeued(3, 2)

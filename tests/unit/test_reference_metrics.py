@@ -3,10 +3,12 @@
 from collections import Counter
 from dataclasses import replace
 
+from local_requests import ask
 from metrics_page import samples
 from scripted_store import POOL
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
+from picker_fleet.request import Band
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 
@@ -44,14 +46,18 @@ def test_what_waits_and_runs_is_0_before_the_first_request() -> None:
     assert page.values(RUNNING) == [0, 0]
 
 
-def test_requests_are_counted_by_model_and_fall_to_0() -> None:
+def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0() -> None:
     page = Page()
-    page.metrics.waiting("llama", "llama-7b", 3)
+    urgent = ask(flow="tenant", band=Band.CRITICAL, model="llama", target_model="llama-7b")
+    page.metrics.waiting(urgent, 3)
+    page.metrics.waiting(urgent._replace(band=Band.SHEDDABLE), 1)
     page.running.update({"llama": 5, "": 1})
-    labels = ("inference_pool=llm", "model_name=llama", "target_model_name=llama-7b")
+    models = ("inference_pool=llm", "model_name=llama", "priority=10", "target_model_name=llama-7b")
+    labels = ("fairness_id=tenant", *models)
     assert page.values(QUEUE, *labels) == [3, 3]
+    assert page.values(QUEUE, *(label.replace("=10", "=-10") for label in labels)) == [1, 1]
     assert page.values(RUNNING, "model_name=llama") == [5, 5]
-    page.metrics.waiting("llama", "llama-7b", -3)
+    page.metrics.waiting(urgent, -3)
     page.running.clear()
     assert page.values(QUEUE, *labels) == [0, 0]
     assert page.values(RUNNING, "model_name=llama") == [0, 0]
@@ -79,6 +85,23 @@ def test_averages_are_of_the_endpoints_that_are_known() -> None:
     assert page.values(names, "name=llm") == [3, 3]
     assert page.values(("inference_pool_average_running_requests",), "name=llm") == [6]
     assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]
+
+
+def test_flows_cannot_make_series_without_end() -> None:
+    page = Page()
+    names = ["\ud800", "x" * 100_000, *(f"flow-{number}" for number in range(3000))]
+    for name in names:
+        page.metrics.waiting(ask(flow=name), 1)
+    found = {key: value for key, value in samples(page.metrics).items() if key[0] == QUEUE[0]}
+    assert len(found) == 1001
+    assert sum(found.values()) == len(names)
+    for name in names:
+        page.metrics.waiting(ask(flow=name), -1)
+    page.metrics.waiting(ask(flow="new"), 1)
+    found = {key: value for key, value in samples(page.metrics).items() if key[0] == QUEUE[0]}
+    assert len(found) <= 1001
+    assert sum(found.values()) == 1
+    assert not page.metrics.waiting_requests.keys() - {("new", Band.DEFAULT, "m", "m")}
 
 
 def test_a_client_cannot_make_series_without_end() -> None:

@@ -197,14 +197,14 @@ class SharedGate:
     async def _queue(self, waiter: Waiter, verdict: Decision) -> Decision:
         """`placed`, in the end; every refusal is raised."""
         request, waiter.asking = waiter.request, False
-        self._metrics.waiting(request.model, request.target_model, 1)
+        self._metrics.waiting(request, 1)
         self._any_waiting.set()
         self._queued += 1
         try:
             return await self._wait(waiter, verdict)
         finally:
             self._queued -= 1
-            self._metrics.waiting(request.model, request.target_model, -1)
+            self._metrics.waiting(request, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
         """`placed`, in the end: a queued request may be granted and queued again any number of times."""

@@ -161,8 +161,7 @@ class LocalGate:
 
     async def _wait(self, queued: _Queued) -> bool:
         waiting, request = queued.waiting, queued.waiting.request
-        labels = request.model, request.target_model
-        self._metrics.waiting(*labels, 1)
+        self._metrics.waiting(request, 1)
         timer = self._loop.call_at(waiting.deadline_s, self._end_wait, queued, None)
         try:
             return await queued.turn
@@ -172,7 +171,7 @@ class LocalGate:
             raise
         finally:
             timer.cancel()
-            self._metrics.waiting(*labels, -1)
+            self._metrics.waiting(request, -1)
             self._leave(queued)
 
     def release(self, amount: float) -> None:

@@ -14,13 +14,13 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.utils import floatToGoString
 
 from picker_fleet.errors import ClientGone
-from picker_fleet.request import Band, Completion, Outcome
+from picker_fleet.request import Band, Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.store import PoolState
 
@@ -75,6 +75,15 @@ _POOL_TOTALS = {
     "ended_total": ("ended", "Requests in flight that ended, fleet-wide."),
 }
 _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
+
+
+class Waiting(NamedTuple):
+    """What requests that wait in the queue have in common."""
+
+    flow: str
+    band: Band
+    model: str
+    target_model: str
 
 
 class Metrics:
@@ -174,6 +183,7 @@ class Metrics:
         self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
         self.pool_state: PoolState | None = None  # the newest that is known
+        self.waiting_requests: dict[Waiting, int] = {}  # of this replica, in its queue
         # A rate of 0 instead of a missing series.
         for band in Band:
             self._preemptions.add((band.label,), 0)
@@ -237,9 +247,13 @@ class Metrics:
         self._cancelled.add(self._variant(model, target_model))
         self._statuses.add((self._model(model), _CLIENT_GONE))
 
-    def waiting(self, model: str, target_model: str, change: int) -> None:
-        """`change` more (or fewer) requests of this replica wait in the queue."""
-        self._waiting.add(self._variant(model, target_model), change)
+    def waiting(self, request: InferenceRequest, change: int) -> None:
+        """`change` more (or fewer) requests like `request` wait in this replica's queue."""
+        self._waiting.add(self._variant(request.model, request.target_model), change)
+        alike = Waiting(request.flow, request.band, request.model, request.target_model)
+        count = self.waiting_requests.pop(alike, 0) + change
+        if count:
+            self.waiting_requests[alike] = count
 
     def follow_bodies(self, held_bytes: Callable[[], float]) -> None:
         """Read the bytes of bodies that this replica holds from `held_bytes`."""
@@ -347,11 +361,6 @@ class Metrics:
 
         self._scores.follow_all(by_endpoint_and_scorer)
 
-    @property
-    def waiting_by_model(self) -> Mapping[Labels, float]:
-        """Requests of this replica that wait in the queue, by model and variant."""
-        return self._waiting.values
-
     def add(self, families: "Callable[[], Iterable[Family]]") -> None:
         """Show further families, those that `families` gives each time the text is made."""
         self._page.add(families)
@@ -421,6 +430,12 @@ class Page:
             yield from source()
 
 
+def label_value(text: str) -> str:
+    """`text` as a label can have it: short, and without what cannot be encoded: one bad name must not cost
+    the whole page."""
+    return text[:_MAX_VALUE_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
 class LabelCap:
     """Keeps the first `limit` values of a label; any further one becomes `other`.
 
@@ -442,9 +457,7 @@ class LabelCap:
             return name
         if len(self._names) >= self._limit:
             return OTHER
-        # A lone surrogate cannot be encoded, and one bad name must not cost the whole text.
-        name = value.encode("utf-8", "replace").decode("utf-8")
-        self._names[value] = name
+        name = self._names[value] = label_value(value)
         return name
 
 

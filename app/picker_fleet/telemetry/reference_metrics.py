@@ -10,10 +10,14 @@ from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.telemetry.metrics import Family, Gauges, LabelCap, Labels, Metrics, Page
+from picker_fleet.request import Band
+from picker_fleet.telemetry.metrics import OTHER, Family, Gauges, LabelCap, Labels, Metrics, Page, label_value
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
+# The reference has an integer priority where we have a band.
+_PRIORITIES: Final = {Band.CRITICAL: "10", Band.DEFAULT: "0", Band.SHEDDABLE: "-10"}
+_MOST_QUEUE_SERIES = 1000
 _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
     "average_queue_size": lambda reading: reading.waiting,
     "average_running_requests": lambda reading: reading.running,
@@ -40,6 +44,7 @@ class ReferenceMetrics:
         self._readings, self._running = readings, running
         self._page = page = Page(metrics.labels)
         self._model = LabelCap()
+        self._queue_seen: dict[Labels, float] = {}
         self._running_seen: dict[Labels, float] = {("",): 0.0}
 
         def gauges(names: tuple[str, ...], help_text: str, labels: Labels) -> tuple[Gauges, ...]:
@@ -48,7 +53,7 @@ class ReferenceMetrics:
         self._queue = gauges(
             tuple(f"{prefix}_queue_size" for prefix in _FLOW_CONTROL),
             "Requests of this replica that wait in the queue.",
-            ("inference_pool", "model_name", "target_model_name"),
+            ("fairness_id", "priority", "inference_pool", "model_name", "target_model_name"),
         )
         self._saturation = gauges(
             tuple(f"{prefix}_pool_saturation" for prefix in _FLOW_CONTROL),
@@ -72,8 +77,7 @@ class ReferenceMetrics:
 
     def families(self) -> Iterator[Family]:
         """The families, with the figures of now."""
-        waiting = {(*self._pool, *labels): value for labels, value in self._metrics.waiting_by_model.items()}
-        _show(self._queue, waiting or {(*self._pool, "", ""): 0.0})  # 0 instead of a missing series
+        _show(self._queue, self._waiting())
         self._running_seen = dict.fromkeys(self._running_seen, 0.0)
         for model, count in self._running().items():
             labels = (self._model(model),)
@@ -89,6 +93,24 @@ class ReferenceMetrics:
             amounts = [amount for each in known if (amount := amount_of(each)) is not None]
             _show(self._averages[what], {self._pool: fmean(amounts)} if amounts else {})
         return self._page.families()
+
+    def _waiting(self) -> dict[Labels, float]:
+        """What waits, and 0 for what waited before. Clients name flows and models: past `_MOST_QUEUE_SERIES`
+        series those that have fallen to 0 go, then what is over is counted as `other`."""
+        found: dict[Labels, float] = {}
+        for each, count in self._metrics.waiting_requests.items():
+            priority = _PRIORITIES[each.band]
+            labels: Labels = (each.flow, priority, *self._pool, each.model, each.target_model)
+            if len(found) >= _MOST_QUEUE_SERIES:
+                labels = (OTHER, priority, *self._pool, OTHER, OTHER)
+            labels = tuple(map(label_value, labels))
+            found[labels] = found.get(labels, 0.0) + count
+        for labels in self._queue_seen:
+            if len(found) >= _MOST_QUEUE_SERIES:
+                break
+            found.setdefault(labels, 0.0)
+        self._queue_seen = found
+        return found or {("", "", *self._pool, "", ""): 0.0}  # 0 instead of a missing series
 
 
 def _show(families: tuple[Gauges, ...], values: Mapping[Labels, float]) -> None:
