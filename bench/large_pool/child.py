@@ -10,7 +10,7 @@ from typing import cast
 
 import uvloop
 
-from picker_fleet import cli, serve
+from picker_fleet import cli
 from picker_fleet.endpoints.scraping import ScrapingTask
 
 _HEADERS_END = b"\r\n\r\n"
@@ -72,7 +72,7 @@ def main() -> int:
     if what == "servers":
         uvloop.run(_serve(*map(int, arguments)))
         return 0
-    serve.ScrapingTask.run = _no_scraping  # type: ignore[method-assign]
+    ScrapingTask.run = _no_scraping  # type: ignore[method-assign]
     return cli.main(arguments)
 
 
