@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from api_server import NAMESPACE, ApiServer
+from api_server import NAMESPACE, POOLS, ApiServer
 from seat import Seat
 
 from picker_tools.local_fleet import network
@@ -14,12 +14,12 @@ HOST = "127.0.0.31"
 READY_S = 60.0
 
 
-def put(cluster: ApiServer, kind: str, name: str, spec: dict[str, Any]) -> None:
+def put(cluster: ApiServer, kind: str, name: str, spec: dict[str, Any], pool: str = "llm") -> None:
     tree = {
         "apiVersion": f"{GROUP}/v1alpha2",
         "kind": kind,
         "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {"poolRef": {"name": "llm"}, **spec},
+        "spec": {"poolRef": {"name": pool}, **spec},
     }
     cluster.apply(tree)
 
@@ -111,15 +111,57 @@ async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_o
     assert "nothing is rewritten" in await condition(empty, "inferencemodelrewrites", "nothing", "False")
     assert "is no model's name" in await condition(empty, "inferencemodelrewrites", "blank", "False")
     assert "no int32" in await condition(empty, "inferenceobjectives", "huge", "False")
-    for name in (
-        "inferencemodelrewrites nothing",
-        "inferencemodelrewrites blank",
-        "inferenceobjectives huge",
+    put(empty, "InferenceObjective", "stray", {"priority": 1}, pool="no-such-pool")
+    assert "no-such-pool" in await condition(empty, "inferenceobjectives", "stray", "False")
+    for name, target in (("there", "back"), ("back", "there")):
+        rules = [{"matches": [{"model": {"value": name}}], "targets": [{"modelRewrite": target}]}]
+        put(empty, "InferenceModelRewrite", name, {"rules": rules})
+
+    async def told() -> bool | None:
+        message = await condition(empty, "inferencemodelrewrites", "there", "True")
+        return message.startswith("there to back to there is a cycle") or None
+
+    assert await network.until(told, within_s=READY_S)
+    for what in (
+        "inferencemodelrewrites nothing is not used",
+        "inferencemodelrewrites blank is not used",
+        "inferenceobjectives huge is not used",
+        "inferenceobjectives stray is not used",
+        "inferencemodelrewrites there is used",
     ):
         for picker in seat.pickers:
-            assert f"{name} is not used" in picker.log.read_text()
+            assert what in picker.log.read_text()
 
     async def serves() -> bool | None:
         return (await seat.ask()).status_code == 200 or None
 
     assert await network.until(serves, within_s=READY_S)
+
+
+async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
+    empty: ApiServer, seat: Seat
+) -> None:
+    await seat.start_model(HOST)
+    empty.put_pod("only", HOST, {"app": "llm"})
+    nobody = network.free_port()
+    empty.put_pool("llm", [nobody, seat.port], {"app": "llm"})
+    await seat.everywhere(
+        lambda found: found == {f"{HOST}:{seat.port}": "ready", f"{HOST}:{nobody}": "down"},
+        "the port of nobody is down",
+    )
+    assert any(f"scraping {HOST}:{nobody} fails" in picker.log.read_text() for picker in seat.pickers)
+    assert [(await seat.ask()).status_code for _ in range(20)] == [200] * 20
+
+
+async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
+    empty: ApiServer, seat: Seat
+) -> None:
+    await seat.start_model(HOST)
+    empty.put_pod("only", HOST, {"app": "llm"})
+    await seat.everywhere(lambda found: len(found) == 1, "the pod is known")
+    pool = empty.call("GET", f"{POOLS}/llm")
+    pool["spec"]["selector"]["matchLabels"] = {}
+    answer = empty.api.put(f"{POOLS}/llm", json=pool)
+    assert answer.status_code == 422
+    assert "should have at least 1 properties" in answer.json()["message"]
+    assert (await seat.ask()).status_code == 200

@@ -11,6 +11,7 @@ from picker_fleet.intake import Ask, Intake
 from picker_fleet.replica.inference_objects import (
     Objective,
     Rewrite,
+    cycles,
     live_objects,
     objective_fault,
     rewrite_fault,
@@ -92,6 +93,17 @@ def test_rewrites_that_name_each_other_are_one_step() -> None:
     gate = intake()
     gate.use_live(found.bands, found.splits, found.anything)
     assert (ask(gate, "a")[0], ask(gate, "b")[0]) == ("b", "a")
+
+
+def test_a_cycle_of_rewrites_is_named() -> None:
+    first, second = (
+        rewrite("first", "1", rule({"b": 1, "a": 9}, "a")),
+        rewrite("second", "2", rule({"c": 1}, "b")),
+    )
+    assert cycles([first, second]) == {}, "a share that stays as it is is no cycle"
+    third = rewrite("third", "3", rule({"x": 1, "a": 1}, "c"), rule({"y": 1}, "z"))
+    found = cycles([first, second, third])
+    assert found == {"first": "a to b to c to a", "second": "b to c to a to b", "third": "c to a to b to c"}
 
 
 @pytest.mark.parametrize(

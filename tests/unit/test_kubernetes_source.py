@@ -261,12 +261,14 @@ def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
     assert found[0].labels["picker-fleet/pod"] == "b-ready"
 
 
-def test_a_pod_may_name_those_of_its_ports_that_serve() -> None:
+def test_a_pod_may_name_those_of_its_ports_that_serve(caplog: pytest.LogCaptureFixture) -> None:
     pods = [_pod("a", "10.0.0.1", ports="8001, x,9999"), _pod("b", "10.0.0.2", ports="")]
     found = PodEndpoints().of(_by_name(pods), [8000, 8001])
     assert [(each.address, each.labels["picker-fleet/port-rank"]) for each in found] == [
         ("10.0.0.1:8001", "1")
     ]
+    assert "pod a: its annotation" in caplog.text
+    assert caplog.text.rstrip().endswith("no target ports of the pool: 9999")
 
 
 def test_the_configuration_names_the_pool() -> None:

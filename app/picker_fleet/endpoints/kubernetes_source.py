@@ -113,6 +113,13 @@ def _endpoints(pod: Pod, ports: Sequence[int]) -> Iterator[Endpoint]:
     if pod.status.phase != "Running" or not pod.status.podIP:
         return
     active = _active_ports(pod)
+    if active is not None and not active <= set(ports):
+        _log.warning(
+            "pod %s: its annotation %s names ports that are no target ports of the pool: %s",
+            pod.metadata.name,
+            _ACTIVE_PORTS,
+            ", ".join(map(str, sorted(active - set(ports)))),
+        )
     for rank, port in enumerate(ports):
         if active is None or port in active:
             endpoint = _endpoint(pod, port, rank)

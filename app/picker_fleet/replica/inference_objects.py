@@ -1,16 +1,16 @@
 """InferenceObjectives and InferenceModelRewrites of the API server, followed live for the pool of discovery.
 
 An objective's priority decides the band of the requests that name it: positive is Critical, 0 Default,
-negative Sheddable. A rewrite sends requests for a model as other models, split by weights; which one a
-request gets follows from its id. Both are taken from two API groups, the newer one before the older. What
-cannot be used is logged, and the replica that publishes writes a condition into its status.
+negative Sheddable. A rewrite sends requests for a model as other models, split by weights
+(traffic_split.py). Both are taken from two API groups, the newer one before the older. What cannot be used is
+logged, and the replica that publishes writes a condition into its status.
 """
 
 import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -92,6 +92,12 @@ class Rewrite(msgspec.Struct, frozen=True):
     status: _Status = _Status()
 
 
+class _Names(msgspec.Struct):
+    """A list, as far as it says whether there is anything."""
+
+    items: list[msgspec.Raw] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
     """What the objects amount to. `anything` is the split of models that no rule names."""
@@ -128,6 +134,42 @@ def rewrite_fault(rewrite: Rewrite) -> str:
         if not any(target.weight for target in targets):
             return f"{where}.targets: no target has a weight above 0: nothing to rewrite to"
     return ""
+
+
+def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
+    """Rewrites with a model whose targets lead back to it over other rules, by name, and the models on the
+    way. They are in use all the same: a target is not rewritten again."""
+    rewrites = list(rewrites)
+    targets = {
+        model: [name for name in split.names if name != model]  # a share that stays as it is is no cycle
+        for model, split in live_objects((), rewrites).splits.items()
+    }
+    found = {}
+    for rewrite in rewrites:
+        for rule in rewrite.spec.rules or ():
+            for match in rule.matches or ():
+                way = _way_back(match.model.value, targets)
+                if way and rewrite.metadata.name not in found:
+                    found[rewrite.metadata.name] = " to ".join(way)[:_LONGEST_NAME]
+    return found
+
+
+def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> list[str]:
+    """The models from `model` over its targets to itself; none if they do not lead there."""
+    came_from, open_ends = {model: ""}, [model]
+    while open_ends:
+        here = open_ends.pop()
+        for target in targets.get(here, ()):
+            if target == model:
+                way = [model]
+                while here:
+                    way.append(here)
+                    here = came_from[here]
+                return way[::-1]
+            if target not in came_from:
+                came_from[target] = here
+                open_ends.append(target)
+    return []
 
 
 def _is_model(name: str) -> bool:
@@ -172,12 +214,15 @@ class InferenceObjects:
         self._pool, self._namespace = pool, namespace
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
-        self._faults: dict[tuple[str, str], str] = {}
+        self._remarks: dict[tuple[str, str], str] = {}
+        self._of_others: dict[tuple[str, str], tuple[int, str]] = {}  # objects of other pools, as judged
+        self._pools_path = ""
 
     async def run(self) -> None:
         """Follow until cancelled. Raises StartupError as KubernetesSource does."""
         api = self._api_of()
         namespace = self._namespace or api.namespace
+        self._pools_path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
         try:
             async with asyncio.TaskGroup() as group:
                 objectives: list[tuple[str, Reflector[Objective]]] = []
@@ -204,17 +249,35 @@ class InferenceObjects:
                         for name, objective in reflector.items.items()
                         if await self._is_usable(api, path, "Ready", objective, objective_fault)
                     }
+                    in_cycles = cycles(
+                        rewrite
+                        for _, reflector in rewrites
+                        for rewrite in reflector.items.values()
+                        if rewrite.spec.pool_ref.name == self._pool and not rewrite_fault(rewrite)
+                    )
                     rules = {
                         name: rewrite
                         for path, reflector in reversed(rewrites)
                         for name, rewrite in reflector.items.items()
-                        if await self._is_usable(api, path, "Accepted", rewrite, rewrite_fault)
+                        if await self._is_usable(
+                            api, path, "Accepted", rewrite, rewrite_fault, in_cycles.get(name, "")
+                        )
                     }
                     self._report(live_objects(usable.values(), rules.values()))
+                    present = {(path, name) for path, known in objectives for name in known.items}
+                    self._forget_gone(
+                        present | {(path, name) for path, known in rewrites for name in known.items}
+                    )
         finally:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(1):
                     await api.close()
+
+    def _forget_gone(self, present: Set[tuple[str, str]]) -> None:
+        for gone in self._remarks.keys() - present:
+            del self._remarks[gone]
+        for gone in self._of_others.keys() - present:
+            del self._of_others[gone]
 
     async def _is_usable(
         self,
@@ -223,35 +286,61 @@ class InferenceObjects:
         condition: str,
         item: Objective | Rewrite,
         fault_of: Callable[..., str],
+        cycle: str = "",
     ) -> bool:
         """Whether `item` counts here. A new fault is logged, and its condition written."""
-        reference = item.spec.pool_ref
-        if reference.name != self._pool or reference.kind != "InferencePool":
-            return False  # of another pool, whose picker judges it
-        name = item.metadata.name
-        fault = fault_of(item)
-        if fault != self._faults.get((path, name), ""):
-            self._faults[path, name] = fault
-            if fault:
-                _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
+        reference, name = item.spec.pool_ref, item.metadata.name
+        if reference.name != self._pool:
+            await self._judge_of_another(api, path, condition, item)
+            return False
+        fault = (
+            fault_of(item)
+            if reference.kind == "InferencePool"
+            else (f"spec.poolRef.kind is {reference.kind[:60]!r}; InferencePool is known")
+        )
+        remark = fault or (cycle and f"{cycle} is a cycle: a target is not rewritten again")
+        if remark != self._remarks.get((path, name), ""):
+            self._remarks[path, name] = remark
+            if remark:
+                what = "is not used" if fault else "is used"
+                _log.warning("%s %s %s: %s", path.rsplit("/", 1)[1], name, what, remark)
         if self._publishes():
-            await self._write(api, f"{path}/{name}", condition, item, fault)
+            reason = "Invalid" if fault else "Cycle" if cycle else "Accepted"
+            wanted = _Condition(
+                type=condition,
+                status="False" if fault else "True",
+                reason=reason,
+                message=remark or "in use",
+                observed_generation=item.metadata.generation,
+            )
+            await self._write(api, f"{path}/{name}", item, wanted)
         return not fault
 
-    async def _write(
-        self, api: Api, path: str, condition: str, item: Objective | Rewrite, fault: str
-    ) -> None:
-        wanted = _Condition(
-            type=condition,
-            status="False" if fault else "True",
-            reason="Invalid" if fault else "Accepted",
-            message=fault or "in use",
-            observed_generation=item.metadata.generation,
-        )
+    async def _judge_of_another(self, api: Api, path: str, condition: str, item: Objective | Rewrite) -> None:
+        """An object of another pool is that pool's picker's to judge, unless there is no such pool. Looked at
+        once for each version: the pool may come later, and its picker with it."""
+        name, pool = item.metadata.name, item.spec.pool_ref.name
+        if self._of_others.get((path, name)) == (item.metadata.generation, pool):
+            return
+        try:
+            body = await api.get(self._pools_path, {"fieldSelector": f"metadata.name={pool}"})
+            exists = bool(msgspec.json.decode(body, type=_Names).items)
+        except (KubernetesFault, msgspec.MsgspecError):
+            return
+        self._of_others[path, name] = item.metadata.generation, pool
+        if exists:
+            return
+        fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
+        _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
+        if self._publishes():
+            wanted = _Condition(condition, "False", "Invalid", fault, item.metadata.generation)
+            await self._write(api, f"{path}/{name}", item, wanted)
+
+    async def _write(self, api: Api, path: str, item: Objective | Rewrite, wanted: _Condition) -> None:
         if wanted in (item.status.conditions or ()):
             return
         others = [
-            msgspec.to_builtins(each) for each in item.status.conditions or () if each.type != condition
+            msgspec.to_builtins(each) for each in item.status.conditions or () if each.type != wanted.type
         ]
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         written = {**msgspec.to_builtins(wanted), "lastTransitionTime": now}
