@@ -142,6 +142,19 @@ def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     assert list(known.choose()) == [A]
 
 
+def test_requests_alike_share_choices_in_which_any_of_the_best_is_first() -> None:
+    known = Knowledge(*map(Endpoint, (A, B, C)), prefix_affinity=1.0)
+    orders = {tuple(known.choose()) for _ in range(300)}
+    assert {order[0] for order in orders} == {A, B, C}
+    # Whoever has served the prompt differs, and with it the choice; that of the others stays.
+    known.index.add(B, (b"one", b"two"))
+    assert next(iter(known.choose(prefix=(b"one", b"two")))) == B
+    assert {tuple(known.choose()) for _ in range(300)} <= orders
+    assert {next(iter(known.choose(prefix=(b"other",)))) for _ in range(300)} == {A, B, C}
+    known.index.add(C, (b"one", b"two", b"three"))
+    assert next(iter(known.choose(prefix=(b"one", b"two", b"three")))) == C
+
+
 def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), lora_affinity=1, adapters=("prose",))
     known.scraped(A, max_adapters=1, active_adapters=frozenset({"other"}))

@@ -5,8 +5,9 @@ each choice for explanations, and gives clients the session tokens that the scor
 """
 
 import asyncio
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from picker_fleet.endpoints.readings import Readings
@@ -25,6 +26,7 @@ from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import (
     DEFAULT_LATENCY_WEIGHTS,
     IN_FLIGHT,
+    EndpointState,
     LatencyWeights,
     PickRequest,
 )
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
 
 _MAX_SCORED = 8  # candidates with scores for the script; more would cost it more than they gain
+_DRAWS = 32  # choices that requests alike share, drawn one by one: ties are in another order in each
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
@@ -282,11 +285,15 @@ class ScoringChooser:
             clock=clock,
             adapters=adapters,
         )
+        # Choices from the states `_drawn_from`, by what they depend on: at most `_DRAWS` of a kind.
+        self._drawn: dict[tuple[object, ...], list[Choice]] = {}
+        self._drawn_from: Sequence[EndpointState] = ()
         self.use_scheduler(scheduler)
 
     def use_scheduler(self, scheduler: Scheduler | None) -> None:
         """Rank by `scheduler` from now on; None leaves the choice to the script."""
         self._scheduler = scheduler
+        self._drawn_from = ()
         weights = scheduler.weights if scheduler is not None else {}
         self.live_weight = scheduler.live_weight if scheduler is not None else 0.0
         self.needs_prefix_hashes = "prefix-affinity" in weights
@@ -317,10 +324,25 @@ class ScoringChooser:
             prefix_matches=self._index.match(request.prefix, among),
             latency_weights=self._latency_weights,
         )
+        drawn: list[Choice] = []
+        if looked_at is states.common and self._scheduler.can_share(pick) and not request.limit:
+            drawn = self._drawn_for(pick, looked_at)
+            if len(drawn) == _DRAWS:
+                return drawn[int(random.random() * _DRAWS)]
         # A limit per endpoint may leave only candidates that rank low.
         limit = len(looked_at) if request.limit else _MAX_SCORED
         ranking = self._scheduler.rank(pick, looked_at, limit=limit)
-        return Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
+        choice = Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
+        drawn.append(choice)
+        return choice
+
+    def _drawn_for(self, pick: PickRequest, looked_at: Sequence[EndpointState]) -> list[Choice]:
+        """The choices that were made from these states for requests like `pick`."""
+        if looked_at is not self._drawn_from:
+            self._drawn, self._drawn_from = {}, looked_at
+        matches = pick.prefix_matches
+        likeness = pick.adapter, pick.session_endpoint, pick.prefix_blocks if matches else 0, *matches.items()
+        return self._drawn.setdefault(likeness, [])
 
     def unscored(self, request: InferenceRequest) -> Choice:
         return self._least_loaded.choose(request)

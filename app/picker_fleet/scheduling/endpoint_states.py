@@ -60,7 +60,8 @@ class EndpointStates:
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
         self._states: dict[str, EndpointState] = {}
-        self._common: list[EndpointState] = []
+        # What a pick without wishes looks at; the same list until the next refresh.
+        self.common: list[EndpointState] = []
         self._common_addresses: frozenset[str] = frozenset()
 
     def refresh(self) -> None:
@@ -85,14 +86,14 @@ class EndpointStates:
         # not compared: the requests in flight decide.
         fresh = sum(self._is_fresh(address) for address in ready)
         self._compare_loads = 2 * fresh >= len(ready)
-        self._common = [self._state(address) for address in looked_at]
+        self.common = [self._state(address) for address in looked_at]
         self._common_addresses = frozenset(looked_at)
 
     def everything(self) -> Sequence[EndpointState]:
         """All endpoints; the same list until the next refresh of a pool that is not sampled."""
         if self.samples:
             return [self._state(address) for address in self._by_address]
-        return self._common
+        return self.common
 
     def looked_at(self, request: InferenceRequest, session_endpoint: str) -> Sequence[EndpointState]:
         """Those that a pick for `request` looks at, `session_endpoint` ('': none) among them."""
@@ -101,7 +102,7 @@ class EndpointStates:
         named = self._named(request, session_endpoint)
         if request.subset is None and not request.selector:
             further = [address for address in named if address not in self._common_addresses]
-            return [*self._common, *map(self._state, further)] if further else self._common
+            return [*self.common, *map(self._state, further)] if further else self.common
         eligible: Sequence[str] = self._open
         if request.selector:
             eligible = self._with_labels(frozenset(request.selector.items()))

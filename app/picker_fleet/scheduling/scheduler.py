@@ -167,6 +167,7 @@ class Scheduler:
             name: float(weight) / total for name, weight in weights.items() if weight > 0.0
         }
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
+        self._is_random = "random" in self.weights
         self._scorers = [(name, SCORERS[name]) for name in self.weights]
         # Of `_known`: what passes the filters for a request without wishes, the scores that do not depend on
         # the request, and their weighted sums.
@@ -175,6 +176,10 @@ class Scheduler:
         self._eligible: Sequence[EndpointState] = ()
         self._fixed_scores: dict[str, list[float]] = {}
         self._fixed_totals: list[float] = []
+
+    def can_share(self, pick: PickRequest) -> bool:
+        """Whether its ranking may serve requests that are alike in what scorers read of them."""
+        return pick.subset is None and not pick.selector and not self._is_random
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
         """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked.
