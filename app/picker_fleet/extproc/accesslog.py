@@ -111,12 +111,11 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
         if item is None:
             accounts[0].metrics.access_log("ignored", 1)
             continue
-        # A request that still waits, or was refused, has no token.
-        account, token, fault = (
-            owner(item.accounting_token, item.id, accounts)
-            if item.accounting_token
-            else (accounts[0], "", NO_TOKEN)
-        )
+        account, token, fault = accounts[0], "", NO_TOKEN
+        if item.accounting_token:  # else it still waits, or was refused
+            token, fault = accounting_token.checked(item.accounting_token, item.id, account.keys)
+            if fault and len(accounts) > 1:
+                account, token, fault = owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
