@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
+import yaml
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers
 from hypothesis import given
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from test_accesslog import FIELDS, Entry, bare, describe
 
+from picker_fleet.cli import main
 from picker_fleet.config import Settings, load, parse, pools_of
 from picker_fleet.errors import BufferFull, ConfigError, ShuttingDown
 from picker_fleet.ext_authz import settle
@@ -373,3 +376,21 @@ def test_settings_of_a_pool_change_live_as_those_of_a_fleet_with_one() -> None:
     its: Settings = pools_of(parse(TWO))["b"]
     changed = live_config.applied(its, {"fair_request_queue.total_capacity": 600}).settings
     assert (changed.pool, changed.fair_request_queue.total_capacity) == ("b", 600)
+
+
+def test_commands_know_the_pools_of_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("pool: a\npools: {a: , b: {fair_request_queue: {total_capacity: 500}}}\n")
+    assert main(["check", str(file)]) == 0
+    summary = capsys.readouterr().out
+    assert re.findall(r"pool: (\w)", summary) == ["a", "b"]
+    assert re.findall(r"queue: (\d+) requests", summary) == ["1000", "500"]
+    listen = ("envoy-config", "--config", str(file), "--pool-listen")
+    assert main([*listen, "b=127.0.0.1:8090"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)["staticResources"]
+    assert [each["name"] for each in tree["listeners"]] == ["lean", "lean-b"]
+    assert [each["name"] for each in tree["clusters"]] == ["picker", "pool", "pool-b"]
+    assert main([*listen, "c=127.0.0.1:8090"]) == 2
+    assert "--pool-listen c: not one of pools of the configuration (a, b)" in capsys.readouterr().err
