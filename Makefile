@@ -49,7 +49,7 @@ endif
 redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian's redis-server
 	PICKER_TEST_SERVER=redis-server $(BIN)/pytest tests/scripts tests/model tests/faults/test_redis_acl.py -k 'not fakeredis' $(ARGS)
 
-kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about eight minutes)
+kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck

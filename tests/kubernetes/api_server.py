@@ -33,16 +33,16 @@ _AUDIT = {
 }
 
 
-def built() -> tuple[str, str, Path]:
-    """The API server, helm, and the folder of the CRDs, as .ci/kubernetes builds them."""
+def built() -> tuple[str, str, str, Path]:
+    """The API server, helm, kubectl, and the folder of the CRDs, as .ci/kubernetes builds them."""
     if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
         made = subprocess.run(
             ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
         )
         assert made.returncode == 0, made.stderr[-3000:]
         lines = made.stdout
-    server, helm, crds = lines.split()
-    return server, helm, Path(crds)
+    server, helm, kubectl, crds = lines.split()
+    return server, helm, kubectl, Path(crds)
 
 
 class ApiServer:
@@ -285,7 +285,7 @@ class ApiServer:
 @contextmanager
 def started(folder: Path) -> Iterator[ApiServer]:
     """An API server in `folder`, which ends with the block."""
-    binary, _, crds = built()
+    binary, _, _, crds = built()
     server = ApiServer(folder, binary, crds)
     try:
         server.start()

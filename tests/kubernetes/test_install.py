@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """An API server of this module's own, which serves objectives and rewrites of both groups."""
-    _, _, crds = built()
+    _, _, _, crds = built()
     with started(tmp_path_factory.mktemp("install")) as server:
         for kind in OBJECTS:
             path = f"/apis/{GROUPS[0]}/v1alpha2/namespaces/{NAMESPACE}/{kind}"
@@ -46,8 +46,16 @@ def namespace(fresh: ApiServer) -> Iterator[ApiServer]:
 
 def helm(server: ApiServer, *words: str) -> str:
     """What helm prints, as an administrator."""
-    _, program, _ = built()
-    command = [program, "--kubeconfig", str(server.kubeconfig("admin")), "--namespace", NAMESPACE, *words]
+    return run(server, built()[1], "--namespace", NAMESPACE, *words)
+
+
+def kubectl(server: ApiServer, *words: str) -> str:
+    """What kubectl prints, as an administrator."""
+    return run(server, built()[2], *words)
+
+
+def run(server: ApiServer, program: str, *words: str) -> str:
+    command = [program, "--kubeconfig", str(server.kubeconfig("admin")), *words]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -120,6 +128,29 @@ def test_plain_manifests_are_applied_changed_and_deleted(namespace: ApiServer, f
     for tree in trees[1:]:
         namespace.call("DELETE", f"{namespace.path_of(tree)}/{tree['metadata']['name']}")
     assert set(namespace.objects(NAMESPACE)) == before
+
+
+@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "inference-pool"], ids=["dns", "inference-pool"])
+def test_kubectl_applies_the_kustomization_and_deletes_it(namespace: ApiServer, folder: Path) -> None:
+    applied = kubectl(namespace, "apply", "-k", str(folder))
+    assert len(applied.splitlines()) == len(plain(folder))
+    assert image(namespace) == "picker-fleet:0.1.0"
+    first = deployment(namespace)["metadata"]["generation"]
+    kubectl(namespace, "apply", "-k", str(folder))
+    assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
+    others = [tree for tree in plain(folder) if tree["kind"] != "Namespace"]
+    for tree in others:
+        kubectl(
+            namespace,
+            "--namespace",
+            NAMESPACE,
+            "delete",
+            tree["kind"],
+            tree["metadata"]["name"],
+            "--wait=false",
+        )
+    found = namespace.objects(NAMESPACE)
+    assert not [path for path in found if path.endswith(f"/{RELEASE}")]
 
 
 def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manifests_say(
