@@ -205,6 +205,7 @@ class SessionTokens:
         self._endpoints = endpoints
         self._tokens: dict[str, str] = {}  # by address; under the key that signs now
         self._tokens_version = -1
+        self._signed: dict[str, tuple[str, ...]] = {}  # by address; under any key
         self._addresses: dict[str, str] = {}  # by token, under any key
         self._addresses_version = ("", -1)
 
@@ -222,11 +223,12 @@ class SessionTokens:
         known = self._endpoints.current
         version = (known.version, self._keys.version)
         if version != self._addresses_version:
-            self._addresses = {
-                token: endpoint.address
-                for endpoint in known.endpoints
-                for token in self._keys.signatures(_SESSION_PURPOSE, endpoint.address)
+            former = self._signed if version[1] == self._addresses_version[1] else {}
+            self._signed = {
+                address: former.get(address) or tuple(self._keys.signatures(_SESSION_PURPOSE, address))
+                for address in (endpoint.address for endpoint in known.endpoints)
             }
+            self._addresses = {token: address for address, tokens in self._signed.items() for token in tokens}
             self._addresses_version = version
         return self._addresses.get(token, "")
 
