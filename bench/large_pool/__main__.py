@@ -1,5 +1,7 @@
 """`make bench-large-pool`: what 1000 pods cost a replica, beside 10; writes bench/results/large-pool.md.
 
+`ARGS='--only PART'` measures one part and keeps the others of bench/results/large-pool.json.
+
 A real API server, two InferencePools of one namespace, each with a Valkey, two replicas by the flags of a
 chart and an Envoy as gateways configure it. The model servers are sockets at as many addresses of the
 loopback, in one process. Measured: CPU of a replica at rest, while a tenth of the pods is replaced each
@@ -9,6 +11,7 @@ this process, the prefix hits of looking at a part of the endpoints beside those
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -24,6 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import httpx
+import msgspec
 from api_server import NAMESPACE, PODS, TOKEN, ApiServer
 from api_server import started as started_api
 from redis_servers import redis_server
@@ -247,10 +251,10 @@ class Clients:
                     f"content-length: {len(body)}\r\n\r\n"
                 )
                 writer.write(head.encode() + body)
-                answer = (await reader.readuntil(b"\r\n\r\n")).lower()
-                assert answer.startswith(b"http/1.1 200"), answer
-                length = int(answer.partition(b"content-length:")[2].split(b"\r\n")[0])
-                await reader.readexactly(length)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 200"), answer
+                assert b"transfer-encoding: chunked" in answer, answer
+                await reader.readuntil(b"0\r\n\r\n")
             writer.close()
 
         async with asyncio.timeout(_READY_S), asyncio.TaskGroup() as group:
@@ -271,31 +275,33 @@ async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:
     return Cost(used_us / requests, valkey_us / requests, lasted_s)
 
 
-def calls_seen(server: ApiServer, account: str) -> Counter[tuple[str, str]]:
+def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
     """How often a replica began to list and watch each kind."""
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[str] = Counter()
     for call in server.calls(f"system:serviceaccount:{NAMESPACE}:{account}"):
         begun = "ResponseStarted" if call["verb"] == "watch" else "ResponseComplete"
         if call["stage"] == begun and call["responseStatus"]["code"] == 200:
-            found[call["verb"], call["objectRef"]["resource"]] += 1
-    return found
+            found[f"{call['verb']} {call['objectRef']['resource']}"] += 1
+    return dict(found)
 
 
 @dataclass(slots=True)
 class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
     costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # small, large
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: dict[str, int] = field(default_factory=dict)  # `list pods`
     hits: tuple[Hits, Hits] | None = None  # looking at a part, at all
 
 
-async def measure(folder: Path, server: ApiServer, options: argparse.Namespace) -> Found:
-    found, dice = Found(), random.Random(29)
+async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
+    """Bring the parts that `options` ask for into `found`."""
+    dice = random.Random(29)
     cluster = Cluster(server)
     async with AsyncExitStack() as stack:
         small = await opened(stack, folder, server, cluster, "small", options.small, 0)
         large = await opened(stack, folder, server, cluster, "large", options.large, options.small + 50)
         if options.only in (None, "rest"):
+            found.rest = {}
             for scraping in (True, False):
                 for pool in (small, large):
                     await start_replicas(pool, server, scraping=scraping)
@@ -321,15 +327,13 @@ async def measure(folder: Path, server: ApiServer, options: argparse.Namespace) 
             clients = Clients(dice)
             for pool in (small, large):
                 await clients.run(pool.seat.gateway.base_url.port, options.requests)  # type: ignore[union-attr, arg-type]
+            found.costs = []
             for number in range(_PAIRS):
                 pair = {}
                 for pool in (small, large) if number % 2 else (large, small):
                     pair[pool.name] = await cost(pool, clients, options.requests, idle[pool.name])
                 found.costs.append((pair["small"], pair["large"]))
                 print(pair, flush=True)
-    if options.only in (None, "hits"):
-        found.hits = measure_hits(options.large)
-    return found
 
 
 def ratios(costs: Sequence[tuple[Cost, Cost]], of: Callable[[Cost], float]) -> tuple[float, float, float]:
@@ -346,7 +350,7 @@ def faults(found: Found) -> list[str]:
         missed.append(f"a request costs {ratio:.2f} times that in the small pool")
     if found.hits and found.hits[0].share < _LEAST_HITS * found.hits[1].share:
         missed.append("too few prefix hits")
-    missed += [f"{count} times {verb} of {kind}" for (verb, kind), count in found.calls.items() if count > 1]
+    missed += [f"{count} times {call}" for call, count in found.calls.items() if count > 1]
     return missed
 
 
@@ -375,10 +379,10 @@ def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
             "tenth of the pods in each minute, one after the other.\n\n" + table(head, rows)
         )
     if found.calls:
-        calls = [[kind, verb, str(count)] for (verb, kind), count in sorted(found.calls.items())]
+        calls = [[call, str(count)] for call, count in sorted(found.calls.items())]
         parts.append(
             "## Calls of the API server\n\nOf one replica from its start, through pods that were replaced, "
-            "by the audit log.\n\n" + table(["kind", "verb", "begun"], calls)
+            "by the audit log.\n\n" + table(["call", "begun"], calls)
         )
     if found.costs:
         rows = []
@@ -419,8 +423,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args(arguments)
     here = describe_machine("bench.large_pool", arguments)
-    with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
-        found = asyncio.run(measure(Path(folder), server, options))
+    kept = options.out / "large-pool.json"
+    found = Found()
+    with contextlib.suppress(FileNotFoundError):
+        found = msgspec.json.decode(kept.read_bytes(), type=Found)
+    if options.only in (None, "hits"):
+        found.hits = measure_hits(options.large)
+    if options.only != "hits":
+        with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
+            asyncio.run(measure(Path(folder), server, found, options))
+    kept.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     text = page(found, here, options)
     (options.out / "large-pool.md").write_text(text, encoding="utf-8")
     print(text)
