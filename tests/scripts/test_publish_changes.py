@@ -3,9 +3,11 @@
 import random
 from collections.abc import Mapping
 
-from script_fleet import SETTINGS, Fleet, Replica, addresses, running
+import pytest
+from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
 from picker_fleet.request import Endpoint
+from picker_fleet.state.store import Store
 
 _ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}
 
@@ -87,3 +89,44 @@ async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_bri
         assert ("granted", "waits") in a.notifications
         assert (await a.place("waits")).status == "placed"
         await a.settle("waits")
+
+
+async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_list(
+    valkey_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = addresses(4)
+    async with running(valkey_url, pool, "a", "b", endpoints=3, joined={}) as (it, a, b):
+        whole: list[object] = []
+        for each in (a, b):
+            assert each.membership is not None
+            await until(lambda each=each: len(each.cell.current.endpoints) == 3)
+
+            async def listed(store: Store = each.store) -> tuple[Endpoint, ...]:
+                whole.append("read")
+                return await Store.endpoints(store)
+
+            async def publish(*_: object, **__: object) -> None:
+                whole.append("published")
+
+            monkeypatch.setattr(each.store, "endpoints", listed)
+            monkeypatch.setattr(each.store, "publish", publish)
+        wanted = (
+            Endpoint(names[0], draining=True),
+            Endpoint(names[2]),
+            Endpoint(names[3], labels={"zone": "a"}),
+        )
+        for each in (b, a):
+            each.membership.discovered(wanted)
+        for each in (a, b):
+            await until(lambda each=each: each.cell.current.endpoints == wanted)
+        assert whole == []
+        await a.store.mark_endpoint(names[2], "down", True)
+        for each in (a, b):
+            await until(lambda each=each: each.cell.current.endpoints[1].down)
+        assert whole == []
+        # What one has not discovered yet it reads.
+        a.membership.discovered(wanted[:2])
+        await until(lambda: len(b.cell.current.endpoints) == 2)
+        assert whole == ["read"]
+        assert b.cell.current.endpoints[1].down
+        assert (await it.state()).ready_backends == 0
