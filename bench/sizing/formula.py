@@ -79,7 +79,7 @@ class Formula:
         return (self._known_us(fleet) + fitted_us) / 1e6
 
 
-_CALM = (15, 30, 60, 120, 240, 480, 960, 1920)
+_CALM = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 
 
 def _woken(fleet: Fleet, calm: float) -> float:
