@@ -72,8 +72,7 @@ do
   end
 
   local function unindex(band, flow_queue, id)
-    local grew = write_now('ZREM', key.growing[band][flow_queue], id)
-    return write_now('ZREM', key.static[band][flow_queue], id) or grew
+    return write_now('ZREM', key.growing[band][flow_queue], id) or write_now('ZREM', key.static[band][flow_queue], id)
   end
 
   -- The oldest waiting request of a line. Ids without one are dropped: the previous version has served them.

@@ -211,6 +211,12 @@ do -- a chunk may have 200 locals
     local member = command == 'ZADD' and b or a
     local current = present[name]
     local was = current and current[member]
+    -- Most members that are added are new. Only the score of one that is not is read, to be restored.
+    if was == nil and command == 'ZADD' and redis.call('ZADD', name, 'NX', a, b) == 1 then
+      note_original(name, b)
+      present[name][b] = a
+      return true
+    end
     note_originals(command, name, pair, b and 2 or 1)
     if was == nil then was = originals[name][member] end
     if not b and not was then return false end
