@@ -7,14 +7,14 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
---   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: band, weight,
---   cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the answer's
---   part, which is estimated by the flow's mean)
+--   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: priority,
+--   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the
+--   answer's part, which is estimated by the flow's mean)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
---     too-many-flows, total-capacity
+--     too-many-flows, band-capacity, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first)
 
 local function adopt(r, attempt, candidates, turn, picks)
@@ -59,10 +59,11 @@ local function refuse(r, reason)
 end
 
 -- Make room for a request of a higher band: preempt the newest request of the least recently preempted flow queue of
--- the lowest band below (spec 003). Returns whether there was one.
+-- the lowest preemptible band below (spec 003). Returns whether there was one.
 local function preempt_for(r)
-  for band = 2, r.band + 1, -1 do
-    for _ = 1, pool[QUEUED[band]] > 0 and STRAYS or 0 do
+  for i = #BANDS, RANK[r.band] + 1, -1 do
+    local band = BANDS[i]
+    for _ = 1, PREEMPTIBLE[band] and pool[QUEUED[band]] > 0 and STRAYS or 0 do
       local flow_queue, newest = preemption.next_candidate(band)
       if not newest then break end
       local other = record.read(newest)
@@ -102,6 +103,7 @@ end
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
+  r.band = bands.of(r.priority)
   if pool.ready == 0 and settings.queue_unready ~= 1 then return refuse(r, REFUSED_NO_ENDPOINTS) end
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
@@ -110,17 +112,19 @@ local function arrive(r, turn, picks)
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
     return refuse(r, REFUSED_SATURATED)
   end
-  if settings.overload == OVERLOAD_REJECT_NONCRITICAL and r.band > 0 then return refuse(r, REFUSED_SATURATED) end
+  if settings.overload == OVERLOAD_REJECT_NONCRITICAL and not GUARANTEED[r.band] then
+    return refuse(r, REFUSED_SATURATED)
+  end
   if settings.fairness ~= FAIRNESS_NONE and queue.length(r.band, r.flow) >= settings.flow_capacity then
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- At most as many flows as requests wait, so this is checked in long queues only. Critical flows have guaranteed
-  -- places.
-  if r.band > 0 and pool.queued >= (settings.max_flows or math.huge) and queue.count_flow_queues() >= settings.max_flows
-    and queue.length(r.band, queue.flow_queue(r)) == 0 then
+  -- At most as many flows as requests wait, so this is checked in long queues only.
+  if not GUARANTEED[r.band] and pool.queued >= (settings.max_flows or math.huge)
+    and queue.count_flow_queues() >= settings.max_flows and queue.length(r.band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)
   end
+  if pool[QUEUED[r.band]] >= CAPACITY[r.band] then return refuse(r, REFUSED_BAND_CAPACITY) end
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
@@ -162,7 +166,11 @@ local function admit(args)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
       r.cost = queue.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
-      if r.state == 'new' then workloads.refused(r.workload) end -- refused, expired
+      if r.state == 'new' then -- refused, expired
+        workloads.refused(r.workload)
+      elseif r.band > LAST_NAMED then
+        bands.count_request(r.band, 1)
+      end
     end
   end
   return finish_call(replies)

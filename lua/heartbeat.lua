@@ -69,7 +69,9 @@ local function live_replicas(joins, silence_ms)
   local found, least = read('ZRANGEBYSCORE', key.replicas, since, '+inf', 'WITHSCORES'), nil
   for i = 1, #found, 2 do
     if not least or found[i] < least then least = found[i] end
-    if tonumber(found[i + 1]) % 1 == 0 then pool.older_ms = now_ms end
+    local beat_ms = tonumber(found[i + 1])
+    if beat_ms % 1 == 0 then pool.older_ms = now_ms end
+    if bands.has_others() and pool.refiling == 0 and bands.is_beat_of_three_bands(beat_ms) then pool.file_anew() end
   end
   key.live = {count = #found / 2, least = least, read_ms = now_ms}
   return key.live
@@ -84,7 +86,8 @@ local function heartbeat(args)
   last = tonumber(last or 0)
   local was_known = last > now_ms - silence_ms and 1 or 0
   -- A version that cannot sign tokens, and may change loads without a counter, beats on whole milliseconds.
-  write_now('ZADD', key.replicas, now_ms - 0.5, owner)
+  -- One that knows three bands beats at half milliseconds.
+  write_now('ZADD', key.replicas, bands.beat_ms(now_ms), owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then

@@ -11,14 +11,25 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
 --   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token: flow, band,
---   weight, cost, workload, criticality, model, endpoint, limit, and alone=MS if it was admitted without Redis, when by
---   the pool's clock; joined by tabs. Further fields are the replicas' own.
+--   weight, cost, workload, criticality, model, endpoint, limit, alone=MS if it was admitted without Redis, when by
+--   the pool's clock, and priority=N if its band is not one of the three, of which `band` then names the nearest;
+--   joined by tabs. Further fields are the replicas' own.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 
 local MOST = 1e12 -- sums of so much stay exact
 local HIGHEST_LIMIT = 65535
+
+-- The band of a token; nil if there is none. Whole numbers only.
+local function band_of(fields)
+  local band, priority = tonumber(fields.band), fields.priority
+  if priority then
+    local is_valid = priority >= LEAST_PRIORITY and priority <= MOST_PRIORITY
+    return is_valid and bands.of(priority) or nil
+  end
+  return band and band % 1 == 0 and band >= 0 and band <= LAST_NAMED and band or nil
+end
 
 -- An access log may contain anything: a damaged token restores nothing.
 local function number_up_to(text, most)
@@ -38,16 +49,19 @@ local function restore(id, attempt, served, token, ago_ms)
   if string.find(token, '%z') then return 'unknown' end -- it would end a packed text early
   local fields = parse_accounting_token(token)
   if not (pool.known and fields and (attempt ~= '' or may_lack(id, fields.alone_ms))) then return 'unknown' end
-  local band, weight = number_up_to(fields.band, 2), number_up_to(fields.weight, MOST)
+  local weight = number_up_to(fields.weight, MOST)
   local cost = number_up_to(fields.cost, MOST)
   cost = cost and queue.clamp_cost(cost)
   local criticality, limit = number_up_to(fields.criticality, 5), number_up_to(fields.limit, HIGHEST_LIMIT)
   local endpoint = is_address(served) and endpoints.is_known(served) and served or fields.endpoint
-  if not (band and band % 1 == 0 and weight and cost and criticality and limit and limit % 1 == 0
+  if not (weight and cost and criticality and limit and limit % 1 == 0
     and is_address(endpoint) and endpoints.is_known(endpoint)) then
     return 'unknown'
   end
   if tombstones.covers(id, attempt ~= '' and now_ms - tonumber(ago_ms)) then return 'unknown' end
+  local band = band_of(fields)
+  if not band then return 'unknown' end
+  if band > LAST_NAMED then bands.count_request(band, 1) end
   local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, fields.flow,
     fields.workload, fields.model

@@ -7,15 +7,17 @@
 -- args[1] silence_ms after which a replica counts as gone
 --
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
---   {v, backlogged flow queues, queued} of each band, {id, replica info (JSON)} of each live replica, {endpoint, load},
+--   {priority, v, backlogged flow queues, queued} of each band, the highest first,
+--   {id, replica info (JSON)} of each live replica, {endpoint, load},
 --   guard dispatches, credit, overdue, drain rate per second, paused, tuned version}
 
 local function state(args)
-  local bands = {}
+  local of_bands = {}
   for _, band in ipairs(BANDS) do
-    bands[#bands + 1] = exact(pool[V[band]])
-    bands[#bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band])
-    bands[#bands + 1] = pool[QUEUED[band]]
+    of_bands[#of_bands + 1] = PRIORITY[band]
+    of_bands[#of_bands + 1] = exact(pool[V[band]])
+    of_bands[#of_bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band])
+    of_bands[#of_bands + 1] = pool[QUEUED[band]]
   end
   local replicas = {}
   local ids = read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - tonumber(args[1])), '+inf', 'LIMIT', 0, 256)
@@ -27,7 +29,7 @@ local function state(args)
   end
   return {
     exact(pool.epoch), exact(now_us), exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
-    read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), bands, replicas,
+    read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
   }

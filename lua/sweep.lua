@@ -192,6 +192,8 @@ local function refresh_waiting(cursor, limit)
       else
         order.refresh(r, queue.flow_queue(r))
       end
+    elseif r and bands.allowed(r.band) ~= r.band then
+      queue.change_band(r, bands.allowed(r.band))
     end
   end
   if scan[1] == '0' then pool.refiling = 0 end
@@ -208,7 +210,7 @@ end
 -- Times that another server's clock, ahead of this one, has written before a failover: they end when they would by now.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
-  local latest = now_ms + life_ms - 0.5 -- as heartbeats write it
+  local latest = bands.beat_ms(now_ms + life_ms)
   local future = read('ZRANGEBYSCORE', moments, '(' .. latest + AHEAD_MS, '+inf', 'LIMIT', 0, LIGHT)
   for _, member in ipairs(future) do defer_write('ZADD', moments, latest, member) end
 end
@@ -248,6 +250,10 @@ local function sweep(args)
   if fresh then
     for _, band in ipairs(BANDS) do upkeep.rebase_tags(band) end
     upkeep.rebase_band_tags()
+    for _, band in ipairs(bands.idle()) do
+      log_flow_queue('collected', band, '')
+      bands.collect(band)
+    end
   end
   upkeep.drop_stray_overdue(CHUNK)
   if tombstones.expire(LIGHT) then more = true end

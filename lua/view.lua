@@ -7,11 +7,11 @@
 -- All: keys[1] epp:{POOL}:pool
 --
 -- Rows:
---   flow queue: group (its band, plus 3 while it is throttled), name, start tag, queued, arrival of the oldest (us),
---     weight, share (what serving one adds to the tag), in flight ('': not counted)
---   request: id, state, owner, flow, band, workload, model, criticality, cost, arrival (us), deadline_ms, due_ms (when
---     it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality, rate; '' unless
---     `workload-aware`)
+--   flow queue: throttled (0 or 1), priority of its band, name, start tag, queued, arrival of the oldest (us), weight,
+--     share (what serving one adds to the tag), in flight ('': not counted)
+--   request: id, state, owner, flow, priority of its band, workload, model, criticality, cost, arrival (us),
+--     deadline_ms, due_ms (when it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality,
+--     rate; '' unless `workload-aware`)
 --   workload: id, total, active, dispatched, average wait (ms), last request (ms), requests per second
 
 local view = {}
@@ -43,8 +43,8 @@ end
 
 -- Append a row for each of `flow_queues` (names and start tags in turn). The first request of a flow queue, its oldest
 -- except under edf, represents it.
-function view.add_flow_queues(reply, group, flow_queues)
-  local band, heads = group % 3, {}
+function view.add_flow_queues(reply, band, throttled, flow_queues)
+  local heads = {}
   for i = 1, #flow_queues, 2 do
     heads[#heads + 1] = read('ZRANGE', key.queue[band][flow_queues[i]], 0, 0)[1] or ''
   end
@@ -56,12 +56,13 @@ function view.add_flow_queues(reply, group, flow_queues)
       arrived, weight, share = r.arrived, settings.weights[r.flow] or r.weight, queue.share(r)
       if r.limit > 0 then in_flight = read('HGET', key.limits, r.flow) or '0' end
     end
-    reply[#reply + 1] = string.format(FLOW_QUEUE_ROW, group, flow_queue, tag,
+    reply[#reply + 1] = string.format(FLOW_QUEUE_ROW, throttled, PRIORITY[band], flow_queue, tag,
       queue.length(band, flow_queue), arrived, weight, share, in_flight)
   end
 end
 
-function view.group_key(group) return (group < 3 and key.flows or key.throttled)[group % 3] end
+-- Those in order (0) or the throttled ones (1).
+function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
@@ -75,8 +76,9 @@ end
 
 function view.request(r, is_overdue)
   local wait, criticality, rate = score_parts(r)
-  return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, r.band, r.workload, r.model, r.criticality, r.cost,
-    r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints, r.limit, wait, criticality, rate)
+  return string.format(REQUEST_ROW, r.id, r.state, r.owner, r.flow, PRIORITY[r.band], r.workload, r.model,
+    r.criticality, r.cost, r.arrived, r.deadline_ms, queue.due_ms(r), is_overdue and 1 or 0, r.endpoints,
+    r.limit, wait, criticality, rate)
 end
 
 function view.workload(id, text)
@@ -87,22 +89,28 @@ end
 
 -- A page of flow queues: band by band in the order of their start tags, then the throttled ones.
 --
--- args[1] group to begin with
--- args[2] start tag and args[3] flow queue behind which to begin; '' and '': the first of the group
--- args[4] rows wanted   args[5] the only band, '' all
--- Returns {now_us, {number of flow queues in groups 0 to 5}, flow queue row...}
+-- args[1] whether to begin with the throttled ones (0 or 1), and args[2] with the band of which priority
+-- args[3] start tag and args[4] flow queue behind which to begin; '' and '': the first of these
+-- args[5] rows wanted   args[6] the priority of the only band, '' all
+-- Returns {now_us, {throttled, priority, number of flow queues ... of each band}, flow queue row...}
 local function view_flows(args)
-  local first, score, member, wanted, only = tonumber(args[1]), args[2], args[3], view.rows_wanted(args[4]), args[5]
+  local first_throttled, first_priority = tonumber(args[1]), tonumber(args[2])
+  local wanted, only = view.rows_wanted(args[5]), tonumber(args[6])
   local totals = {}
   local reply = {exact(now_us), totals}
-  for group = 0, 5 do
-    local sorted = view.group_key(group)
-    totals[group + 1] = read('ZCARD', sorted)
-    if group >= first and wanted > 0 and totals[group + 1] > 0 and (only == '' or tonumber(only) == group % 3) then
-      local from = group == first and view.rank_behind(sorted, score, member) or 0
-      local flow_queues = read('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
-      view.add_flow_queues(reply, group, flow_queues)
-      wanted = wanted - #flow_queues / 2
+  for throttled = 0, 1 do
+    for _, band in ipairs(BANDS) do
+      local priority, sorted = PRIORITY[band], view.flow_queues(band, throttled)
+      local total = read('ZCARD', sorted)
+      totals[#totals + 1], totals[#totals + 2], totals[#totals + 3] = throttled, priority, total
+      local is_first = throttled == first_throttled and priority == first_priority
+      local is_behind = throttled > first_throttled or (throttled == first_throttled and priority < first_priority)
+      if (is_first or is_behind) and wanted > 0 and total > 0 and (not only or only == priority) then
+        local from = is_first and view.rank_behind(sorted, args[3], args[4]) or 0
+        local flow_queues = read('ZRANGE', sorted, from, from + wanted - 1, 'WITHSCORES')
+        view.add_flow_queues(reply, band, throttled, flow_queues)
+        wanted = wanted - #flow_queues / 2
+      end
     end
   end
   return reply
@@ -114,24 +122,27 @@ end
 -- Returns {now_us, flow queue row...}
 local function view_flow(args)
   local reply = {exact(now_us)}
-  for group = 0, 5 do
-    local tag = read('ZSCORE', view.group_key(group), args[1])
-    if tag then view.add_flow_queues(reply, group, {args[1], tag}) end
+  for throttled = 0, 1 do
+    for _, band in ipairs(BANDS) do
+      local tag = read('ZSCORE', view.flow_queues(band, throttled), args[1])
+      if tag then view.add_flow_queues(reply, band, throttled, {args[1], tag}) end
+    end
   end
   return reply
 end
 
 -- Waiting requests by their ranks in their flow queues.
 --
--- args    for each stretch of a flow queue VIEW_STRETCH arguments: band, flow queue, first rank, last rank
+-- args    for each stretch of a flow queue VIEW_STRETCH arguments: priority of its band, flow queue, first rank,
+--         last rank
 -- Returns {now_us, {request rows of each stretch}...}
 local VIEW_STRETCH = 4
 local function view_queue(args)
   local ids, counts = {}, {}
   for at = 1, #args, VIEW_STRETCH do
-    local requests = key.queue[tonumber(args[at])][args[at + 1]]
+    local band = bands.find(tonumber(args[at]))
     local first, last = tonumber(args[at + 2]), tonumber(args[at + 3])
-    local found = first <= last and read('ZRANGE', requests, first, last) or {}
+    local found = band and first <= last and read('ZRANGE', key.queue[band][args[at + 1]], first, last) or {}
     counts[#counts + 1] = 0
     for i = 1, math.min(#found, VIEW_LIMIT - #ids) do
       ids[#ids + 1] = found[i]
@@ -190,9 +201,9 @@ local function view_request(args)
       local found = read('ZRANK', key.queue[r.band][flow_queue], id)
       if found and rank == '' then
         rank = found
-        for _, group in ipairs({r.band, r.band + 3}) do
-          local tag = read('ZSCORE', view.group_key(group), flow_queue)
-          if tag then view.add_flow_queues(queue_rows, group, {flow_queue, tag}) end
+        for throttled = 0, 1 do
+          local tag = read('ZSCORE', view.flow_queues(r.band, throttled), flow_queue)
+          if tag then view.add_flow_queues(queue_rows, r.band, throttled, {flow_queue, tag}) end
         end
       end
     end

@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from picker_fleet import sections
 from picker_fleet.errors import ConfigError
-from picker_fleet.request import Band
 from picker_fleet.sections import Model, Objective, Section
 from picker_fleet.units import HostPort, split_host_port
 
@@ -134,13 +133,15 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _guarantees_fit(self) -> Self:
-        # Critical is never preempted, so each critical flow is promised its part of the queue (spec 003).
+        # Each flow of a guaranteed band is promised its part of the queue (spec 003).
         queue = self.fair_request_queue
-        critical = sum(model.criticality is Band.CRITICAL for model in self.models)
+        bands = queue.bands
+        critical = sum(model.band(bands).guaranteed for model in self.models)
         if critical * queue.flow_capacity > queue.total_capacity:
             raise ValueError(
-                f"ErrTooManyFlows: {critical} Critical models with fair_request_queue.flow_capacity "
-                f"{queue.flow_capacity} each need {critical * queue.flow_capacity} places; "
+                f"ErrTooManyFlows: {critical} Critical models (or of another guaranteed band) with "
+                f"fair_request_queue.flow_capacity {queue.flow_capacity} each need "
+                f"{critical * queue.flow_capacity} places; "
                 f"fair_request_queue.total_capacity is {queue.total_capacity}"
             )
         return self

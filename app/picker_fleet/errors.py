@@ -153,6 +153,10 @@ class TotalCapacity(Dropped, code="total_capacity"):
     """The queue's total capacity is in use (docs/fairness.md, "Capacity and preemption")."""
 
 
+class BandCapacity(Dropped, code="band_capacity"):
+    """As many requests wait in its band as may."""
+
+
 class TooManyFlows(Dropped, code="too_many_flows"):
     """Its flow is new, and its source has begun as many as it may, or as many wait as may in all."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from picker_fleet.bands import NAMED
 from picker_fleet.config import YamlFault, parse, read_yaml
 from picker_fleet.errors import ConfigError
 
@@ -269,20 +270,30 @@ def _flow_control(
         for kind in named:
             if kind not in known:
                 result.remarks.append(f"flowControl: {reference} {kind} has no counterpart")
-    priorities = sorted({each["priority"] for each in bands if isinstance(each.get("priority"), int)})
-    if priorities:
+    if limited := [_priority_band(each) for each in bands if each.get("maxRequests") is not None]:
+        queue["priority_bands"] = limited
+    if any(each.get("maxBytes") is not None for each in (default, *bands)):
         result.remarks.append(
-            f"flowControl.priorityBands {', '.join(map(str, priorities))}: there are three bands here; a "
-            "positive priority is Critical, 0 Default, a negative one Sheddable"
+            "flowControl: maxBytes of single bands have no counterpart: no replica knows the bodies of others"
         )
-    if any(
-        each.get("maxBytes") is not None or each.get("maxRequests") is not None for each in (default, *bands)
-    ):
-        result.remarks.append("flowControl: limits of single bands have no counterpart")
+    if default.get("maxRequests") is not None:
+        result.remarks.append(
+            "flowControl.defaultPriorityBand.maxRequests: a band that is not configured has the limits of "
+            "the nearest configured one at or below it"
+        )
     if control.get("usageLimitPolicyPluginRef"):
         result.remarks.append("flowControl.usageLimitPolicyPluginRef has no counterpart")
     if not queue:
         del result.tree["fair_request_queue"]
+
+
+def _priority_band(band: Mapping[str, Any]) -> dict[str, Any]:
+    """One of ours, which has the name of one of the three at its priority."""
+    priority = band.get("priority")
+    named = [{"name": each.name} for each in NAMED if each.priority == priority]
+    most = _quantity(band["maxRequests"], "flowControl.priorityBands.maxRequests")
+    capacity = min(max(int(most), 1), _MOST_REQUESTS)
+    return {"priority": priority, **(named[0] if named else {}), "capacity": capacity}
 
 
 def _named_once(

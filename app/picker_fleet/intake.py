@@ -20,9 +20,10 @@ import orjson
 
 from picker_fleet import allowlist
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
+from picker_fleet.bands import Band, Bands, Criticality
 from picker_fleet.config import Settings
 from picker_fleet.errors import BadRequest
-from picker_fleet.request import Band, InferenceRequest, Workload, finite_number
+from picker_fleet.request import InferenceRequest, Workload, finite_number
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
@@ -205,11 +206,13 @@ class Intake:
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
+        self._bands = queue.bands
+        self._unranked = (self._bands.named(Criticality.DEFAULT), 1.0)
         self._new_id = new_id
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
-        self._models = {model.name: (model.criticality, model.weight) for model in settings.models}
+        self._models = _ranks(settings.models, self._bands)
         self._limits = _limits(settings.models)
         self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
         self._objective_limits = _limits(settings.objectives)
@@ -217,7 +220,7 @@ class Intake:
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
         self._prefixes = prefixes
-        self._objectives = {entry.name: (entry.criticality, entry.weight) for entry in settings.objectives}
+        self._objectives = _ranks(settings.objectives, self._bands)
         self._targets = {
             model.name: Shares(Split.of((entry.name, entry.weight) for entry in model.target_models))
             for model in settings.models
@@ -229,13 +232,17 @@ class Intake:
         self._rewrites_models = False
 
     def use_live(
-        self, bands: Mapping[str, Band], rewrites: Mapping[str, Split], anything: Split | None
+        self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
     ) -> None:
         """Take objectives and model rewrites that came while the replica runs, in place of the former ones.
 
-        They count before configured ones of the same name. `anything` is for models that `rewrites` lack.
+        They count before configured ones of the same name, of which they keep the weight. `priorities` are by
+        objective. `anything` is for models that `rewrites` lack.
         """
-        live = {name: (band, self._configured.get(name, (band, 1.0))[1]) for name, band in bands.items()}
+        live = {
+            name: (self._bands.of(priority), self._configured.get(name, self._unranked)[1])
+            for name, priority in priorities.items()
+        }
         self._objectives = {**self._configured, **live}
         former, former_any = self._rewrites, self._any_rewrite
         self._rewrites = {model: _shares(split, former.get(model)) for model, split in rewrites.items()}
@@ -304,7 +311,7 @@ class Intake:
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
-        return ranks.get(name, (Band.DEFAULT, 1.0))
+        return ranks.get(name, self._unranked)
 
     def _limit(self, model: str, objective: str) -> int:
         """Of its flow, on each endpoint: the lower one of its model's and its objective's; 0 for none."""
@@ -434,6 +441,10 @@ def _context(text: str) -> Workload:
 
 
 _short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests bring the same one
+
+
+def _ranks(entries: Iterable[Model | Objective], bands: Bands) -> dict[str, tuple[Band, float]]:
+    return {entry.name: (entry.band(bands), entry.weight) for entry in entries}
 
 
 def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:

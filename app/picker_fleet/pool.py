@@ -128,7 +128,13 @@ class Pool:
             pool=settings.pool,
         )
         lists = FleetLists(store, membership, self._fleet_state, parts.chooser, replica)
-        snapshots = SnapshotReader(view, lists, store.reads, decision_log=settings.decision_log.enabled)
+        snapshots = SnapshotReader(
+            view,
+            lists,
+            store.reads,
+            decision_log=settings.decision_log.enabled,
+            bands=settings.fair_request_queue.bands,
+        )
         self.operated = OperatedPool(
             settings.pool, view, lists, FleetControls(store, membership, settings), Events(snapshots)
         )
@@ -195,7 +201,7 @@ async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Mem
     await InferenceObjects(
         named.pool,
         named.namespace,
-        report=lambda found: intake.use_live(found.bands, found.splits, found.anything),
+        report=lambda found: intake.use_live(found.priorities, found.splits, found.anything),
         publishes=lambda: membership.pulse is not None and membership.pulse.leader,
     ).run()
 
@@ -248,7 +254,8 @@ def assemble(
     """
     fleet = KnownFleet(settings)
     heartbeat_now = HeartbeatTrigger()
-    metrics = Metrics((model.name for model in settings.models), labels)
+    bands = settings.fair_request_queue.bands
+    metrics = Metrics((model.name for model in settings.models), labels, bands)
     endpoints = SnapshotCell()
     signing = Keyring()
     traces = _tracing(settings, replica)
@@ -271,6 +278,7 @@ def assemble(
         on_adopted=metrics.adopted,
         on_unavailable=lambda cause, why: failover.redis_lost(cause, why),
         signing=signing,
+        bands=bands,
     )
     scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,

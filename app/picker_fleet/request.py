@@ -10,35 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from picker_fleet.bands import Band
+
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
-
-
-class Band(enum.IntEnum):
-    """Priority of a flow; lower numbers are served first (spec 003, criticality)."""
-
-    CRITICAL = 0
-    DEFAULT = 1
-    SHEDDABLE = 2
-
-    @property
-    def label(self) -> str:
-        """Its name as configurations, metrics and the API spell it: `Critical`, `Default`, `Sheddable`."""
-        return self.name.capitalize()
-
-    @classmethod
-    def parse(cls, value: object) -> "Band":
-        """The band named `value` (`Critical`, `Default`, `Sheddable`, any case).
-
-        Raises:
-            ValueError: no band has that name.
-        """
-        if isinstance(value, cls):
-            return value
-        try:
-            return cls[str(value).upper()]
-        except KeyError:
-            names = ", ".join(band.label for band in cls)
-            raise ValueError(f"{str(value)[:40]!r} is no criticality; valid: {names}") from None
 
 
 class Workload(NamedTuple):

@@ -3,8 +3,9 @@
 Names follow spec 003 where it has them. Faults between sections are found in `picker_fleet.config`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -14,12 +15,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from picker_fleet.allowlist import PathRule, path_rule, trusted_name
+from picker_fleet.bands import NAMED, Band, Bands, Criticality, nearest
 from picker_fleet.errors import ConfigError
-from picker_fleet.request import Band
 from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name
 from picker_fleet.state.primary import redis_url
 from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
@@ -28,8 +31,8 @@ from picker_fleet.units import (
     MOST_COST,
     MOST_WEIGHT,
     AutoDuration,
-    BandName,
     Count,
+    CriticalityName,
     Duration,
     EndpointAddress,
     FilePath,
@@ -38,6 +41,7 @@ from picker_fleet.units import (
     HostPort,
     Name,
     Number,
+    Priority,
     Token,
     starting_with,
 )
@@ -54,6 +58,7 @@ def _of_the_protocol(namespace: str) -> str:
     return namespace
 
 
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 RedisUrl = Annotated[str, AfterValidator(redis_url)]
 TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
 MetadataNamespace = Annotated[
@@ -210,9 +215,27 @@ class TargetModel(Section):
     weight: Count = Field(1, ge=1)
 
 
-class Model(Section):
+class _Ranked(Section):
+    """Whose requests are of a band: by the name of one of the three, or by a priority."""
+
     name: Name
-    criticality: BandName = Band.DEFAULT
+    criticality: CriticalityName = Criticality.DEFAULT
+    priority: Priority | None = None
+
+    @model_validator(mode="after")
+    def _one_band(self) -> Self:
+        if self.priority is not None and "criticality" in self.model_fields_set:
+            raise ValueError("give criticality or priority, not both")
+        return self
+
+    def band(self, bands: Bands) -> Band:
+        """The band of its requests, of those that are configured as `bands`."""
+        if self.priority is not None:
+            return bands.of(self.priority)
+        return bands.named(self.criticality)
+
+
+class Model(_Ranked):
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
     max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt and answer together
@@ -220,19 +243,54 @@ class Model(Section):
     endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
 
 
-class Objective(Section):
-    name: Name
-    criticality: BandName = Band.DEFAULT
+class Objective(_Ranked):
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow that it is given to
 
 
-_BAND_WEIGHTS: Mapping[Band, float] = {Band.CRITICAL: 70, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
-# Whatever is not named keeps its default: every band has a weight.
-BandWeights = Annotated[
-    dict[BandName, Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]],
-    AfterValidator(lambda given: {**_BAND_WEIGHTS, **given}),
-]
+BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+_MOST_BANDS = 64  # as many as can be in use at once (lua/lib/bands.lua)
+
+
+def _band_name(name: str) -> str:
+    """The three as they are spelled, in whatever case; others as they are."""
+    return next((each for each in Criticality if each.lower() == name.lower()), name)
+
+
+class PriorityBand(Section):
+    """A band of the queue. What is not given is that of the nearest of the three bands at or below its
+    priority; for one of the three, its default."""
+
+    priority: Priority
+    name: Annotated[Name, Field(max_length=64), AfterValidator(_band_name)] | None = None
+    weight: BandWeight | None = None
+    preemptible: Flag | None = None
+    guaranteed: Flag | None = None
+    capacity: Count | None = Field(None, ge=1)
+
+    @property
+    def label(self) -> str:
+        return self.name if self.name is not None else str(self.priority)
+
+    def over(self, band: Band) -> Band:
+        """`band` with what is given here; its name, priority and weight are this one's."""
+        return Band(
+            self.priority,
+            self.label,
+            band.weight if self.weight is None else self.weight,
+            band.preemptible if self.preemptible is None else self.preemptible,
+            band.guaranteed if self.guaranteed is None else self.guaranteed,
+            band.criticality,
+            band.capacity if self.capacity is None else self.capacity,
+        )
+
+
+def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
+    """The bands by name: the three, then the others that are `given`, the highest first."""
+    by_name = {band.label: band for band in given}
+    named = {band.name: by_name.pop(band.name).over(band) if band.name in by_name else band for band in NAMED}
+    others = sorted(by_name.values(), key=lambda band: -band.priority)
+    return named | {band.label: band.over(nearest(named.values(), band.priority)) for band in others}
 
 
 class FairRequestQueue(Section):
@@ -246,7 +304,11 @@ class FairRequestQueue(Section):
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
     band_policy: BandPolicy = "strict"
-    band_weights: BandWeights = dict(_BAND_WEIGHTS)
+    # Bands besides Critical, Default and Sheddable, or these with other priorities and attributes. A priority
+    # that no band has gets one of its own while it is in use.
+    priority_bands: tuple[PriorityBand, ...] = Field((), max_length=_MOST_BANDS - len(NAMED))
+    # By the band's name. Whatever is not named keeps its own.
+    band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
     fairness: Fairness = "weighted-fair"
     ordering: Ordering = "fcfs"
     overload: Overload = "preempt"
@@ -257,6 +319,35 @@ class FairRequestQueue(Section):
     overload_status: Literal[503, 429] = 503
     # While no endpoint is ready requests wait for their TTL at most, as for a pool that is scaled to zero.
     queue_without_endpoints: Flag = False
+
+    @field_validator("priority_bands")
+    @classmethod
+    def _bands_once(cls, given: tuple[PriorityBand, ...]) -> tuple[PriorityBand, ...]:
+        if len({band.label for band in given}) < len(given):
+            raise ValueError("a name is given to two bands")
+        priorities = [band.priority for band in _configured(given).values()]
+        twice = sorted({each for each in priorities if priorities.count(each) > 1})
+        if twice:
+            raise ValueError(f"priority {twice[0]} is given to two bands")
+        for band in given:
+            if _INTEGER.fullmatch(band.label) and band.label != str(band.priority):
+                raise ValueError(f"the name {band.label} is another priority")
+        return given
+
+    @field_validator("band_weights")
+    @classmethod
+    def _weights_of_bands(cls, given: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        bands = _configured(info.data.get("priority_bands", ()))
+        weights = {_band_name(name): weight for name, weight in given.items()}
+        for name in weights:
+            if name not in bands:
+                raise ValueError(f"{name[:40]!r} is no band; valid: {', '.join(bands)}")
+        return {name: band.weight for name, band in bands.items()} | weights
+
+    @property
+    def bands(self) -> Bands:
+        found = _configured(self.priority_bands).values()
+        return Bands(replace(band, weight=self.band_weights[band.name]) for band in found)
 
     @model_validator(mode="after")
     def _flow_fits(self) -> Self:

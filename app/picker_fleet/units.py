@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from picker_fleet.request import Band
+from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, Criticality
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -176,11 +176,8 @@ HostPort = Annotated[str, BeforeValidator(host_port)]
 HostName = Annotated[str, BeforeValidator(host_name)]
 EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
-BandName = Annotated[
-    Band,
-    BeforeValidator(Band.parse),
-    PlainSerializer(lambda band: band.label, return_type=str, when_used="json"),
-]
+CriticalityName = Annotated[Criticality, BeforeValidator(Criticality.parse)]
+Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
 # What the arithmetic of the queue bears over years (docs/fairness.md), in Lua too (state/schema.py).
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # of a flow or a band
 MOST_COST = 1e9  # of a request, and bounds of the stock for each endpoint

@@ -19,8 +19,9 @@ import uvloop
 from bench.fairness.replica import Pipe, joined
 from bench.fairness.scenarios import Job
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.bands import Band
 from picker_fleet.errors import RequestError
-from picker_fleet.request import Band, Completion, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Completion, InferenceRequest, Outcome, Workload
 
 POOL = "chaos"
 _LOG_ENTRIES = 4_000_000  # more entries than a run writes
@@ -103,7 +104,7 @@ def call_of(request_id: str) -> Call:
         target_model=_MODEL,
         stream=False,
         flow=FLOWS[number],
-        band=Band(dice.choice((0, 1, 1, 2, 2))),
+        band=dice.choice((Band.CRITICAL, *[Band.DEFAULT] * 2, *[Band.SHEDDABLE] * 2)),
         weight=1.0 + number % 4,
         workload=Workload(name, dice.randint(1, 5), registered=shared),
         cost=float(max(1, round(tokens * dice.uniform(0.25, 4)))),

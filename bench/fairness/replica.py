@@ -15,10 +15,11 @@ import uvloop
 
 from bench.fairness.scenarios import Job, Source
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.bands import NAMED
 from picker_fleet.config import parse
 from picker_fleet.errors import PickerError, RequestError, StateUnavailable
 from picker_fleet.pool import assemble
-from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.state.subscriptions import listen
 
 _AGAIN_S = 0.02  # a refused caller pauses, as a client would
@@ -87,7 +88,7 @@ class Clients:
         if source.tokens:
             cost = round(source.tokens * source.guess_factor ** self._random.uniform(-1, 1))
         return InferenceRequest(
-            request_id, _MODEL, _MODEL, False, source.flow(number), Band(source.band), source.weight,
+            request_id, _MODEL, _MODEL, False, source.flow(number), NAMED[source.band], source.weight,
             workload, cost, source.ttl_s, None,
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ _IN_FLIGHT = 64
 _QUEUED = 1000
 _DEADLINE_S = 30.0
 _INFO_EVERY_S = 10  # the info of an idle replica changes so often (replica/info.py)
-_SERVED = [[1, f"tenant-{n}", 12.0] for n in range(_FLOWS)]
+_SERVED = [[0, f"tenant-{n}", 12.0] for n in range(_FLOWS)]
 
 
 def replica_info(number: int) -> str:
@@ -39,7 +39,7 @@ def replica_info(number: int) -> str:
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "returns": 0,
         "told": [],
     }  # fmt: skip
-    served = {"served": {"bands": [0.0, 120.0, 0.0], "flows": _SERVED, "cut": False}}
+    served = {"served": {"priorities": [[0, 120.0]], "flows": _SERVED, "cut": False}}
     return "\n".join(json.dumps(part, separators=(",", ":")) for part in (about, served))
 
 

@@ -29,6 +29,7 @@ local function finish_request(r, event, note)
     release(r)
   end
   record.remove(r)
+  if r.band > LAST_NAMED then bands.count_request(r.band, -1) end
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end

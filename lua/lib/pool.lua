@@ -1,4 +1,4 @@
--- include: storage schema
+-- include: bands
 -- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
 -- The only clock: that of Redis, corrected for its steps. Clocks of replicas are never compared.
 --
@@ -54,13 +54,8 @@ end
 -- [/clock]
 
 -- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
--- costs a tenth of a field for each. And the settings, decoded only when they have changed.
-local pool = {}
--- Counters of each band. Formatting a number costs as much as a command.
-local QUEUED = {[0] = 'queued:0', 'queued:1', 'queued:2'}
-local V = {[0] = 'v:0', 'v:1', 'v:2'}
-local NEW = {[0] = 'new:0', 'new:1', 'new:2'}
-local BAND_TAG = {[0] = 'band:0', 'band:1', 'band:2'}
+-- costs a tenth of a field for each; those of bands beside the three in another. And the settings, decoded only when
+-- they have changed.
 local settings, settings_text -- of the last call; a library outlives its calls
 -- Whether what this library keeps between calls is still true: nobody else has changed the counters or published
 -- endpoints. Each call that changes settings, endpoints, their loads or the clock changes a counter (`pool.touched`).
@@ -91,7 +86,7 @@ do -- a chunk may have 200 locals
 
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
-    local text, settings_now, endpoints_now, clock_text, same
+    local text, settings_now, endpoints_now, clock_text, same, bands_text
     if key == read_key and counters_text and settings_text and not failed
       and (pool.older_ms == 0 or not pool.has_older_version()) then
       text = redis.call('HGET', key.pool, 'counters')
@@ -100,8 +95,8 @@ do -- a chunk may have 200 locals
     if same then
       settings_now, endpoints_now = settings_text, endpoints_version
     else
-      text, settings_now, endpoints_now, clock_text =
-        unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock'))
+      text, settings_now, endpoints_now, clock_text, bands_text =
+        unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock', 'bands'))
       same = not failed and text and text == counters_text
     end
 
@@ -116,6 +111,7 @@ do -- a chunk may have 200 locals
       if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end
       counters_text, saved = text, all == text and numbers or {} -- short ones are written in full
       calm_text = all and string.sub(all, 8 * BUSY + 1)
+      bands.read(bands_text)
     end
     cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
       and (pool.older_ms == 0 or not pool.has_older_version())
@@ -127,8 +123,10 @@ do -- a chunk may have 200 locals
     pool.ended_before, pool.touched = pool.ended, false
     if not settings_now then
       settings, settings_text = NO_SETTINGS, nil
+      bands.configure(settings)
     elseif settings_now ~= settings_text then
       settings, settings_text = cjson.decode(settings_now), settings_now
+      bands.configure(settings)
     end
   end
 
@@ -137,6 +135,12 @@ do -- a chunk may have 200 locals
   function pool.commit()
     if not pool.known then return end
     local counters, names, values, changed = pool, COUNTERS, saved, 0
+    local bands_text = bands.change()
+    if bands_text then
+      redis.call('HSET', key.pool, 'bands', bands_text)
+      bands.written(bands_text)
+      pool.touched = true
+    end
     for i = 1, #names do
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
@@ -217,7 +221,8 @@ local function log_event(event, r, tag, by, note)
   logged = logged + 1
   entries[logged] = {'MAXLEN', '~', settings.log_max, '*',
     'seq', exact(pool.log_seq), 'time_us', exact(now_us), 'event', event, 'request', r.id, 'flow', r.flow,
-    'band', r.band, 'workload', r.workload, 'cost', exact(r.cost), 'weight', exact(r.weight),
+    'band', r.band, 'priority', exact(PRIORITY[r.band]), 'workload', r.workload,
+    'cost', exact(r.cost), 'weight', exact(r.weight),
     'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
     'limit', exact(r.limit), 'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
@@ -279,11 +284,17 @@ local function reset_notifications(caller)
   if next(notifications.for_others) then notifications.for_others = {} end
 end
 
+-- From now on the sweep moves all requests in chunks to where they belong.
+function pool.file_anew()
+  pool.refiling = 1
+  defer_write('HSET', key.pool, 'walk', '0')
+end
+
 -- Put settings in force: the configuration, overlaid by what was changed live.
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  -- These decide the order. When one changes, the sweep moves the waiting requests in chunks.
+  -- These decide the order.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]
@@ -291,11 +302,9 @@ local function put_settings(base, overrides)
   local text = cjson.encode(base)
   if base.log_max == 0 then log_change('tuned', text) end -- the log ends with this entry
   settings, settings_text = base, nil
+  bands.configure(settings)
   defer_write('HSET', key.pool, 'settings', text)
   pool.touched = true
-  if changed and pool.queued > 0 then
-    pool.refiling = 1
-    defer_write('HSET', key.pool, 'walk', '0')
-  end
+  if changed and pool.queued > 0 then pool.file_anew() end
   log_change('tuned', text)
 end

@@ -149,8 +149,9 @@ do
   end
 end
 
--- The candidates for preemption when the queue is full: the backlogged flow queues of the bands below Critical, by the
--- time of their last preemption. `preempted` remembers those that have drained, while there is pressure.
+-- The candidates for preemption when the queue is full: the backlogged flow queues of each band, by the time of
+-- their last preemption; of Critical only where that is preemptible. `preempted` remembers those that have drained,
+-- while there is pressure.
 local preemption = {}
 do
   function preemption.add_candidate(band, flow_queue)
@@ -303,14 +304,14 @@ do
     if not is_new then return nil end
     local tag = start_tag(r, tonumber(read('ZSCORE', key.finish[band], flow_queue) or 0))
     activate(band, flow_queue, tag)
-    if band > 0 then preemption.add_candidate(band, flow_queue) end
+    if band > 0 or PREEMPTIBLE[0] then preemption.add_candidate(band, flow_queue) end
     return tag
   end
 
   local function deactivate(band, flow_queue, tag)
     read_ahead.reposition(key.flows[band], flow_queue)
     defer_write('ZADD', key.finish[band], tag, flow_queue)
-    if band > 0 then preemption.remove_candidate(band, flow_queue) end
+    if band > 0 or PREEMPTIBLE[0] then preemption.remove_candidate(band, flow_queue) end
   end
 
   -- Take r out of its flow queue, timers and indexes. Returns whether the flow queue is now empty.
@@ -403,7 +404,7 @@ do
   function queue.charge_band(r, cost)
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return end
     local name = BAND_TAG[r.band]
-    pool[name] = pool[name] + cost / clamp(settings.band_weights[r.band + 1], LEAST_WEIGHT, MOST_WEIGHT)
+    pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
   -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits. It
@@ -454,11 +455,20 @@ do
     log_event('held', r)
   end
 
+  -- Of a request that is in no flow queue.
+  function queue.change_band(r, band)
+    if r.band > LAST_NAMED then bands.count_request(r.band, -1) end
+    r.band = band
+    record.put(r)
+  end
+
   -- Move r to where the policy now in force puts it. For the sweep.
   function queue.reorder(r)
     local flow_queue = current_flow_queue(r)
-    if flow_queue ~= queue.flow_queue(r) then
+    local band = bands.allowed(r.band)
+    if flow_queue ~= queue.flow_queue(r) or band ~= r.band then
       queue.remove(r)
+      if band ~= r.band then queue.change_band(r, band) end
       queue.insert(r)
     else
       local requests = key.queue[r.band][flow_queue]
@@ -472,12 +482,12 @@ do
   -- The bands, next one first.
   local function bands_in_order()
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return BANDS end
-    local bands = {unpack(BANDS)}
-    table.sort(bands, function(a, b)
+    local by_tag = {unpack(BANDS)}
+    table.sort(by_tag, function(a, b)
       local tag_a, tag_b = pool[BAND_TAG[a]], pool[BAND_TAG[b]]
-      return tag_a < tag_b or (tag_a == tag_b and a < b)
+      return tag_a < tag_b or (tag_a == tag_b and RANK[a] < RANK[b])
     end)
-    return bands
+    return by_tag
   end
 
   -- An endpoint at its limit has room again: order the flow queue that waits for it and would be next.
@@ -497,9 +507,9 @@ do
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 or settings.ordering == ORDERING_WORKLOAD_AWARE then return end
-    local bands, at = bands_in_order(), 1
-    while at < 3 and pool[QUEUED[bands[at]]] == 0 do at = at + 1 end
-    local band, ids = bands[at], {}
+    local in_order, at = bands_in_order(), 1
+    while at < #in_order and pool[QUEUED[in_order[at]]] == 0 do at = at + 1 end
+    local band, ids = in_order[at], {}
     local flow_queues, requests = read_ahead.scored_front(key.flows[band]), key.queue[band]
     local each, odd = math.floor(2 * count / #flow_queues), 2 * count % #flow_queues
     for i = 1, #flow_queues, 2 do
@@ -511,9 +521,9 @@ do
 
   -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
   function queue.next_turn()
-    local bands = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
-    for i = 1, 3 do
-      local band = bands[i]
+    local in_order = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
+    for i = 1, #in_order do
+      local band = in_order[i]
       if pool[QUEUED[band]] > 0 then
         local flow_queue, tag = read_ahead.first_scored(key.flows[band])
         for _ = 1, STRAYS do

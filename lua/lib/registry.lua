@@ -31,7 +31,7 @@ do -- a chunk may have 200 locals
   -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped as if it did not exist.
   local function parse(id, text)
     local r = record.new(id)
-    if not (pcall(unpack_record, r, text) and r.band < 3) then
+    if not (pcall(unpack_record, r, text) and bands.exists(r.band)) then
       strays, known[id] = strays + 1, false
       mark_changed(id)
       defer_write('ZADD', key.unheard, now_ms, id) -- it may run

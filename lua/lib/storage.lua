@@ -18,9 +18,9 @@ local function use_builtins()
 end
 
 -- Every key of the pool is derived from the one that is declared: keys[1] = epp:{POOL}:pool. All carry the hash tag
--- {POOL}, so a Cluster keeps them in one slot. B is a band (0 to 2). L is a flow queue: the flow's name or, under
--- `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name can contain it
--- (picker_fleet/units.py), so two pairs of names never spell the same key.
+-- {POOL}, so a Cluster keeps them in one slot. B is the number of a band (lib/bands.lua). L is a flow queue: the flow's
+-- name or, under `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name
+-- can contain it (picker_fleet/units.py), so two pairs of names never spell the same key.
 --
 -- key           type    what it holds                                             removed by
 -- pool          hash    counters (packed, lib/pool.lua), settings, versions       nobody (FLUSHALL)
@@ -57,7 +57,6 @@ end
 -- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
 -- log           stream  the decision log, when it is on                           its own cap
 -- wake:R        channel the same notifications as a hint to replica R             (never stored)
-local BANDS = {0, 1, 2}
 local key -- the keys of the pool that this call serves
 local use_keys, joined
 local call_number = 0
@@ -69,6 +68,14 @@ do -- a chunk may have 200 locals
   -- Names that begin with `prefix`, by their ending.
   local function names_with_prefix(prefix)
     return setmetatable({}, {__index = function(_, ending) return prefix .. ending end})
+  end
+
+  -- What `make` has for each band, made when it is first asked for.
+  local function by_band(make)
+    return setmetatable({}, {__index = function(made, band)
+      made[band] = make(band)
+      return made[band]
+    end})
   end
 
   function joined(name, other) return name .. '\31' .. other end
@@ -85,12 +92,10 @@ do -- a chunk may have 200 locals
     key.orphan_cursors, key.queue_snapshot = base .. 'orphans', base .. 'lanes'
     for name, kind in pairs({flows = 'flows', throttled = 'parked', finish = 'finish', candidates = 'victims',
       preempted = 'preempted'}) do
-      key[name] = {}
-      for _, band in ipairs(BANDS) do key[name][band] = base .. kind .. ':' .. band end
+      key[name] = by_band(function(band) return base .. kind .. ':' .. band end)
     end
     for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
-      key[kind] = {}
-      for _, band in ipairs(BANDS) do key[kind][band] = names_with_prefix(base .. kind .. ':' .. band .. ':') end
+      key[kind] = by_band(function(band) return names_with_prefix(base .. kind .. ':' .. band .. ':') end)
     end
 
     function key.line(band, flow_queue, workload)

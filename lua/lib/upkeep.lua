@@ -40,7 +40,7 @@ do
   local function lower_blocked(band, by)
     local found = read('HGETALL', key.blockers)
     for i = 1, #found, 2 do
-      local of, flow_queue = string.match(found[i], '^(%d)\31(.*)$')
+      local of, flow_queue = string.match(found[i], '^(%d+)\31(.*)$')
       for address in string.gmatch(of == tostring(band) and found[i + 1] or '', '[^,]+') do
         local waiting = key.blocked[band][address]
         local tag = read('ZSCORE', waiting, flow_queue)
@@ -101,7 +101,7 @@ do
   -- The pressure has ended: forget who was preempted when. Returns whether there may be more.
   function upkeep.forget_preemptions(limit)
     local more = false
-    for band = 1, 2 do
+    for _, band in ipairs(BANDS) do
       local candidates = key.candidates[band]
       local flow_queues = read('ZRANGEBYSCORE', candidates, '(0', '+inf', 'LIMIT', 0, limit)
       for _, flow_queue in ipairs(flow_queues) do defer_write('ZADD', candidates, 0, flow_queue) end
@@ -112,11 +112,12 @@ do
     return more
   end
 
-  -- Add the candidates that an older version, which does not keep the set, has left out.
+  -- Add the candidates that were left out: by an older version, which does not keep the set, or before
+  -- Critical became preemptible.
   function upkeep.add_preemption_candidates(limit)
-    for band = 1, 2 do
+    for _, band in ipairs(BANDS) do
       local candidates, flows = key.candidates[band], key.flows[band]
-      if read('ZCARD', candidates) < read('ZCARD', flows) then
+      if (band > 0 or PREEMPTIBLE[0]) and read('ZCARD', candidates) < read('ZCARD', flows) then
         local flow_queues = read('ZRANDMEMBER', flows, limit)
         local scores = read('ZMSCORE', candidates, unpack(flow_queues))
         for i, flow_queue in ipairs(flow_queues) do

@@ -7,7 +7,8 @@ from typing import Any
 
 from script_fleet import Fleet, ask, until
 
-from picker_fleet.request import Band, Outcome
+from picker_fleet.bands import Band
+from picker_fleet.request import Outcome
 from picker_fleet.state.reads import RankRange, Reads
 from picker_fleet.state.store import Store
 

@@ -11,11 +11,13 @@ from side_by_side import SideBySide
 
 REPLICAS = ("a", "b")
 SILENCE_MS = SETTINGS["silence_ms"]
+PRIORITIES = (10, 0, -10)  # of Critical, Default and Sheddable
 KEPT = {"pool", "endpoints", "load", "log", "about", "replicas", "workloads"}
 
 
 def arrivals(text: str) -> list[Arrival]:
-    """Of 'x1 cost=2, x2, y1 band=0': names with what is not as usual. x1 and x2 are of flow x."""
+    """Of 'x1 cost=2, x2, y1 band=0, z priority=7': names with what is not as usual. x1 and x2 are of flow
+    x."""
     found = []
     for each in filter(None, text.split(",")):
         name, *fields = each.split()
@@ -23,6 +25,8 @@ def arrivals(text: str) -> list[Arrival]:
         numbers = {key: _number(value) for key, value in given.items()}
         if "candidates" in numbers:
             numbers["candidates"] = str(numbers["candidates"]).replace("+", ",")
+        if "band" in numbers:
+            numbers["priority"] = PRIORITIES[numbers.pop("band")]
         found.append(Arrival(name, **{"flow": name.rstrip("0123456789"), **numbers}))
     return found
 

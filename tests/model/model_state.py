@@ -24,7 +24,7 @@ class Request:
     owner: str
     attempt: str
     flow: str
-    band: int
+    priority: int
     weight: float
     cost: float
     workload: str

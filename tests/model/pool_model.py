@@ -228,8 +228,8 @@ class PoolModel:
         if state == "placed":
             self._unblock(first(r.endpoints))
         if ran and r.limit > 0:
-            for number in range(len(self.queue.bands)):
-                self.queue.unthrottle(number, self.queue.name_of(r))
+            for priority in self.queue.bands:
+                self.queue.unthrottle(priority, self.queue.name_of(r))
 
     def _turn_away(self, r: Request, event: str) -> None:
         """End one that waits and did not ask for it."""

@@ -22,7 +22,7 @@ class Arrival:
     id: str
     attempt: str = "1"
     flow: str = "f"
-    band: int = 1
+    priority: int = 0
     weight: float = 1.0
     cost: float = 1.0
     ttl_ms: int = 10_000
@@ -192,6 +192,8 @@ class QueueModel(PoolModel):
         self.queue.forget_finish_tags(at_rest=len(self.queue) == 0 and self.stock == 0)
         if fresh:
             self.queue.rebase()
+            at_rest = len(self.queue) == 0 and self.stock == 0
+            self.queue.collect({r.priority for r in self.requests.values()}, at_rest)
         self.queue.forget_preemptions()
         if fresh:
             self._expire_down_marks()
@@ -206,7 +208,7 @@ class QueueModel(PoolModel):
             return self._adopt(known, item)
         cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
         r = Request(
-            item.id, self._caller, item.attempt, item.flow, item.band, item.weight, cost, item.workload,
+            item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
             item.criticality, item.model, item.limit,
         )  # fmt: skip
         aged = self.moment.now_us - item.age_ms * 1000
@@ -223,6 +225,7 @@ class QueueModel(PoolModel):
     def _decide(self, r: Request, item: Arrival, left_ms: int) -> str:
         if left_ms <= 0:
             return "expired"
+        self.queue.band(r.priority)
         if self.endpoints.ready == 0 and not self.moment.settings.get("queue_unready"):
             return self._refuse(r, "no-endpoints")
         return self._bypass(r, item) or self._full(r) or self._queue(r, left_ms)
@@ -302,6 +305,7 @@ class QueueModel(PoolModel):
         if not self.endpoints.is_known(where):
             return "unknown"
         r.owner, r.state, r.endpoints = self._caller, "placed", where
+        self.queue.band(r.priority)
         self.requests[r.id] = r
         self._reserve(r)
         most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))

@@ -10,6 +10,7 @@ from direct_calls import arrival, clock_of
 from fake_struct import with_struct
 from packed import counters, doubles
 from pool_model import Reply
+from shared_queue import named_bands
 
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import load_library
@@ -70,21 +71,26 @@ class ScriptSide:
         pipe.set("clock", now_us)
         pipe.fcall(self._library.function(name), 1, self._keys.pool, *args)
         pipe.fcall(self._library.function("state"), 1, self._keys.pool, SILENCE_MS)
-        pipe.hget(self._keys.pool, "counters")
+        pipe.hmget(self._keys.pool, "counters", "bands", "settings")
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
         pipe.hgetall(self._keys.prefix + "workloads")
         pipe.eval(READ_ORDERS, 0, f"{self._keys.prefix}*")
-        _, raw, state, packed, log, registry, sets = pipe.execute()
+        _, raw, state, (packed, others, settings), log, registry, sets = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or flow_queue_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
+        priorities = priorities_of(others or "", settings)
         workloads = {name: doubles(text) for name, text in registry.items()}
         orders = {
-            key.removeprefix(self._keys.prefix): dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
+            by_priority(key.removeprefix(self._keys.prefix), priorities): dict(
+                zip(pairs[::2], map(float, pairs[1::2]), strict=True)
+            )
             for key, pairs in zip(sets[::2], sets[1::2], strict=True)
         }
-        return Seen(reply, events, numbers_of(state) | band_tags(packed), workloads, orders)
+        return Seen(
+            reply, events, numbers_of(state) | band_tags(packed, others or "", priorities), workloads, orders
+        )
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:
@@ -112,18 +118,36 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         name: plain(value) for name, value in found.items() if name not in ("epoch", "replicas")
     }
-    for band in range(3):
-        for at, name in enumerate(("v", "flow_queues", "queued")):
-            numbers[f"{name}:{band}"] = plain(bands[3 * band + at])
+    for priority, *values in zip(bands[::4], bands[1::4], bands[2::4], bands[3::4], strict=True):
+        for name, value in zip(("v", "flow_queues", "queued"), values, strict=True):
+            numbers[f"{name}:{priority}"] = plain(value)
     numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
     numbers["replicas"] = sorted(found["replicas"][::2])
     return numbers
 
 
-def band_tags(packed: str | None) -> dict[str, float]:
+def priorities_of(others: str, settings: str | None) -> dict[int, int]:
+    """The number of each band in use -> its priority."""
+    named = json.loads(settings or "{}").get("bands") or named_bands()
+    lines = [line.split() for line in others.splitlines()]
+    return {at: each["priority"] for at, each in enumerate(named[:3])} | {
+        int(a): int(b) for a, b, *_ in lines
+    }
+
+
+def by_priority(name: str, priorities: dict[int, int]) -> str:
+    """The name of a sorted set, with the priority in place of the number of its band."""
+    kind, _, rest = name.partition(":")
+    number, colon, rest = rest.partition(":")
+    return f"{kind}:{priorities.get(int(number), number)}{colon}{rest}" if number.isdecimal() else name
+
+
+def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> dict[str, float]:
     """The tags of weighted bands, which no reply has."""
     found = counters(packed) if packed else {}
-    return {name: found.get(name, 0.0) for name in ("band:0", "band:1", "band:2", "bv")}
+    tags = {f"band:{priorities[number]}": found.get(f"band:{number}", 0.0) for number in range(3)}
+    tags |= {f"band:{fields[1]}": float(fields[6]) for fields in map(str.split, others.splitlines())}
+    return tags | {"bv": found.get("bv", 0.0)}
 
 
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
@@ -159,5 +183,8 @@ def accounting_token(r: Any) -> str:
     """What a request carries for the case that its record is lost (lua/renew.lua)."""
     if r is None:
         return ""
-    fields = (r.flow, r.band, r.weight, r.cost, r.workload, r.criticality, r.model, r.endpoints, r.limit)
+    fields = (
+        r.flow, 1, r.weight, r.cost, r.workload, r.criticality, r.model, r.endpoints, r.limit,
+        f"priority={r.priority}",
+    )  # fmt: skip
     return "\t".join(str(value) for value in fields)

@@ -1,14 +1,15 @@
 """The queue of the model: the fair queue of an outage, and what only the shared queue does."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from model_state import Moment, Request, Workloads
 
+from picker_fleet.bands import NAMED, Band, Bands, Criticality
 from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy
 
-BANDS = (0, 1, 2)  # Critical, Default, Sheddable
 REBASED_AT, REBASED_TO = 2.0**26, 2.0**20
 _NAMES = [each.name for each in fields(Policy)]
 _DEFAULTS = {"max_flows": math.inf}
@@ -17,7 +18,34 @@ _DEFAULTS = {"max_flows": math.inf}
 def policy_of(moment: Moment) -> Policy:
     """The settings in force, as far as they decide the order."""
     settings = _DEFAULTS | moment.settings
-    return Policy(**{name: settings.get(name) for name in _NAMES})
+    return Policy(**{name: settings.get(name) for name in _NAMES} | {"bands": bands_of(settings)})
+
+
+def bands_of(settings: Mapping[str, Any]) -> Bands:
+    """The configured bands: the three, then others."""
+    found, weights = [], settings.get("band_weights", ())
+    for at, each in enumerate(settings.get("bands") or named_bands()):
+        name = Criticality(NAMED[at].name) if at < len(NAMED) else Criticality.DEFAULT
+        found.append(
+            Band(
+                each["priority"],
+                str(name) if at < len(NAMED) else f"other {at}",
+                weights[at] if at < len(weights) else 1.0,
+                bool(each.get("preemptible")),
+                bool(each.get("guaranteed")),
+                name,
+                each.get("capacity"),
+            )
+        )
+    return Bands(found)
+
+
+def named_bands() -> list[dict[str, Any]]:
+    """The three as the settings have them."""
+    return [
+        {"priority": band.priority, "preemptible": band.preemptible, "guaranteed": band.guaranteed}
+        for band in NAMED
+    ]
 
 
 class SharedQueue(FairQueue[Request]):
@@ -32,14 +60,30 @@ class SharedQueue(FairQueue[Request]):
         log: Callable[[str, str], None],
     ) -> None:
         self._rules = Context(policy_of(moment), lambda: moment.now_us, workloads)
-        super().__init__(self._rules, len(BANDS), next_arrival)
+        super().__init__(self._rules, next_arrival)
+        self._make_named()
         self._log = log
         self.credit = 0.0  # until the first publish
-        # (band, throttled flow queue) -> the endpoints that it waits for -> its tag then
+        # (priority, throttled flow queue) -> the endpoints that it waits for -> its tag then
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
 
     def put_settings(self, moment: Moment) -> None:
         self._rules.policy = policy_of(moment)
+        self._make_named()
+
+    def collect(self, in_use: Container[int], at_rest: bool) -> None:
+        """Forget the bands besides the three of which no request waits or runs, and that owe no turns."""
+        named = {band.priority for band in self.policy.bands if band.is_named}
+        for priority, band in list(self.bands.items()):
+            owes = band.tag > self.bv and not at_rest
+            if priority not in named and priority not in in_use and not owes:
+                del self.bands[priority]
+                self._log("collected", "")
+
+    def _make_named(self) -> None:
+        for band in self.policy.bands:
+            if band.is_named:
+                self.band(band.priority)
 
     def insert(self, r: Request) -> None:
         super().insert(r)
@@ -47,49 +91,49 @@ class SharedQueue(FairQueue[Request]):
 
     def remove(self, r: Request) -> None:
         super().remove(r)
-        if r.flow_queue not in self.bands[r.band].queues:
-            self._blocked.pop((r.band, r.flow_queue), None)
+        if r.flow_queue not in self.bands[r.priority].queues:
+            self._blocked.pop((r.priority, r.flow_queue), None)
 
     def correct(self, r: Request, change: float, floor: float) -> None:
         """Change what r's flow queue has been charged; `floor` is its tag where none is kept."""
-        band, name = self.bands[r.band], self.name_of(r)
+        band, name = self.bands[r.priority], self.name_of(r)
         if name in band.queues:
             self.charge(band, name, change)
         else:
             band.finish[name] = band.finish.get(name, min(floor, band.v)) + change
 
     def is_throttled(self, r: Request) -> bool:
-        return r.flow_queue not in self.bands[r.band].turns
+        return r.flow_queue not in self.bands[r.priority].turns
 
     def throttle(self, r: Request) -> None:
         """r's flow is at its limit: its flow queue takes no turns, and keeps its tag."""
-        self.bands[r.band].turns.remove(r.flow_queue)
+        self.bands[r.priority].turns.remove(r.flow_queue)
         self._log("parked", r.flow_queue)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
         """r's flow queue, throttled, waits for room on one of these endpoints."""
-        tag = self.bands[r.band].queues[r.flow_queue].tag
-        self._blocked.setdefault((r.band, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
+        tag = self.bands[r.priority].queues[r.flow_queue].tag
+        self._blocked.setdefault((r.priority, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
 
-    def blocked(self, number: int, address: str) -> dict[str, float]:
+    def blocked(self, priority: int, address: str) -> dict[str, float]:
         """The flow queues of a band that wait for an endpoint, with their tags."""
         found = self._blocked.items()
-        return {name: tags[address] for (band, name), tags in found if band == number and address in tags}
+        return {name: tags[address] for (band, name), tags in found if band == priority and address in tags}
 
     def endpoint_has_room(self, address: str) -> None:
         """The flow queue that waits for the endpoint and would be next takes turns again."""
         for band in self.bands_in_order():
-            number = self.bands.index(band)
-            waiting = [(tag, name) for name, tag in self.blocked(number, address).items()]
+            priority = next(each for each, other in self.bands.items() if other is band)
+            waiting = [(tag, name) for name, tag in self.blocked(priority, address).items()]
             if waiting:
-                self.unthrottle(number, min(waiting)[1])
+                self.unthrottle(priority, min(waiting)[1])
                 return
 
-    def unthrottle(self, number: int, name: str) -> None:
+    def unthrottle(self, priority: int, name: str) -> None:
         """It takes turns again, without a claim to those it missed."""
-        band = self.bands[number]
+        band = self.bands[priority]
         if name in band.queues and name not in band.turns:
-            self._blocked.pop((number, name), None)
+            self._blocked.pop((priority, name), None)
             self.activate(band, name, max(band.v, band.queues[name].tag))
             self._log("unparked", name)
 
@@ -98,9 +142,9 @@ class SharedQueue(FairQueue[Request]):
         return {name: queue.tag for name, queue in band.queues.items() if name not in band.turns}
 
     def unthrottle_all(self) -> None:
-        for number, band in enumerate(self.bands):
+        for priority, band in self.bands.items():
             for _, name in sorted((tag, name) for name, tag in self.throttled(band).items()):
-                self.unthrottle(number, name)
+                self.unthrottle(priority, name)
 
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
         """The sweep's scan: put each request where the policy in force has it, by rates as they are now.
@@ -114,13 +158,13 @@ class SharedQueue(FairQueue[Request]):
                 if r.flow_queue != self.name_of(r):
                     self.remove(r)
                     self.insert(r)
-        for band in self.bands:
+        for band in self.bands.values():
             for queue in band.queues.values():
                 queue.reorder() if policy_changed else queue.refresh()
 
     def rebase(self) -> None:
         """When virtual time has come far, all tags are lowered by one amount."""
-        for number, band in enumerate(self.bands):
+        for priority, band in self.bands.items():
             if band.v < REBASED_AT:
                 continue
             by = band.v - REBASED_TO
@@ -129,11 +173,11 @@ class SharedQueue(FairQueue[Request]):
             for name in band.queues:
                 self.charge(band, name, -by)
             for (other, _), tags in self._blocked.items():
-                if other == number:
+                if other == priority:
                     tags.update({address: tag - by for address, tag in tags.items()})
             self._log("rebased", "")
         if self.bv >= REBASED_AT:
             by = self.bv - REBASED_TO
             self.bv -= by
-            for band in self.bands:
+            for band in self.bands.values():
                 band.tag -= by

@@ -7,7 +7,8 @@ from typing import Any
 from pool_model import Reply
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, Seen, arguments, plain
-from shared_queue import BANDS
+
+from picker_fleet.bands import Band
 
 START_US = 1_750_000_000_000_123
 
@@ -105,13 +106,12 @@ class SideBySide:
                 name for name, last in model.replicas.items() if last > model.moment.now_ms - SILENCE_MS
             ),
         }
-        for number in BANDS:
-            band = model.queue.bands[number]
+        for priority, band in model.queue.bands.items():
             numbers |= {
-                f"v:{number}": band.v,
-                f"flow_queues:{number}": len(band.queues),
-                f"queued:{number}": band.queued,
-                f"band:{number}": band.tag,
+                f"v:{priority}": band.v,
+                f"flow_queues:{priority}": len(band.queues),
+                f"queued:{priority}": band.queued,
+                f"band:{priority}": band.tag,
             }
         return numbers
 
@@ -124,11 +124,11 @@ class SideBySide:
             "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
         }
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
-        for number, band in enumerate(self.model.queue.bands):
+        for number, band in self.model.queue.bands.items():
             orders[f"flows:{number}"] = band.turns.scores()
             orders[f"parked:{number}"] = self.model.queue.throttled(band)
             orders[f"finish:{number}"] = band.finish
-            if number > 0:
+            if number != Band.CRITICAL.priority:
                 last = {name: float(when) for name, when in band.preempted.items()}
                 orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.queues}
                 orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.queues}

@@ -22,12 +22,17 @@ from names import distinct
 from pool_model import Reply
 from queue_model import Arrival
 from script_side import SILENCE_MS, ScriptSide
+from shared_queue import named_bands
 from side_by_side import SideBySide
+
+from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
 
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
 FAR = 1e7  # a unit of cost by which tags soon come so far that they are rebased
+# The three configured ones, and others, whose bands are made and collected.
+PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
 SPELLED = (*WEIGHTS, *WORKLOADS)  # what they are called in a run is drawn
@@ -62,7 +67,7 @@ LIVE: dict[str, list[Any]] = {
     "claim_share": [1, 0.25, 0.5],
     "guard_share": [0, 0.1, 0.5, 1],
     "starvation_ms": [0, 300, 2500],
-    "band_weights": [[70, 20, 10], [1, 1, 1]],
+    "band_weights": [[70, 20, 10], [1, 1, 1], [4, 2, 1, 3, 2]],
     "overload": ["preempt", "reject-noncritical"],
     "weights": [{}, {"one": 5}],
     "fallbacks": [0, 2],
@@ -70,6 +75,14 @@ LIVE: dict[str, list[Any]] = {
     "paused": [0, 0, 0, 1],
     "queue_enabled": [1, 0],
     "queue_unready": [0, 1],
+    "bands": [
+        [{"priority": 10, "guaranteed": True}, {"priority": 0, "preemptible": True}, {"priority": -10}],
+        [
+            *named_bands(),
+            {"priority": 7, "guaranteed": True, "capacity": 2},
+            {"priority": -20, "capacity": 1},
+        ],
+    ],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
 BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}
@@ -116,7 +129,7 @@ numbers = st.lists(number, min_size=1, max_size=4)
 arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     flow=st.sampled_from(sorted(WEIGHTS)),
-    band=st.sampled_from([1, 1, 1, 0, 2]),
+    priority=st.sampled_from(PRIORITIES),
     cost=st.sampled_from([1.0, 1.0, 2.5, 0.7]),
     ttl_ms=st.sampled_from([9000, 30_000, 4000, 800]),
     age_ms=st.sampled_from([0, 0, 0, 1, 1200, 6000]),
@@ -277,7 +290,7 @@ class QueueMachine(RuleBasedStateMachine):
         if lost:
             flow, workload, id = it["flow"], self.named[it["workload"]], self.new_id()
             accounting_token = Request(
-                id, caller, "1", self.named[flow], it["band"], WEIGHTS[flow], it["cost"], workload,
+                id, caller, "1", self.named[flow], it["priority"], WEIGHTS[flow], it["cost"], workload,
                 it["criticality"], "m", LIMITS.get(flow, 0), endpoints="e1",
             )  # fmt: skip
             items.append((id, "1", served, accounting_token))

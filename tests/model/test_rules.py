@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from by_hand import Pool, arrivals
 from script_side import ScriptSide
+from shared_queue import named_bands
 
 CASES = dict[str, Any]
 TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with much room
@@ -14,6 +15,12 @@ CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
 # Settings, what is known, the next arrival, its answer.
+# Besides the three: one that is guaranteed and not preemptible, with room for two; and a low one.
+BANDS = [
+    *named_bands(),
+    {"priority": 7, "guaranteed": True, "capacity": 2},
+    {"priority": -50, "preemptible": True},
+]
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound it is queued for what is left of its TTL": (
@@ -45,6 +52,25 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
         {"overload": "reject-noncritical"}, "runs", "c1 band=0", "queued 10000"),
     "where only critical requests queue nothing makes way": (
         {"overload": "reject-noncritical", "total_capacity": 1}, "runs, c1 band=0", "c2 band=0",
+        "refused total-capacity 1"),
+    "a guaranteed band's flows have their places": (
+        {"max_flows": 2, "bands": BANDS}, "runs, x0, y0, x1", "g priority=7", "queued 10000"),
+    "where only critical requests queue a guaranteed band's do": (
+        {"overload": "reject-noncritical", "bands": BANDS}, "runs", "g priority=7", "queued 10000"),
+    "a made band has the attributes of the nearest one below": (
+        {"overload": "reject-noncritical", "bands": BANDS}, "runs", "g priority=9", "queued 10000"),
+    "a band above Critical is like Critical": (
+        {"overload": "reject-noncritical"}, "runs", "u priority=100", "queued 10000"),
+    "a band between Default and Critical is like Default": (
+        {"overload": "reject-noncritical"}, "runs", "g priority=7", "refused saturated 1"),
+    "a band below Sheddable is like Sheddable": (
+        {"overload": "reject-noncritical"}, "runs", "l priority=-2147483648", "refused saturated 1"),
+    "a band has its capacity": (
+        {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
+    "a full band keeps none out of the others": (
+        {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "h priority=6", "queued 10000"),
+    "what is not preemptible makes no way": (
+        {"total_capacity": 2, "bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "c band=0",
         "refused total-capacity 1"),
     "while the pool is paused all wait": ({"paused": 1}, "", "r", "queued 10000"),
     "the endpoint with the fewest in flight is first": (
@@ -117,6 +143,17 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
     "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
     "flows by turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
     "a lower band where the higher ones are empty": ({}, "s band=2, d1, c band=0, d2", "c d1 d2 s"),
+    "bands of any priority in its order": (
+        {}, "m priority=-2147483648, h priority=2147483647, c band=0, n priority=-3, s priority=7, d",
+        "h c s d n m"),
+    "bands of other priorities by the weights of the nearest": (
+        {"band_policy": "weighted", "guard_share": 0},
+        ", ".join(f"c{n} priority=99, d{n} priority=7, s{n} priority=-3" for n in range(8)),
+        "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
+    "configured bands by their own weights": (
+        {"band_policy": "weighted", "guard_share": 0, "bands": BANDS, "band_weights": [20, 10, 1, 9, 70]},
+        ", ".join(f"g{n} priority=6, b{n} priority=-50, d{n} priority=10" for n in range(8)),
+        "d0 g0 b0 b1 b2 b3 d1 b4 b5 b6"),
     "a flow's name in two bands is two flows": ({}, "low flow=f band=2, high flow=f band=0", "high low"),
     "bands by their weights": (
         {"band_policy": "weighted", "guard_share": 0},
@@ -340,6 +377,58 @@ def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(sid
     assert sorted(pool.told["b"]) == [f"preempted {name}" for name in ("x2", "x3", "y2", "y3")]
 
 
+def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
+    pool = Pool(side, total_capacity=6)
+    pool.admit("runs")
+    pool.admit("m priority=-99, n priority=-3, s priority=7, h priority=100, d, c band=0", by="b")
+    pool.admit("u1 priority=50, u2 priority=50, u3 priority=50, u4 priority=50")
+    assert pool.those("preempted") == ["m", "n", "d", "s"]
+    # Those above Critical are like Critical.
+    assert pool.admit("u5 priority=200") == ["refused total-capacity 1"]
+    pool.serve()
+    pool.sweep()
+    assert pool.is_at_rest()
+
+
+def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: ScriptSide) -> None:
+    pool = Pool(side)
+    # While a request runs its band is kept; refused ones leave none behind.
+    pool.admit("runs priority=7")
+    pool.tune(overload="reject-noncritical")
+    assert pool.admit("no priority=3") == ["refused saturated 1"]
+    pool.tune(overload=None)
+    assert list(pool.model.queue.bands) == [10, 7, 3, 0, -10]
+    pool.sweep()
+    assert list(pool.model.queue.bands) == [10, 7, 0, -10]
+    # Its number is another's once it is collected, and it comes back with a number of its own.
+    pool.end("runs")
+    pool.sweep()
+    assert list(pool.model.queue.bands) == [10, 0, -10]
+    pool.admit("first priority=-3, x priority=7, y priority=7, z priority=-3")
+    assert pool.serve() == ["x", "y", "z"]
+    pool.sweep()
+    assert pool.those("collected") == ["", "", "", ""]
+    assert pool.is_at_rest()
+
+
+def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: ScriptSide) -> None:
+    weights = [70, 20, 10, 10, 1]
+    pool = Pool(side, band_policy="weighted", guard_share=0, upper_per=2, bands=BANDS, band_weights=weights)
+    # A band of little weight that is empty at each sweep, beside one that is busy.
+    pool.admit("runs1, runs2, " + ", ".join(f"d{n}" for n in range(100)))
+    for n in range(12):
+        pool.admit(f"b{n} priority=-50")
+        pool.serve(2)
+        pool.end(*(r.id for r in pool.model.in_flight() if r.priority == -50))
+        pool.sweep()
+    # It is served by its weight, and not first each time it comes back.
+    of_band = [name for name in pool.granted if name.startswith("b")]
+    assert 1 <= len(of_band) <= len(pool.granted) / 21 + 1
+    pool.serve()
+    pool.sweep()
+    assert pool.is_at_rest()
+
+
 def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side: ScriptSide) -> None:
     pool = Pool(side, total_capacity=3)
     pool.admit("runs")
@@ -417,7 +506,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
     # It is granted, and may only go where the other runs.
     assert pool.place("p2", "e1") == "queued 10000"
     assert pool.events[-2:] == ["requeued p2 ", "parked p "]
-    assert pool.model.queue.bands[1].queues["p"].tag == 0.0
+    assert pool.model.queue.bands[0].queues["p"].tag == 0.0
     assert workload_of(pool) == (1, 1, 0)
     pool.passes(40)
     assert pool.end("p1") == ["p2"]
@@ -707,7 +796,7 @@ def test_the_specifications_worked_examples(side: ScriptSide) -> None:
     pool.admit("runs cost=1000 flow=other")
     for name, (_, _, criticality, score) in SPECIFIED.items():
         pool.admit(f"{name} workload={name} criticality={criticality} flow=f")
-        assert -pool.model.queue.bands[1].queues["f"].static.scores()[name] == pytest.approx(score, abs=2e-4)
+        assert -pool.model.queue.bands[0].queues["f"].static.scores()[name] == pytest.approx(score, abs=2e-4)
     assert pool.serve() == ["interactive-user-456", "batch-job-123", "low-priority-789"]
 
 

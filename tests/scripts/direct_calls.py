@@ -6,6 +6,7 @@ from typing import Any
 import redis
 from script_fleet import SETTINGS
 
+from picker_fleet.bands import NAMED
 from picker_fleet.state.scripts import Library, load_library
 from picker_fleet.state.store import pack_arrival
 
@@ -32,12 +33,14 @@ def clock_of(key: str, name: str = "") -> str:
 
 def arrival(
     request_id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
-    band: int = 1, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000, age_ms: float = 0,
-    criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
+    band: int = 1, priority: int | None = None, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000,
+    age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
 ) -> bytes:  # fmt: skip
-    """A request as `admit` takes it."""
+    """A request as `admit` takes it: of `band` 0 to 2, or of any `priority`."""
+    if priority is None:
+        priority = NAMED[band].priority
     texts = (request_id, attempt, flow, workload, model, candidates)
-    return pack_arrival(texts, (band, weight, cost, ttl_ms, age_ms, criticality, limit, learn))
+    return pack_arrival(texts, (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn))
 
 
 class DirectPool:

@@ -11,10 +11,11 @@ from packed import counters
 from redis.asyncio import Redis
 
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.bands import NAMED, Band, Bands
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Band, Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import client
@@ -46,7 +47,8 @@ def ask(
     request_id: str,
     *,
     flow: str = "flow",
-    band: Band = Band.DEFAULT,
+    band: Band | int = Band.DEFAULT,
+    priority: int | None = None,
     weight: float = 1.0,
     cost: float = 1.0,
     ttl_s: float = 60.0,
@@ -56,6 +58,9 @@ def ask(
     limit: int = 0,
     learn: bool = False,
 ) -> InferenceRequest:
+    band = NAMED[band] if isinstance(band, int) else band
+    if priority is not None:
+        band = Bands().of(priority)
     who = Workload(workload or "auto-" + request_id, criticality, registered=bool(workload))
     return InferenceRequest(
         request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset, limit, learn

@@ -10,8 +10,9 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, until
 
+from picker_fleet.bands import Band
 from picker_fleet.cli import main
-from picker_fleet.request import Band, Outcome
+from picker_fleet.request import Outcome
 from picker_tools.audit.log import LogStream
 from picker_tools.audit.report import Report
 

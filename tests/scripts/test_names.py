@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from names import NAMES, REQUEST_IDS, distinct
 from script_fleet import Fleet, OpenFleet, Replica, running
 
-from picker_fleet.request import Band, Outcome
+from picker_fleet.bands import Band
+from picker_fleet.request import Outcome
 from picker_fleet.state.reads import RankRange
 
 _POOLS = itertools.count(1)
@@ -106,7 +107,7 @@ async def _use_all_scripts(
         assert [queue.name for queue in surveyed] == [queue.name for queue in queues]
         for queue in queues:
             assert [each.queued for each in await store.reads.flow_queue(queue.name)] == [queue.queued]
-        found = await store.reads.queued([RankRange(queue.band, queue.name, 0, 9) for queue in queues])
+        found = await store.reads.queued([RankRange(queue.priority, queue.name, 0, 9) for queue in queues])
         names = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
         assert names == dict(zip(ids, pairs, strict=True))
         for request_id in ids:

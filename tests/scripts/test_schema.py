@@ -13,7 +13,7 @@ from picker_fleet.state.keys import Keys
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "redis-schema.md"
 TABLE = ROOT / "lua" / "lib" / "storage.lua"
-PLACES = {"BAND": "[012]", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
+PLACES = {"BAND": "[0-9]+", "FLOWQUEUE": "[^\x1f]*", "WORKLOAD": ".+", "REPLICA": "[^:]+", "ENDPOINT": ".+"}
 SHORT = {"B": "BAND", "L": "FLOWQUEUE", "W": "WORKLOAD", "R": "REPLICA", "E": "ENDPOINT"}
 
 
@@ -160,6 +160,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> None:
     # A pool in which each band has served a request.
     async with fleet("a", full=True) as (it, a):
+        await a.admit("of another band", priority=7)
         for band in (0, 1, 2):
             await a.admit(f"q{band}", band=band)
         for name in ("runs", "q0", "q1", "q2"):

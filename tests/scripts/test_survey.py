@@ -188,5 +188,5 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fl
         # And so it is shown, where the next flow has been served as well
         state = await FleetStateCache(a.store, 60.0).get()
         assert state.queues[-1][:4] == found[-1][:4]
-        assert state.weights(first.band, even=True) == len(state.queues) == FLOWS - 1
+        assert state.weights(first.priority, even=True) == len(state.queues) == FLOWS - 1
         assert state.page(1, first.group, (repr(last.start), last.name), None) == [state.queues[-1]]

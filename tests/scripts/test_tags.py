@@ -8,10 +8,11 @@ from metrics_page import page_of
 from packed import doubles
 from script_fleet import Fleet, OpenFleet, until
 
+from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.replica import live_config
-from picker_fleet.request import Band, Outcome
+from picker_fleet.request import Outcome
 
 HUGE = 1e308
 

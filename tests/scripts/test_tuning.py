@@ -10,9 +10,10 @@ from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
+from picker_fleet.bands import NAMED
 from picker_fleet.config import parse
 from picker_fleet.pool import Parts, assemble
-from picker_fleet.request import Band, Endpoint, InferenceRequest
+from picker_fleet.request import Endpoint, InferenceRequest
 from picker_fleet.state.store import LiveConfig
 
 
@@ -72,7 +73,7 @@ async def test_policies_change_while_requests_wait(
     async with fleet("a", guard_share=0, **before, full=True) as (it, a):
         for i in range(24):
             await a.admit(
-                f"q{i:02}", flow=f"f{i % 3}", band=Band(i % 2), workload=f"w{i % 4}" if i % 4 else "",
+                f"q{i:02}", flow=f"f{i % 3}", band=NAMED[i % 2], workload=f"w{i % 4}" if i % 4 else "",
                 ttl_s=60 - i, criticality=1 + i % 5,
             )  # fmt: skip
         # When another is chosen, and the sweep has reordered them

@@ -9,6 +9,7 @@ from direct_calls import OPEN, DirectPool, arrival
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from picker_fleet.bands import NAMED
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
@@ -82,7 +83,9 @@ class Mixed(DirectPool):
 
     def bring(self, version: int, name: str, band: int = 1) -> None:
         if self.owners.setdefault(name, version) == version:
-            self.of(version, "admit", arrival(name, flow=f"flow-{name}", band=band))
+            # The former has the number of the band where the present one has its priority.
+            priority = NAMED[band].priority if version else band
+            self.of(version, "admit", arrival(name, flow=f"flow-{name}", priority=priority))
 
     def place(self, version: int, name: str) -> None:
         self.of(version, "place", name, "1", "*")

@@ -12,9 +12,9 @@ from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
-from picker_fleet.request import Band
+from picker_fleet.bands import NAMED, Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
-from picker_fleet.state.reads import RankRange
+from picker_fleet.state.reads import RankRange, group_of
 
 (E1,) = addresses(1)
 
@@ -44,9 +44,10 @@ async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fl
         found = await a.store.reads.flow_queues(10)
         rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
         # What waits for its turn comes first, and the one at its limit last, though its band is higher.
-        assert rows == [(2, "low", 1, None), (3, "limited", 1, 1)]
-        assert found.totals == (0, 0, 1, 1, 0, 0)
-        of_band = await a.store.reads.flow_queues(10, band=0)
+        low, limited = group_of(Band.SHEDDABLE.priority), group_of(Band.CRITICAL.priority, throttled=True)
+        assert rows == [(low, "low", 1, None), (limited, "limited", 1, 1)]
+        assert [each for each in found.totals if each[1]] == [(low, 1), (limited, 1)]
+        of_band = await a.store.reads.flow_queues(10, priority=Band.CRITICAL.priority)
         assert [each.name for each in of_band.queues] == ["limited"]
 
 
@@ -59,16 +60,16 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
         # The flow that was served is behind by its share, which its weight made small.
-        assert [(each.band, each.name, each.start, each.queued) for each in queues] == [
-            (1, "iron", 0.0, 1),
-            (1, "gold", 0.25, 1),
+        assert [(each.priority, each.name, each.start, each.queued) for each in queues] == [
+            (0, "iron", 0.0, 1),
+            (0, "gold", 0.25, 1),
         ]
         iron, gold = queues
         assert (gold.weight, gold.share, iron.weight, iron.share) == (4.0, 0.25, 1.0, 1.0)
         assert min(iron.oldest_s, gold.oldest_s) >= 0.02
         assert gold.in_flight is None
         (alone,) = await a.store.reads.flow_queue("gold")
-        assert (alone.band, alone.start, alone.queued) == (1, 0.25, 1)
+        assert (alone.priority, alone.start, alone.queued) == (0, 0.25, 1)
         assert await a.store.reads.flow_queue("nobody") == []
 
 
@@ -80,20 +81,20 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     async with fleet("a", total_capacity=1000, full=True) as (_, a):
         names = [f"flow-{i:03d} é" for i in range(115)]
         await asyncio.gather(
-            *(a.admit(f"{band}-{name}", flow=name, band=band) for band in (1, 2) for name in names)
+            *(a.admit(f"{each}-{name}", flow=name, priority=each) for each in (7, -3) for name in names)
         )
         # When they are read page by page, and the one at which a page ended leaves in between
         seen: list[tuple[int, str]] = []
         group, behind = 0, None
         while True:
             found = (await a.store.reads.flow_queues(page, group=group, behind=behind)).queues
-            seen += [(each.band, each.name) for each in found]
+            seen += [(each.priority, each.name) for each in found]
             if len(found) < page:
                 break
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
-            await a.store.cancel(f"{found[-1].band}-{found[-1].name}", 1, "cancelled")
+            await a.store.cancel(f"{found[-1].priority}-{found[-1].name}", 1, "cancelled")
         # Each came exactly once, in order.
-        assert seen == [(band, name) for band in (1, 2) for name in names]
+        assert seen == [(each, name) for each in (7, -3) for name in names]
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
@@ -107,13 +108,13 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
         # When stretches of them are read, one of them past the end
         long, short, past = await a.store.reads.queued(
-            [RankRange(1, "flow", 10, 219), RankRange(2, "other", 0, 5), RankRange(1, "flow", 300, 310)]
+            [RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)]
         )
         # All of their requests come, in the flow queue's order.
         assert [each.id for each in long] == [f"q{i:03d}" for i in range(10, 220)]
         assert past == []
         (other,) = short
-        assert (other.state, other.owner, other.flow, other.band) == ("queued", "a", "other", 2)
+        assert (other.state, other.owner, other.flow, other.priority) == ("queued", "a", "other", -10)
         assert (other.model, other.cost, other.limit, other.workload) == ("llama", 3.0, 2, "")
         assert other.endpoints == ()
         assert 29 < other.deadline_in_s + other.age_s < 31
@@ -136,7 +137,7 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
         await it.after(5)
         await a.beat()
         await a.admit("early", flow="f")
-        ((late, early),) = await a.store.reads.queued([RankRange(1, "f", 0, 9)])
+        ((late, early),) = await a.store.reads.queued([RankRange(0, "f", 0, 9)])
         assert (late.id, late.overdue) == ("late", True)
         assert late.overdue_in_s < 0
         assert (early.id, early.overdue) == ("early", False)
@@ -300,7 +301,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
     valkey_fleet: OpenFleet, limit: int
 ) -> None:
     # 1500 requests of 45 flows with weights 1 to 3, in three bands.
-    asked = [(f"r{i:04d}", f"f{i % 45:02d}", Band(i % 3)) for i in range(1500)]
+    asked = [(f"r{i:04d}", f"f{i % 45:02d}", NAMED[i % 3]) for i in range(1500)]
     weights = {f"f{i:02d}": 1.0 + i % 3 for i in range(45)}
     async with listed(valkey_fleet, *asked, **weights) as (_, lists):
         # The queue is read in pages.
@@ -308,7 +309,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
         # Each comes once, in its position, higher bands first and tags in order.
         assert sorted(each["id"] for each in found) == sorted(each[0] for each in asked)
         assert [each["position"] for each in found] == list(range(1, 1501))
-        places = [(Band.parse(each["band"]), each["start_tag"]) for each in found]
+        places = [([band.name for band in NAMED].index(each["band"]), each["start_tag"]) for each in found]
         assert places == sorted(places)
         # And in a flow by arrival
         assert [each["id"] for each in found if each["flow"] == "f07"] == [
@@ -320,7 +321,7 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
             assert found is not None
             assert (found.position, found.start_tag) == (each["position"], each["start_tag"])
         # And flows come once, and share by their weights
-        flows = await pages(lists.flows, "flows", limit, band=Band.DEFAULT)
+        flows = await pages(lists.flows, "flows", limit, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
 
@@ -354,14 +355,14 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
 
 async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> None:
     of_y = [(f"y{i}", "y", Band.DEFAULT) for i in range(3)]
-    async with listed(valkey_fleet, *((f"x{i}", "x", Band(i % 2)) for i in range(6)), *of_y) as (_, lists):
+    async with listed(valkey_fleet, *((f"x{i}", "x", NAMED[i % 2]) for i in range(6)), *of_y) as (_, lists):
         of_x = await pages(lists.queue, "requests", 2, band=None, flow="x")
         assert [each["id"] for each in of_x] == ["x0", "x2", "x4", "x1", "x3", "x5"]
-        of_both = await pages(lists.queue, "requests", 2, band=Band.DEFAULT, flow="x")
+        of_both = await pages(lists.queue, "requests", 2, band="Default", flow="x")
         assert [each["id"] for each in of_both] == ["x1", "x3", "x5"]
-        default = await pages(lists.queue, "requests", 4, band=Band.DEFAULT, flow=None)
+        default = await pages(lists.queue, "requests", 4, band="Default", flow=None)
         assert [each["id"] for each in default] == ["x1", "y0", "x3", "y1", "x5", "y2"]
-        assert await pages(lists.queue, "requests", 4, band=Band.SHEDDABLE, flow=None) == []
+        assert await pages(lists.queue, "requests", 4, band="Sheddable", flow=None) == []
         assert await lists.flow("nobody") is None
 
 
@@ -417,11 +418,13 @@ async def test_more_flows_than_are_read_are_still_listed(
 
 async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
-        served = '{"host":"h","up_s":5,"served":{"bands":[0,%d,0],"flows":[[1,"gold",%d]],"cut":false}}'
+        served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         # Two more replicas that tell of the service they gave, and one whose words make no sense.
         await a.store._client.call("heartbeat", "b", served % (40, 30), 60_000)
         await a.store._client.call("heartbeat", "c", served % (60, 30), 60_000)
-        await a.store._client.call("heartbeat", "d", '{"served": {"bands": "x"}, "up_s": "long"}', 60_000)
+        await a.store._client.call(
+            "heartbeat", "d", '{"served": {"priorities": "x"}, "up_s": "long"}', 60_000
+        )
 
         async def found() -> Any:
             (gold,) = (await lists.flows(10, None, None)).flows

@@ -52,7 +52,7 @@ class ChoosesByKey(QueueSimulator):
         raise NotImplementedError
 
     def next_turn(self) -> Turn:
-        for band in self.queue.bands:
+        for band in self.queue.bands.values():
             if band.turns:
                 name = min(band.turns, key=lambda name, band=band: self.key(name, band.turns.score(name)))
                 return next(iter(band.queues[name].requests)), False
@@ -84,7 +84,7 @@ class IgnoresWeights(QueueSimulator):
 class LetsNewFlowsGoFirst(QueueSimulator):
     class fair_queue(FairQueue[Request]):
         def insert(self, r: Request) -> None:
-            band, new = self.bands[r.band], self.length(r) == 0
+            band, new = self.bands[r.priority], self.length(r) == 0
             super().insert(r)
             if new:
                 self.activate(band, r.flow_queue, max(band.v, band.finish.get(r.flow_queue, 0.0)))
@@ -92,7 +92,7 @@ class LetsNewFlowsGoFirst(QueueSimulator):
 
 class LeavesVirtualTimeBehind(QueueSimulator):
     def grant(self, r: Request, by_guard: bool) -> None:
-        band = self.queue.bands[r.band]
+        band = self.queue.bands[r.priority]
         v = band.v
         super().grant(r, by_guard)
         band.v = v
@@ -102,7 +102,7 @@ class LeavesVirtualTimeBehind(QueueSimulator):
 class ServesLowBandsFirst(QueueSimulator):
     class fair_queue(FairQueue[Request]):
         def bands_in_order(self) -> list[BandQueue[Request]]:
-            return self.bands[::-1]
+            return list(self.bands.values())[::-1]
 
 
 class GuardsWithoutCredit(QueueSimulator):
@@ -145,7 +145,7 @@ class ServesTheNewest(QueueSimulator):
         turn = super().next_turn()
         if turn is None or turn[1]:
             return turn
-        return self.queue.bands[turn[0].band].queues[turn[0].flow_queue].newest(), False
+        return self.queue.bands[turn[0].priority].queues[turn[0].flow_queue].newest(), False
 
 
 class BypassesTheQueue(QueueSimulator):

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from picker_fleet.bands import NAMED, Bands
 from picker_fleet.failover.fair_queue import BandQueue, Context, FairQueue, Policy, QueueFull
 
 START_US = 1_700_000_000_000_000
 POLICY: dict[str, Any] = {
     "total_capacity": 100, "flow_capacity": 10**6, "max_flows": 10**6, "fairness": "weighted-fair",
-    "ordering": "fcfs", "overload": "preempt", "band_policy": "strict", "band_weights": [70, 20, 10],
+    "ordering": "fcfs", "overload": "preempt", "band_policy": "strict",
     "guard_share": 0.1, "starvation_ms": 1000, "weights": {}, "wait_signal": "request", "wait_weight": 0,
     "criticality_weight": 0, "rate_weight": 0, "wait_cap_ms": 1, "rate_cap": 1,
 }  # fmt: skip
@@ -40,6 +41,10 @@ class Request:
     criticality: int = 3
     flow_queue: str = ""
 
+    @property
+    def priority(self) -> int:
+        return NAMED[self.band].priority
+
 
 NOBODY = Request("", band=0, cost=0, owner="")
 
@@ -48,7 +53,7 @@ def raw_entry(
     event: str, r: Request, numbers: Mapping[str, float], fields: Mapping[str, str]
 ) -> dict[str, str]:
     """`numbers` are the pool's after the event; `fields` are tag, by and note."""
-    own = ("band", "cost", "weight", "arrived", "deadline_ms", "limit")
+    own = ("band", "priority", "cost", "weight", "arrived", "deadline_ms", "limit")
     numbers = {**numbers, **{name: getattr(r, name) for name in own}}
     return {
         **{name: f"{number:.17g}" for name, number in numbers.items()},
@@ -74,7 +79,9 @@ class QueueSimulator:
         self.stock = 0.0
         self._arrival = 0
         self._context = Context(self.policy, lambda: self.now_us, cast(Any, None))
-        self.queue = self.fair_queue(self._context, 3, itertools.count(1).__next__)
+        self.queue = self.fair_queue(self._context, itertools.count(1).__next__)
+        for band in NAMED:
+            self.queue.band(band.priority)
         self.write("tuned", note=json.dumps(self.settings))
 
     # Calls from outside.
@@ -114,7 +121,7 @@ class QueueSimulator:
         r = self.requests[name]
         if actual is not None and r.tag >= 0:
             share = self.queue.share(r)
-            change, band = (actual - r.cost) * share / r.cost, self.queue.bands[r.band]
+            change, band = (actual - r.cost) * share / r.cost, self.queue.bands[r.priority]
             if r.flow_queue in band.queues:
                 self.queue.charge(band, r.flow_queue, change)
             else:  # a flow queue without a tag had none above v
@@ -158,7 +165,7 @@ class QueueSimulator:
 
     @property
     def policy(self) -> Policy:
-        return Policy(**{name: self.settings[name] for name in POLICY})
+        return Policy(bands=Bands(), **{name: self.settings[name] for name in POLICY})
 
     @property
     def queued(self) -> int:
@@ -220,7 +227,7 @@ class QueueSimulator:
         self.queue.insert(r)
         r.state = "queued"
         self.requests[r.id] = r
-        return self.tag_of(self.queue.bands[r.band], r.flow_queue) if self.queue.length(r) == 1 else None
+        return self.tag_of(self.queue.bands[r.priority], r.flow_queue) if self.queue.length(r) == 1 else None
 
     def dispatch(self) -> None:
         for r in self.queue.requests():
@@ -228,7 +235,7 @@ class QueueSimulator:
                 self.queue.mark_overdue(r)
         while self.stock < self.lower and (turn := self.next_turn()) is not None:
             r, by_guard = turn
-            band = self.queue.bands[r.band]
+            band = self.queue.bands[r.priority]
             if self.is_late(r):
                 self.end(r, "expired")
             elif self.flow_full(r):
@@ -260,7 +267,7 @@ class QueueSimulator:
             self.give_back(r)
         del self.requests[r.id]
         self.write(event, r)
-        for number, band in enumerate(self.queue.bands):
+        for number, band in enumerate(self.queue.bands.values()):
             if ran and r.limit and r.flow in band.queues and r.flow not in band.turns:
                 self.queue.activate(band, r.flow, max(band.v, band.queues[r.flow].tag))
                 self.write_throttling("unparked", number, r.flow, band.queues[r.flow].tag)
@@ -273,7 +280,7 @@ class QueueSimulator:
     ) -> None:
         fields = {"tag": "" if tag is None else f"{tag:.17g}", "by": by, "note": note}
         numbers = {
-            "seq": len(self.log) + 1, "time_us": self.now_us, "v": self.queue.bands[r.band].v,
+            "seq": len(self.log) + 1, "time_us": self.now_us, "v": self.queue.bands[r.priority].v,
             "stock": self.stock, "queued": self.queued, "upper": self.upper, "lower": self.lower,
         }  # fmt: skip
         self.log.append(raw_entry(event, r, numbers, fields))

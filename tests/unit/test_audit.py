@@ -9,6 +9,7 @@ import faulty_queues as faulty
 import pytest
 from queue_simulator import QueueSimulator, Request
 
+from picker_fleet.bands import NAMED
 from picker_fleet.cli import main
 from picker_tools.audit import measures
 from picker_tools.audit.auditor import Auditor, audit
@@ -29,7 +30,7 @@ def test_fields_are_parsed_to_their_types() -> None:
     found = (entry.event, entry.request, entry.cost, entry.tag, entry.due_ms)
     assert found == ("bypassed", "r1", 2.5, 1.5, 7)
     assert Entry.parse(raw(tag="", due_ms="")).tag is None
-    assert str(entry).startswith("#2 1700000000.000000 bypassed r1 flow='flow' band=1 cost=2.5")
+    assert str(entry).startswith("#2 1700000000.000000 bypassed r1 flow='flow' priority=0 cost=2.5")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,7 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (faulty.GuardsTheShortestOverdue, mixed_load, "G3", "was overdue for longer"),
     (faulty.GuardsTheNewest, mixed_load, "G3", "which is not overdue"),
     (faulty.ServesTheNewest, mixed_load, "G4", "which comes first in its flow"),
-    (faulty.ServesLowBandsFirst, mixed_load, "G4", "served while band"),
+    (faulty.ServesLowBandsFirst, mixed_load, "G4", "served while priority"),
     (faulty.BypassesTheQueue, blocked_head, "G4", "bypassed a queue"),
     (faulty.DispatchesPastTheDeadline, mixed_load, "G5", "past its deadline"),
     (QueueSimulator, late_answer, "G5", "is still queued"),
@@ -434,9 +435,9 @@ class Log:
             self.entries.append(
                 Entry(
                     seq=len(self.entries) + 1, time_us=now_us, event=event, request=request,
-                    flow=source_of(request), band=band, workload="", cost=cost, weight=weight,
-                    arrived=arrived, deadline_ms=0, due_ms=None, limit=0, tag=None, v=0, by=by, owner="",
-                    endpoint="", stock=0, queued=0, upper=100, lower=100, note="",
+                    flow=source_of(request), band=band, priority=NAMED[band].priority, workload="", cost=cost,
+                    weight=weight, arrived=arrived, deadline_ms=0, due_ms=None, limit=0, tag=None, v=0, by=by,
+                    owner="", endpoint="", stock=0, queued=0, upper=100, lower=100, note="",
                 )
             )  # fmt: skip
         return self

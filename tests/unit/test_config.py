@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker_fleet import cli
+from picker_fleet.bands import Band
 from picker_fleet.config import Settings, load, parse
 from picker_fleet.errors import ConfigError
-from picker_fleet.request import Band
 
 # The configuration of the contract, key for key.
 WHOLE = """
@@ -54,7 +55,7 @@ def fault(tree: dict[str, object]) -> str:
 def test_the_documented_example_is_valid_and_has_the_defaults(tmp_path: Path) -> None:
     settings, defaults = load(written(tmp_path, WHOLE), {}), Settings()
     assert settings.models[0].target_models[0].name == "llama-v2"
-    assert settings.objectives[0].criticality is Band.CRITICAL
+    assert settings.objectives[0].criticality == "Critical"
     assert settings.workloads.idle_after == 300
     assert settings.scraping.interval is None
     assert settings.request_queue_controller.upper_per_backend == pytest.approx(2.2)
@@ -81,9 +82,55 @@ def test_a_redis_url_that_is_incomplete_names_what_is_missing_and_shows_no_passw
 
 def test_bands_have_their_names_in_json_and_their_default_weights() -> None:
     weights = parse({"fair_request_queue": {"band_weights": {"critical": 5}}}).fair_request_queue
-    assert weights.band_weights == {Band.CRITICAL: 5, Band.DEFAULT: 20, Band.SHEDDABLE: 10}
+    assert list(weights.bands) == [replace(Band.CRITICAL, weight=5), Band.DEFAULT, Band.SHEDDABLE]
     dump = weights.model_dump(mode="json")
     assert dump["band_weights"] == {"Critical": 5, "Default": 20, "Sheddable": 10}
+
+
+def test_bands_of_other_priorities_have_what_is_given_and_else_what_the_nearest_of_the_three_has() -> None:
+    queue = parse({"fair_request_queue": {
+        "priority_bands": [
+            {"priority": 50, "name": "critical", "weight": 80},
+            {"priority": 100, "name": "urgent"},
+            {"priority": 7, "guaranteed": True, "capacity": 3},
+            {"priority": -(2**31), "name": "batch", "weight": 1, "preemptible": True},
+        ],
+        "band_weights": {"batch": 2},
+    }}).fair_request_queue  # fmt: skip
+    critical = replace(Band.CRITICAL, priority=50, weight=80)
+    assert list(queue.bands) == [
+        replace(critical, priority=100, name="urgent"),
+        critical,
+        replace(Band.DEFAULT, priority=7, name="7", guaranteed=True, capacity=3),
+        Band.DEFAULT,
+        Band.SHEDDABLE,
+        replace(Band.SHEDDABLE, priority=-(2**31), name="batch", weight=2),
+    ]
+
+
+BAD_BANDS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"priority": 2**31}], "priority_bands.0.priority"),
+    ([{"priority": "7"}], "priority_bands.0.priority"),
+    ([{"priority": 7, "bytes": 1}], "priority_bands.0.bytes"),
+    ([{"priority": 0}], "priority 0 is given to two bands"),
+    ([{"priority": 1, "name": "x"}, {"priority": 2, "name": "x"}], "a name is given to two bands"),
+    ([{"priority": 1, "name": "-7"}], "the name -7 is another priority"),
+    ([{"priority": each} for each in range(100, 170)], "priority_bands"),
+]
+
+
+@pytest.mark.parametrize(("bands", "says"), BAD_BANDS)
+def test_a_fault_in_the_bands_is_named(bands: list[dict[str, Any]], says: str) -> None:
+    assert says in fault({"fair_request_queue": {"priority_bands": bands}})
+
+
+def test_a_model_or_an_objective_has_a_criticality_or_a_priority() -> None:
+    settings = parse({"models": [{"name": "m", "priority": -3}], "objectives": [{"name": "o"}]})
+    bands = settings.fair_request_queue.bands
+    assert settings.models[0].band(bands).name == "-3"
+    assert settings.objectives[0].band(bands) is bands.of(0)
+    both = {"name": "o", "priority": 10, "criticality": "Critical"}
+    assert "give criticality or priority, not both" in fault({"objectives": [both]})
 
 
 def test_unit_tokens_has_bounds_in_tokens_and_needs_a_watermark() -> None:
@@ -129,7 +176,7 @@ WRONG: dict[str, list[Any]] = {
     "fair_request_queue.max_flows": [0],
     "fair_request_queue.default_answer_tokens": [0],
     "fair_request_queue.band_weights.Default": [0],
-    "fair_request_queue.band_weights.Urgent": [1],
+    "fair_request_queue.band_weights": [{"Urgent": 1}],
     "request_queue_controller.watermark_per_backend": [float("inf")],
     "request_queue_controller.unit": ["bytes"],
     "workloads.ema_alpha": [2],

@@ -22,11 +22,12 @@ from failover_bench import (
 from metrics_page import samples
 from scripted_store import until
 
+from picker_fleet.bands import Band
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import BudgetTransfer, OutageCount
-from picker_fleet.request import Alive, Band, Completion, Outcome, Placement
+from picker_fleet.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 

@@ -68,7 +68,9 @@ def test_flow_control_becomes_the_queue() -> None:
                     "fairnessPolicyRef": "round-robin-fairness-policy",
                 },
                 {"priority": -5, "maxRequests": 10},
+                {"priority": 0, "maxRequests": "1k", "maxBytes": "1Gi"},
             ],
+            "defaultPriorityBand": {"maxRequests": 5},
         },
     )
     settings = parse(result.tree)
@@ -77,8 +79,15 @@ def test_flow_control_becomes_the_queue() -> None:
     assert settings.fair_request_queue.ordering == "edf"
     assert settings.fair_request_queue.fairness == "round-robin"
     assert settings.request_queue_controller.watermark_per_backend == 40
+    bands = settings.fair_request_queue.bands
+    assert (bands.of(-5).capacity, bands.of(0).capacity, bands.of(5).capacity) == (10, 1000, 1000)
     named = "\n".join(result.remarks)
-    for text in ("maxBytes", "priorityBands -5, 5", "single bands", "featureGates: other"):
+    for text in (
+        "maxBytes of single bands",
+        "defaultPriorityBand.maxRequests",
+        "flowControl.maxBytes",
+        "featureGates: other",
+    ):
         assert text in named
 
 

@@ -1,11 +1,13 @@
 """What objectives and model rewrites amount to: bands, splits, who wins, and what is a fault."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.intake import Ask, Intake
 from picker_fleet.replica.inference_objects import (
@@ -16,7 +18,6 @@ from picker_fleet.replica.inference_objects import (
     objective_fault,
     rewrite_fault,
 )
-from picker_fleet.request import Band
 
 
 def objective(name: str, priority: int) -> Objective:
@@ -48,16 +49,22 @@ def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
 
 
 @pytest.mark.parametrize(
-    ("priority", "band"),
-    [(1, Band.CRITICAL), (0, Band.DEFAULT), (-1, Band.SHEDDABLE), (2**31 - 1, Band.CRITICAL)],
-)
-def test_the_sign_of_a_priority_is_the_band(priority: int, band: Band) -> None:
+    ("priority", "name", "like"),
+    [
+        (10, "Critical", Band.CRITICAL), (0, "Default", Band.DEFAULT), (-10, "Sheddable", Band.SHEDDABLE),
+        (1, "1", Band.DEFAULT), (-1, "-1", Band.SHEDDABLE), (-(2**31), "-2147483648", Band.SHEDDABLE),
+        (2**31 - 1, "2147483647", Band.CRITICAL),
+    ],
+)  # fmt: skip
+def test_a_priority_has_a_band_of_its_own_like_the_nearest_configured_one(
+    priority: int, name: str, like: Band
+) -> None:
     header = "x-gateway-inference-objective"
     gate = intake({"extproc": {"trusted_headers": [header]}, "objectives": [{"name": "kept"}]})
     found = live_objects([objective("o", priority)], [])
-    gate.use_live(found.bands, found.splits, found.anything)
+    gate.use_live(found.priorities, found.splits, found.anything)
     request = gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True)
-    assert request.band == band
+    assert request.band == replace(like, priority=priority, name=name)
     gate.use_live({}, {}, None)
     assert gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True).band == Band.DEFAULT
 
@@ -65,7 +72,7 @@ def test_the_sign_of_a_priority_is_the_band(priority: int, band: Band) -> None:
 def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     gate = intake()
     found = live_objects([], [rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))])
-    gate.use_live(found.bands, found.splits, found.anything)
+    gate.use_live(found.priorities, found.splits, found.anything)
     targets = Counter(ask(gate, "m")[0] for _ in range(1000))
     assert targets.keys() == {"v1", "v2"}
     assert abs(targets["v2"] - 100) <= 1
@@ -84,14 +91,14 @@ def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> Non
     rest = rewrite("rest", "3", rule({"rest": 1}))
     found = live_objects([], [new, rest, old])
     gate = intake()
-    gate.use_live(found.bands, found.splits, found.anything)
+    gate.use_live(found.priorities, found.splits, found.anything)
     assert [ask(gate, model)[0] for model in ("m", "n", "x")] == ["old", "new", "rest"]
 
 
 def test_rewrites_that_name_each_other_are_one_step() -> None:
     found = live_objects([], [rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b"))])
     gate = intake()
-    gate.use_live(found.bands, found.splits, found.anything)
+    gate.use_live(found.priorities, found.splits, found.anything)
     assert (ask(gate, "a")[0], ask(gate, "b")[0]) == ("b", "a")
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import BadRequest
 from picker_fleet.intake import _LARGE_BYTES as LARGE_BYTES
@@ -23,7 +24,7 @@ from picker_fleet.intake import (
     read_subset,
     wanted_headers,
 )
-from picker_fleet.request import Band, InferenceRequest, Workload
+from picker_fleet.request import InferenceRequest, Workload
 
 SETTINGS = parse(
     {

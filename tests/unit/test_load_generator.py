@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_runs import answer, refusal, run, sample
 
+from picker_fleet.bands import Band
 from picker_fleet.cli import main
 from picker_fleet.errors import ConfigError
-from picker_fleet.request import Band
 from picker_tools.load.checks import check_promises
 from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
 from picker_tools.load.generator import (

@@ -8,7 +8,7 @@ from faulty_queues import EndsTwice, IgnoresWeights, OverAdmits, ServesLowBandsF
 from load_runs import answer, audited, refusal, rest, run, sample, verdict
 from queue_simulator import QueueSimulator
 
-from picker_fleet.request import Band
+from picker_fleet.bands import NAMED, Band
 from picker_tools.load.checks import GENERAL_CHECKS, SCENARIO_CHECKS, Verdict, check_promises
 from picker_tools.load.client import Answer
 from picker_tools.load.result import Dispatch, EndpointSample, FaultsInjected, LogAudit, RunResult
@@ -54,7 +54,7 @@ def overload(scenario: str, **waits_s: float) -> RunResult:
         Dispatch(
             at_s=base.wall_s + each.sent_s + waits_s.get(each.source.replace("-", "_"), 0.0),
             flow=source.flow,
-            band=int(source.band),
+            band=NAMED.index(source.band),
             workload=source.workload,
             cost=base.cost(each),
             wait_s=waits_s.get(each.source.replace("-", "_"), 0.0),
@@ -200,7 +200,9 @@ def test_a_log_from_before_an_outage_counts_too() -> None:
 
 def unserved(result: RunResult, band: Band) -> RunResult:
     """`result` in which nothing of `band` is dispatched."""
-    dispatches = tuple(dispatch for dispatch in result.log_audits[0].dispatches if dispatch.band != band)
+    dispatches = tuple(
+        dispatch for dispatch in result.log_audits[0].dispatches if dispatch.band != NAMED.index(band)
+    )
     return replace(result, log_audits=(LogAudit(None, dispatches),))
 
 

@@ -10,13 +10,14 @@ from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 from scripted_store import until
 
+from picker_fleet.bands import Band
 from picker_fleet.config import EffectiveConfig, parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from picker_fleet.failover.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import LocalPlacement, OutageJournal
-from picker_fleet.request import Alive, Band, Completion, Endpoint, Outcome
+from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.telemetry.metrics import Metrics

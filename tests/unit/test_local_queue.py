@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from local_requests import ask, rules
 
-from picker_fleet.errors import InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
+from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
+from picker_fleet.config import parse
+from picker_fleet.errors import (
+    BandCapacity,
+    InsufficientFlowCapacity,
+    Saturated,
+    TooManyFlows,
+    TotalCapacity,
+)
 from picker_fleet.failover.local_queue import LocalQueue, Waiting
-from picker_fleet.request import Band, Workload
+from picker_fleet.request import Workload
 
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
 
@@ -49,13 +57,56 @@ def test_of_strict_bands_the_higher_is_served_until_it_is_empty() -> None:
     assert drain(queue) == ["C0", "C1", "D0", "D1", "S0", "S1"]
 
 
+def test_bands_of_any_priority_are_served_in_its_order() -> None:
+    queue = LocalQueue(rules(**NO_GUARD))
+    # Requests of priorities that no band is configured for come in any order.
+    priorities = (-3, LEAST_PRIORITY, 100, 7, MOST_PRIORITY, 0)
+    for at, priority in enumerate(priorities):
+        queue.offer(ask(f"{priority}", band=Bands().of(priority)), 1.0, float(at))
+    assert queue.lengths()["100"] == 1
+    # The highest is served first, and each counts by the name of its band.
+    assert drain(queue) == [f"{priority}" for priority in sorted(priorities, reverse=True)]
+
+
+def test_a_band_of_another_priority_has_the_weight_of_the_nearest_configured_one() -> None:
+    queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
+    priorities = (100, 7, -3)  # as Critical, Default and Sheddable
+    for n in range(100):
+        for priority in priorities:
+            queue.offer(ask(f"{priority} {n}", band=Bands().of(priority)), 1.0, float(n))
+    first = [served.request.band.priority for served in (serve(queue) for _ in range(100)) if served]
+    assert [first.count(each) for each in priorities] == pytest.approx([70, 20, 10], abs=2)
+
+
+def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
+    bands = [
+        {"priority": 7, "capacity": 4, "preemptible": False},
+        {"priority": -50, "name": "batch", "weight": 1},
+    ]
+    configured = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands
+    queue = LocalQueue(rules(live=2, total_capacity=6, flow_capacity=6, priority_bands=bands, **NO_GUARD))
+    # Half of four places are this replica's.
+    for n in range(2):
+        queue.offer(ask(f"seven {n}", band=configured.of(7)), 1.0, float(n))
+    with pytest.raises(BandCapacity):
+        queue.offer(ask("no more", band=configured.of(7)), 1.0, 2.0)
+    # The queue of three is full with one of the lowest band, which makes room; the others do not.
+    queue.offer(ask("batch", band=configured.of(-50)), 1.0, 3.0)
+    _, preempted = queue.offer(ask("critical", band=Band.CRITICAL), 1.0, 4.0)
+    assert preempted is not None
+    assert preempted.request.id == "batch"
+    with pytest.raises(TotalCapacity):
+        queue.offer(ask("critical too", band=Band.CRITICAL), 1.0, 5.0)
+    assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
+
+
 def test_weighted_bands_are_served_by_their_weights() -> None:
     queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
     for n in range(100):
-        for band in Band:
+        for band in NAMED:
             queue.offer(ask(f"{band.name[0]}{n}", band=band), 1.0, float(n))
     first = [served.request.band for served in (serve(queue) for _ in range(100)) if served]
-    assert [first.count(band) for band in Band] == pytest.approx([70, 20, 10], abs=2)
+    assert [first.count(band) for band in NAMED] == pytest.approx([70, 20, 10], abs=2)
 
 
 @given(
@@ -170,7 +221,7 @@ def test_no_request_is_lost_or_served_twice(
     for n, (what, pick) in enumerate(steps):
         if what == "offer":
             try:
-                band = Band(pick % 3)
+                band = NAMED[pick % 3]
                 waiting, preempted = queue.offer(
                     ask(str(n), flow=f"f{pick}", band=band, ttl_s=20.0), 1.0, float(n)
                 )

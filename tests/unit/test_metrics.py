@@ -14,7 +14,8 @@ from scripted_store import POOL
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admission.shared_gate import ServiceMeter
-from picker_fleet.request import Band, Completion, Outcome
+from picker_fleet.bands import Band
+from picker_fleet.request import Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
 
 STATE = replace(
@@ -290,14 +291,18 @@ def test_service_counts_for_ten_whole_seconds() -> None:
     meter.record(1, "b", 1.0)
     meter.record(0, "a", 5.0)
     # The present second does not count yet.
-    assert meter.report() == {"bands": [0.0, 0.0, 0.0], "flows": [], "cut": False}
-    report = {"bands": [5.0, 4.0, 0.0], "flows": [[0, "a", 5.0], [1, "a", 3.0], [1, "b", 1.0]], "cut": False}
+    assert meter.report() == {"priorities": [], "flows": [], "cut": False}
+    report = {
+        "priorities": [[0, 5.0], [1, 4.0]],
+        "flows": [[0, "a", 5.0], [1, "a", 3.0], [1, "b", 1.0]],
+        "cut": False,
+    }
     clock.now_s = 1.5
     assert meter.report() == report
     clock.now_s = 10.9
     assert meter.report() == report
     clock.now_s = 11.0
-    assert meter.report() == {"bands": [0.0, 0.0, 0.0], "flows": [], "cut": False}
+    assert meter.report() == {"priorities": [], "flows": [], "cut": False}
 
 
 def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
@@ -314,5 +319,5 @@ def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
     # The list is cut and says so; the band has everything.
     assert report["flows"][0] == [2, "flow-77", 11.0]
     assert (len(report["flows"]), report["cut"]) == (200, True)
-    assert report["bands"] == [0.0, 0.0, 7010.0]
+    assert report["priorities"] == [[2, 7010.0]]
     assert (len(long.report()["flows"]), long.report()["cut"]) == (10, True)

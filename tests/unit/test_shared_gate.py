@@ -9,6 +9,7 @@ from metrics_page import samples
 from scripted_store import ScriptedStore, until
 
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.bands import Band
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
     ClientGone,
@@ -23,7 +24,7 @@ from picker_fleet.errors import (
     Saturated,
     TotalCapacity,
 )
-from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics

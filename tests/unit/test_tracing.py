@@ -12,10 +12,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from picker_fleet.admission.traced import TracedGate
+from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import TotalCapacity
 from picker_fleet.intake import HEADERS, Intake, read_body
-from picker_fleet.request import Alive, Band, Completion, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.tracing import Traces

@@ -17,7 +17,7 @@ from picker_fleet.admin import changes, documents, models
 from picker_fleet.admin.changes import FleetControls, RequestId
 from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
-from picker_fleet.admin.models import HEALTHY, BandName
+from picker_fleet.admin.models import HEALTHY
 from picker_fleet.admin.protection import (
     ChangeAuthorization,
     Deadlines,
@@ -29,7 +29,6 @@ from picker_fleet.admin.protection import (
 )
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
-from picker_fleet.request import Band
 from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
 
 MAX_ROWS = 200  # of a page: a longer one would take the replica, and its client, too long
@@ -96,7 +95,9 @@ _Limit = Annotated[
 _Cursor = Annotated[
     str | None, Query(description="`cursor` of the previous page; left out for the first page")
 ]
-_OnlyBand = Annotated[BandName | None, Query(description="only this band", examples=["Default"])]
+_OnlyBand = Annotated[
+    str | None, Query(description="only this band: its name, or its priority", examples=["Default"])
+]
 _OnlyFlow = Annotated[str | None, Query(description="only this flow", examples=["gold"])]
 _FlowName = Annotated[str, Path(description="the flow's name: a fairness id, or a model", examples=["gold"])]
 _WorkloadId = Annotated[str, Path(description="the id that its requests name", examples=["chat"])]
@@ -265,7 +266,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         Start tags grow while flows are served: over all pages, a flow that moves may appear twice, and none
         is left out.
         """
-        return _json(await within(limit_s, lists.flows(limit, cursor, _band(band))))
+        return _json(await within(limit_s, lists.flows(limit, cursor, band)))
 
     @routes.get("/flows/{flow:path}", summary="One flow", responses=_UNKNOWN)
     async def flow(flow: _FlowName) -> models.FlowDetail:
@@ -280,7 +281,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         limit: _Limit = 100, cursor: _Cursor = None, band: _OnlyBand = None, flow: _OnlyFlow = None
     ) -> Response:
         """Waiting requests in the predicted dispatch order; `order` says how far the prediction goes."""
-        return _json(await within(limit_s, lists.queue(limit, cursor, _band(band), flow)))
+        return _json(await within(limit_s, lists.queue(limit, cursor, band, flow)))
 
     @routes.get("/inflight", summary="Requests in flight", response_model=models.Inflight, responses=_PAGED)
     async def inflight(limit: _Limit = 100, cursor: _Cursor = None) -> Response:
@@ -339,7 +340,3 @@ def _add_events(routes: APIRouter, events: Events) -> None:
 def _json(page: BaseModel) -> Response:
     """`page` as it is: FastAPI would check 200 rows again, in the event loop of the decisions."""
     return Response(page.model_dump_json(), media_type="application/json")
-
-
-def _band(name: BandName | None) -> Band | None:
-    return None if name is None else Band.parse(name)

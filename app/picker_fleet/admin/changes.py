@@ -73,7 +73,7 @@ class FleetControls:
         Raises:
             ConfigError: a key cannot change live, or the result is not valid. Nothing has changed then.
         """
-        changes = live_config.flattened(patch)
+        changes = live_config.flattened(patch, self._settings.fair_request_queue.band_weights)
         async with self._changing:
             for _ in range(_MAX_ATTEMPTS):
                 tuned = await self._store.live_config()

@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import PAUSE_S
-from picker_fleet.admin.views import BAND_NAMES, FleetLists, FleetView
+from picker_fleet.admin.views import FleetLists, FleetView
+from picker_fleet.bands import Bands, Criticality
 from picker_fleet.errors import RequestError
 from picker_fleet.state.reads import Reads
 
@@ -59,7 +60,8 @@ class EventSource(Protocol):
 
 
 class SnapshotReader:
-    """Reads snapshots and, if `decision_log` says that they are logged, decisions."""
+    """Reads snapshots and, if `decision_log` says that they are logged, decisions. `bands` are the configured
+    ones."""
 
     def __init__(
         self,
@@ -68,12 +70,14 @@ class SnapshotReader:
         reads: Reads,
         *,
         decision_log: bool,
+        bands: Bands = Bands(),  # noqa: B008 - it only remembers what it has made
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._lists = lists
         self._reads = reads
         self._decision_log = decision_log
+        self._bands = bands
         self._clock = clock
         self._decisions: list[models.Decision] | None = None  # of the last read, if there was one
         self._read_at_s = -math.inf
@@ -111,7 +115,7 @@ class SnapshotReader:
         return [Event("decisions", models.Decisions(entries=self._decisions, skipped=0))]
 
     async def _new_decisions(self) -> models.Decisions:
-        found = [_decision(fields) for fields in await self._reads.decisions(_MAX_DECISIONS)]
+        found = [_decision(fields, self._bands) for fields in await self._reads.decisions(_MAX_DECISIONS)]
         before, self._decisions = self._decisions, found
         last, newest = _newest(before or []), _newest(found)
         if before is None or newest < last:  # the first read, or a new epoch of the pool
@@ -127,18 +131,25 @@ def _newest(entries: Sequence[models.Decision]) -> int:
     return entries[-1].seq if entries else 0
 
 
-def _decision(fields: dict[str, str]) -> models.Decision:
+def _decision(fields: dict[str, str], bands: Bands) -> models.Decision:
     names = ("request", "flow", "workload", "endpoint", "by")
     return models.Decision(
         seq=int(fields["seq"]),
         at=float(fields["time_us"]) / 1e6,
         event=fields["event"],
-        band=BAND_NAMES[int(fields["band"])] if fields["flow"] else None,
+        band=_band(fields, bands) if fields["flow"] else None,
         stock=float(fields["stock"]),
         queued=int(float(fields["queued"])),
         note=fields["note"],
         **{name: fields[name] or None for name in names},
     )
+
+
+def _band(fields: dict[str, str], bands: Bands) -> str:
+    """The name; an entry of a version that knows three bands has no priority."""
+    if "priority" in fields:
+        return bands.of(int(fields["priority"])).name
+    return list(Criticality)[int(fields["band"])]
 
 
 class Listener:

@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,13 @@ import orjson
 
 from picker_fleet.admission.shared_gate import METER_WINDOW_S
 from picker_fleet.errors import StateFault
-from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow
+from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow, group_of
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
 # Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run
 # in the pauses. A decision takes some milliseconds; it is delayed by at most one chunk, rarely two.
 PAUSE_S = 0.01
-_BANDS = 3
 # Read by index in C: for a thousand flow queues a property takes ten times as long.
 _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
     operator.itemgetter(FlowQueueRow._fields.index(name))
@@ -49,8 +48,8 @@ class ReplicaReport:
     grpc: str | None = None
     version: str | None = None
     up_s: float | None = None
-    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
-    served_bands: tuple[float, ...] = (0.0,) * _BANDS
+    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by priority and flow
+    served_bands: Mapping[int, float] = field(default_factory=dict)  # cost/s by priority
     served_truncated: bool = False
 
     @classmethod
@@ -77,18 +76,18 @@ class ReplicaReport:
         )
 
 
-def _served(report: Mapping[str, Any]) -> tuple[Mapping[tuple[int, str], float], tuple[float, ...], bool]:
+def _served(
+    report: Mapping[str, Any],
+) -> tuple[Mapping[tuple[int, str], float], Mapping[int, float], bool]:
     """Cost a second by flow and by band, as `ServiceMeter` reports them, and whether the list was
     truncated."""
     try:
         served = report["served"]
-        flows = {(int(band), str(flow)): float(cost) / METER_WINDOW_S for band, flow, cost in served["flows"]}
-        bands = tuple(float(cost) / METER_WINDOW_S for cost in served["bands"])
-        if len(bands) == _BANDS:
-            return flows, bands, bool(served["cut"])
+        bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
+        flows = {(int(each), str(flow)): float(cost) / METER_WINDOW_S for each, flow, cost in served["flows"]}
+        return flows, bands, bool(served["cut"])
     except (KeyError, TypeError, ValueError):
-        pass
-    return {}, (0.0,) * _BANDS, False
+        return {}, {}, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,49 +115,70 @@ class FleetState:
     MAX_FLOWS."""
 
     queues: tuple[FlowQueueRow, ...] = ()
-    totals: tuple[int, ...] = (0,) * 2 * _BANDS
+    totals: tuple[tuple[int, int], ...] = ()  # each group in use, and how many flow queues it has
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
-    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by band and flow
-    served_bands: tuple[float, ...] = (0.0,) * _BANDS
+    served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by priority and flow
+    served_bands: Mapping[int, float] = field(default_factory=dict)  # cost/s by priority
     served_truncated: bool = False  # some replica served more flows than it reported
-    bands: tuple[BandQueues, ...] = (BandQueues(),) * _BANDS
+    bands: Mapping[int, BandQueues] = field(default_factory=dict)  # those that wait, by priority
 
-    def served_per_s(self, band: int, flow: str) -> float | None:
+    def band(self, priority: int) -> BandQueues:
+        return self.bands.get(priority, _NONE_WAITS)
+
+    def total(self, priority: int | None = None) -> int:
+        """Flow queues, in all bands or in one."""
+        return total(self.totals, priority)
+
+    def served_per_s(self, priority: int, flow: str) -> float | None:
         """Cost of the flow served a second; None if it is not known."""
-        found = self.served.get((band, flow))
+        found = self.served.get((priority, flow))
         return found if found is not None or self.served_truncated else 0.0
 
     def page(
-        self, limit: int, group: int, after: tuple[str, str] | None, band: int | None
+        self, limit: int, group: int, after: tuple[str, str] | None, priority: int | None
     ) -> list[FlowQueueRow] | None:
         """What `Reads.queues` would return; None if not all flow queues are known."""
         if not self.complete:
             return None
         position = (group, float(after[0]), after[1].encode()) if after else (group, -math.inf, b"")
-        queues = self.queues if band is None else self.bands[band].queues
+        queues = self.queues if priority is None else self.band(priority).queues
         first = bisect.bisect_right(queues, position, key=lambda queue: queue.order_key)
         return list(queues[first : first + limit])
 
-    def weights(self, band: int, *, even: bool) -> float | None:
+    def weights(self, priority: int, *, even: bool) -> float | None:
         """Sum of the weights of the band's flows, each 1 if `even`; None if not all flows are known."""
         if not self.complete:
             return None
-        return float(len(self.bands[band].queues)) if even else self.bands[band].weights
+        band = self.band(priority)
+        return float(len(band.queues)) if even else band.weights
 
-    def queued(self, band: int | None) -> int:
-        return sum(each.queued for each in self.bands) if band is None else self.bands[band].queued
+    def queued(self, priority: int | None) -> int:
+        if priority is not None:
+            return self.band(priority).queued
+        return sum(each.queued for each in self.bands.values())
 
-    def oldest_s(self, band: int) -> float | None:
+    def oldest_s(self, priority: int) -> float | None:
         """Age of the band's oldest waiting request; None if none waits or not all flow queues are known."""
-        return self.bands[band].oldest_s if self.complete else None
+        return self.band(priority).oldest_s if self.complete else None
 
 
-def _by_band(queues: Sequence[FlowQueueRow]) -> tuple[BandQueues, ...]:
-    """Each band's flow queues, then its parked ones; `queues` are in dispatch order."""
-    ends = [bisect.bisect_right(queues, group, key=_GROUP) for group in range(-1, 2 * _BANDS)]
-    groups = [queues[start:end] for start, end in itertools.pairwise(ends)]
-    return tuple(BandQueues.of([*groups[band], *groups[band + PARKED]]) for band in range(_BANDS))
+_NONE_WAITS = BandQueues()
+
+
+def total(totals: Iterable[tuple[int, int]], priority: int | None = None) -> int:
+    """Flow queues of all groups, or of those of one band."""
+    group = None if priority is None else group_of(priority)
+    return sum(count for each, count in totals if group is None or each % PARKED == group)
+
+
+def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
+    """By priority each band's flow queues, then its parked ones; `queues` are in dispatch order."""
+    bands: dict[int, list[FlowQueueRow]] = {}
+    for _, group in itertools.groupby(queues, _GROUP):
+        found = list(group)
+        bands.setdefault(found[0].priority, []).extend(found)
+    return {priority: BandQueues.of(found) for priority, found in bands.items()}
 
 
 class FleetStateCache:
@@ -210,23 +230,23 @@ class FleetStateCache:
     async def _combine(self, found: FlowQueuePage, pause_s: float) -> FleetState:
         replicas = []
         served: Counter[tuple[int, str]] = Counter()
-        served_bands = [0.0] * _BANDS
+        served_bands: Counter[int] = Counter()
         truncated = False
         for row in await self._store.reads.replicas():
             replica = ReplicaReport.parse(row)
             replicas.append(replica)
             if replica.heartbeat_s_ago < self._silence_s:
                 served.update(replica.served)
-                served_bands = [a + b for a, b in zip(served_bands, replica.served_bands, strict=True)]
+                served_bands.update(replica.served_bands)
                 truncated = truncated or replica.served_truncated
                 await asyncio.sleep(pause_s)
         return FleetState(
             tuple(found.queues),
             found.totals,
-            sum(found.totals) < MAX_FLOWS,
+            total(found.totals) < MAX_FLOWS,
             tuple(replicas),
             served,
-            tuple(served_bands),
+            served_bands,
             truncated,
             _by_band(found.queues),
         )

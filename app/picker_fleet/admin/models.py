@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-BandName = Literal["Critical", "Default", "Sheddable"]
 EXAMPLE_CURSORS = {  # by list
-    "flows": "WyJmbG93cyIsMSwiNDEuNSIsImdvbGQiXQ",
-    "queue": "WyJxdWV1ZSIsMSwiNDEuNSIsImdvbGQiXQ",
+    "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
+    "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
     "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
     "workloads": "WyJ3b3JrbG9hZHMiLCI2NCIsMF0",
 }
@@ -19,9 +18,13 @@ Rounded = Annotated[float, AfterValidator(lambda value: round(value, 6))]
 NextCursor = Annotated[str | None, Field(description="where the next page begins; null on the last")]
 
 _BANDS: list[dict[str, Any]] = [
-    {"band": band, "queued": queued, "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight}
-    for band, queued, at, age, weight in (
-        ("Critical", 1, 0.0, 0.1, 70), ("Default", 3, 41.5, 0.6, 20), ("Sheddable", 12, 18.0, 4.0, 10),
+    {
+        "band": band, "priority": priority, "queued": queued, "virtual_time": at, "active_flows": 1,
+        "oldest_s": age, "weight": weight,
+    }
+    for band, priority, queued, at, age, weight in (
+        ("Critical", 10, 1, 0.0, 0.1, 70), ("Default", 0, 3, 41.5, 0.6, 20),
+        ("Sheddable", -10, 12, 18.0, 4.0, 10),
     )
 ]  # fmt: skip
 _STATE: dict[str, Any] = {
@@ -106,7 +109,8 @@ class BandState(BaseModel):
 
     model_config = _example(_BANDS[1])
 
-    band: BandName = Field(description="the band's name")
+    band: str = Field(description="the band's name; its priority in decimal where it has no other")
+    priority: int = Field(description="the highest is served first")
     queued: int = Field(description="its waiting requests")
     virtual_time: float = Field(description="of fair queueing among its flows")
     active_flows: int = Field(description="flows with a queued request in it")
@@ -272,7 +276,7 @@ class Flow(_Open):
     model_config = _example(_FLOW)
 
     flow: str = Field(description="the fairness id, else the model; '' under `fairness: none`")
-    band: BandName = Field(description="where these of its requests wait")
+    band: str = Field(description="where these of its requests wait")
     queued: int = Field(description="its waiting requests")
     oldest_s: Rounded = Field(description="age of the oldest of them; under `edf`, of the one served next")
     start_tag: float = Field(description="the flow with the smallest one of its band is served next")
@@ -332,7 +336,7 @@ class Score(BaseModel):
 class _Request(_Open):
     id: str = Field(description="its `x-request-id`, or one that the replica made")
     flow: str = Field(description="the fairness id, else the model")
-    band: BandName = Field(description="from its objective, else its model")
+    band: str = Field(description="from its objective, else its model")
     workload: str | None = Field(description="null for an anonymous one")
     model: str = Field(description="as the client named it")
     criticality: int = Field(description="of its workload, 1 to 5")
@@ -477,7 +481,7 @@ class Decision(BaseModel):
     event: str
     request: str | None
     flow: str | None
-    band: BandName | None
+    band: str | None
     workload: str | None
     endpoint: str | None
     stock: float

@@ -11,13 +11,12 @@ import binascii
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import orjson
 
 from picker_fleet.admin import models
-from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetState, FleetStateCache, ReplicaReport
-from picker_fleet.admin.models import BandName
+from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetState, FleetStateCache, ReplicaReport, total
 from picker_fleet.admin.queue_order import (
     Position,
     PredictedRequest,
@@ -26,17 +25,17 @@ from picker_fleet.admin.queue_order import (
     predicted_tag,
     request_status,
 )
+from picker_fleet.bands import Bands
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.errors import BadRequest
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Band, Endpoint
+from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow
 from picker_fleet.state.store import Store
 
-BAND_NAMES = cast(tuple[BandName, ...], tuple(band.label for band in Band))
 _Row = TypeVar("_Row")
 _MAX_CURSOR_CHARS = 4096
 _MAX_SCANNED_WORKLOADS = 200  # among which the busiest are looked for
@@ -50,6 +49,13 @@ _ORDER_IN_FLOW = {
     "edf": "in a flow by deadline",
     "workload-aware": "in a flow by arrival, and those on one page by score",
 }
+
+
+class BadBand(BadRequest):
+    """A band that there is not."""
+
+    status = 422
+    code = "bad_band"
 
 
 class BadCursor(BadRequest):
@@ -134,17 +140,18 @@ class FleetView:
         fleet = await self._cache.get() if outage is None else self._cache.last
         settings = self._membership.effective.settings
         queue = settings.fair_request_queue
-        weights = queue.band_weights if queue.band_policy == "weighted" else None
         bands = [
             models.BandState(
                 band=name,
+                priority=band.priority,
                 queued=pool.queue_length[name],
                 virtual_time=pool.virtual_times[name],
-                active_flows=fleet.totals[band] + fleet.totals[band + len(Band)],
-                oldest_s=fleet.oldest_s(band),
-                weight=None if weights is None else weights[band],
+                active_flows=fleet.total(band.priority),
+                oldest_s=fleet.oldest_s(band.priority),
+                weight=band.weight if queue.band_policy == "weighted" else None,
             )
-            for band, name in zip(Band, BAND_NAMES, strict=True)
+            for name in pool.queue_length
+            if (band := queue.bands.find(name)) is not None
         ]
         fields = asdict(pool)
         del fields["about"]
@@ -232,20 +239,43 @@ class FleetLists:
         self._chooser = chooser  # explains the choices of this replica
         self._replica = replica
 
-    async def flows(self, limit: int, cursor: str | None, band: Band | None) -> models.Flows:
+    @property
+    def bands(self) -> Bands:
+        """The configured ones."""
+        return self._membership.effective.settings.fair_request_queue.bands
+
+    def priority_of(self, band: str | None) -> int | None:
+        """Of the band that a client names, None for all.
+
+        Raises:
+            BadBand: it is no configured band's name and no priority.
+        """
+        if band is None:
+            return None
+        bands = self.bands
+        found = bands.find(band)
+        if found is None:
+            names = ", ".join(each.name for each in bands)
+            raise BadBand(f"query.band: {band[:40]!r} is no band; valid: {names}, or a priority (int32)")
+        return found.priority
+
+    async def flows(self, limit: int, cursor: str | None, band: str | None) -> models.Flows:
+        priority = self.priority_of(band)
         group, after = 0, None
         if cursor is not None:
             cursor_group, tag, name = decode_cursor(cursor, "flows", int, str, str)
             group, after = int(cursor_group), (finite_score(tag), str(name))
         fleet = await self._cache.get()
-        queues, totals = fleet.page(limit + 1, group, after, band), fleet.totals
+        queues, totals = fleet.page(limit + 1, group, after, priority), fleet.totals
         if queues is None:
-            page = await self._store.reads.flow_queues(limit + 1, group=group, behind=after, band=band)
+            page = await self._store.reads.flow_queues(
+                limit + 1, group=group, behind=after, priority=priority
+            )
             queues, totals = page.queues, page.totals
         queues, more = queues[:limit], len(queues) > limit
         return models.Flows(
             flows=self._flows(queues, fleet),
-            total=sum(count for at, count in enumerate(totals) if band is None or at % len(Band) == band),
+            total=total(totals, priority),
             cursor=_next_cursor(
                 more, "flows", queues, lambda last: (last.group, repr(last.start), last.name)
             ),
@@ -254,7 +284,12 @@ class FleetLists:
     async def flow(self, name: str) -> models.FlowDetail | None:
         queues = await self._store.reads.flow_queue(name)
         fleet = await self._cache.get()
-        served = {band.label: round(fleet.served_per_s(band, name) or 0.0, 6) for band in Band}
+        bands = self.bands
+        priorities = {band.priority for band in bands} | {each for each, flow in fleet.served if flow == name}
+        served = {
+            bands.of(each).name: round(fleet.served_per_s(each, name) or 0.0, 6)
+            for each in sorted(priorities, reverse=True)
+        }
         if not queues and not any(served.values()):
             return None
         effective = self._membership.effective
@@ -266,28 +301,28 @@ class FleetLists:
             flow_capacity=effective.settings.fair_request_queue.flow_capacity,
         )
 
-    async def queue(
-        self, limit: int, cursor: str | None, band: Band | None, flow: str | None
-    ) -> models.Queue:
-        after = None
+    async def queue(self, limit: int, cursor: str | None, band: str | None, flow: str | None) -> models.Queue:
+        priority, after = self.priority_of(band), None
         if cursor is not None:
             group, tag, name = decode_cursor(cursor, "queue", int, str, str)
             after = Position(int(group), float(finite_score(tag)), str(name))
         queues: Sequence[FlowQueueRow]
         if flow is None:
             fleet = await self._cache.get()
-            queues = fleet.queues if band is None else fleet.bands[band].queues
-            total = fleet.queued(band) if fleet.complete else await self._queue_length(band)
+            queues = fleet.queues if priority is None else fleet.band(priority).queues
+            length = fleet.queued(priority) if fleet.complete else await self._queue_length(priority)
         else:
             queues = [
-                each for each in await self._store.reads.flow_queue(flow) if band is None or each.band == band
+                each
+                for each in await self._store.reads.flow_queue(flow)
+                if priority is None or each.priority == priority
             ]
-            total = sum(each.queued for each in queues)
+            length = sum(each.queued for each in queues)
         requests = predicted_order(queues, after, limit + 1)
         requests, more = requests[:limit], len(requests) > limit
         return models.Queue(
             requests=await self._queued(requests),
-            total=total,
+            total=length,
             cursor=_next_cursor(
                 more, "queue", requests, lambda last: (last.queue.group, repr(last.tag), last.queue.name)
             ),
@@ -301,8 +336,11 @@ class FleetLists:
             after = (finite_score(lease_ms), str(request_id))
         found, total = await self._store.reads.in_flight(limit + 1, after)
         found, more = found[:limit], len(found) > limit
+        bands = self.bands
         return models.Inflight(
-            requests=[models.Running(**_placed(each.entry), lease_in_s=each.lease_in_s) for each in found],
+            requests=[
+                models.Running(**_placed(each.entry, bands), lease_in_s=each.lease_in_s) for each in found
+            ],
             total=total,
             cursor=_next_cursor(more, "inflight", found, lambda last: (last.lease_ms, last.entry.id)),
         )
@@ -326,9 +364,10 @@ class FleetLists:
         before: int | None = None
         if found.entry.state in ("queued", "held"):
             before, tag = await self._predicted(found)
-            fields = _queued(found.entry, None if before is None else before + 1, tag).model_dump()
+            position = None if before is None else before + 1
+            fields = _queued(found.entry, position, tag, self.bands).model_dump()
         else:
-            fields = _placed(found.entry)
+            fields = _placed(found.entry, self.bands)
         return models.RequestStatus(
             **fields,
             lease_in_s=None if found.lease_in_s is None else round(found.lease_in_s, 6),
@@ -383,19 +422,23 @@ class FleetLists:
 
     def _flows(self, queues: Sequence[FlowQueueRow], fleet: FleetState) -> list[models.Flow]:
         even = self._membership.effective.settings.fair_request_queue.fairness == "round-robin"
-        weights = {band: fleet.weights(band, even=even) for band in Band}
-        return [_flow(queue, fleet, weights[Band(queue.band)], even=even) for queue in queues]
+        priorities, bands = {queue.priority for queue in queues}, self.bands
+        weights = {each: fleet.weights(each, even=even) for each in priorities}
+        return [
+            _flow(queue, fleet, bands.of(queue.priority).name, weights[queue.priority], even=even)
+            for queue in queues
+        ]
 
-    async def _queue_length(self, band: Band | None) -> int:
+    async def _queue_length(self, priority: int | None) -> int:
         state = (await self._membership.state()).pool
-        return state.queued if band is None else state.queue_length[band.label]
+        return state.queued if priority is None else state.queue_length.get(self.bands.of(priority).name, 0)
 
     async def _queued(self, requests: Sequence[PredictedRequest]) -> list[models.Queued]:
         by_queue: dict[tuple[int, str], list[PredictedRequest]] = {}
         for request in requests:
             by_queue.setdefault((request.queue.group, request.queue.name), []).append(request)
         ranges = [
-            RankRange(each[0].queue.band, each[0].queue.name, each[0].rank, each[-1].rank)
+            RankRange(each[0].queue.priority, each[0].queue.name, each[0].rank, each[-1].rank)
             for each in by_queue.values()
         ]
         found: dict[str, tuple[PredictedRequest, RequestRow]] = {}
@@ -404,8 +447,8 @@ class FleetLists:
                 entries.sort(key=lambda entry: -sum(entry.score or ()))
             for place, entry in zip(places, entries, strict=False):
                 found[entry.id] = place, entry
-        rows = sorted(found.values(), key=lambda row: row[0].number)
-        return [_queued(entry, place.number, place.tag) for place, entry in rows]
+        rows, bands = sorted(found.values(), key=lambda row: row[0].number), self.bands
+        return [_queued(entry, place.number, place.tag, bands) for place, entry in rows]
 
     def _order(self) -> str:
         queue = self._membership.effective.settings.fair_request_queue
@@ -430,14 +473,16 @@ def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
     return models.Score(wait=wait, criticality=None, rate=rate, total=None)
 
 
-def _flow(queue: FlowQueueRow, fleet: FleetState, weights: float | None, *, even: bool) -> models.Flow:
+def _flow(
+    queue: FlowQueueRow, fleet: FleetState, band: str, weights: float | None, *, even: bool
+) -> models.Flow:
     """`weights`: the sum over the band's waiting flows; `even`: the policy ignores weights
     (`round-robin`)."""
-    served = fleet.served_per_s(queue.band, queue.name)
-    all_served = fleet.served_bands[queue.band]
+    served = fleet.served_per_s(queue.priority, queue.name)
+    all_served = fleet.served_bands.get(queue.priority)
     return models.Flow(
         flow=queue.name,
-        band=BAND_NAMES[queue.band],
+        band=band,
         queued=queue.queued,
         oldest_s=queue.oldest_s,
         start_tag=queue.start,
@@ -450,10 +495,10 @@ def _flow(queue: FlowQueueRow, fleet: FleetState, weights: float | None, *, even
     )
 
 
-def _queued(entry: RequestRow, position: int | None, start_tag: float | None) -> models.Queued:
+def _queued(entry: RequestRow, position: int | None, start_tag: float | None, bands: Bands) -> models.Queued:
     score = entry.score
     return models.Queued(
-        **_request(entry),
+        **_request(entry, bands),
         position=position,
         deadline_in_s=entry.deadline_in_s,
         overdue=entry.overdue,
@@ -470,16 +515,16 @@ def _queued(entry: RequestRow, position: int | None, start_tag: float | None) ->
     )
 
 
-def _placed(entry: RequestRow) -> dict[str, Any]:
+def _placed(entry: RequestRow, bands: Bands) -> dict[str, Any]:
     endpoint, *fallbacks = entry.endpoints or (None,)
-    return {**_request(entry), "endpoint": endpoint, "fallbacks": fallbacks}
+    return {**_request(entry, bands), "endpoint": endpoint, "fallbacks": fallbacks}
 
 
-def _request(entry: RequestRow) -> dict[str, Any]:
+def _request(entry: RequestRow, bands: Bands) -> dict[str, Any]:
     names = ("id", "state", "flow", "model", "criticality", "cost", "owner")
     return {
         **{name: getattr(entry, name) for name in names},
-        "band": BAND_NAMES[entry.band],
+        "band": bands.of(entry.priority).name,
         "workload": entry.workload or None,
         "age_s": round(entry.age_s, 6),
     }

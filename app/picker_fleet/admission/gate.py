@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from picker_fleet.errors import (
+    BandCapacity,
     DeadlineExceeded,
     Evicted,
     ExpiredTtl,
@@ -26,6 +27,7 @@ REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
     "too-many-flows": (TooManyFlows, "too many other flows wait"),
+    "band-capacity": (BandCapacity, "the queue of this band is full"),
     "total-capacity": (TotalCapacity, "the queue is full"),
 }
 
@@ -138,4 +140,4 @@ class OutageStatus:
     let_go: int  # requests placed here
     in_flight: int
     queued: int
-    queue_length: dict[str, int]  # by band
+    queue_length: dict[str, int]  # by the name of the band

@@ -88,8 +88,8 @@ class SharedGate:
 
     `answer_tokens` is the default cost of an answer where the stock counts tokens, None where it counts
     requests. `retry_after_s` goes to clients that are refused after they have waited. `on_unknown_pool` is
-    called when the shared state has lost the pool; `record_cost(band, flow, cost)` for each placement. Each
-    request and each placement takes one of `attempts`, by default 1, 2, …
+    called when the shared state has lost the pool; `record_cost(priority, flow, cost)` for each placement.
+    Each request and each placement takes one of `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SharedGate:
         on_unknown_pool: Callable[[], object],
         answer_tokens: int | None = None,
         chooser: EndpointChooser | None = None,
-        record_cost: Callable[[int, str, float], object] = lambda band, flow, cost: None,
+        record_cost: Callable[[int, str, float], object] = lambda priority, flow, cost: None,
         keys: Keyring | None = None,
         pause_detector: PauseDetector | None = None,
         attempts: Iterator[int] | None = None,
@@ -400,7 +400,7 @@ class SharedGate:
         stream_owned: bool,
         alone_ms: int | None = None,
     ) -> Placement:
-        self._record_cost(request.band, request.flow, request.cost)
+        self._record_cost(request.band.priority, request.flow, request.cost)
         written = accounting_token.write(request, endpoints[0], self.answer_tokens, alone_ms)
         token = accounting_token.signed(written, request.id, self._keys)
         if stream_owned:
@@ -546,22 +546,23 @@ class ServiceMeter:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._seconds: deque[tuple[int, dict[tuple[int, str], float], list[float]]] = deque()
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], Counter[int]]] = deque()
         self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
 
-    def record(self, band: int, flow: str, cost: float) -> None:
+    def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
         if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, {}, [0.0, 0.0, 0.0]))
+            self._seconds.append((second, {}, Counter()))
             self._forget(second)
         _, flows, bands = self._seconds[-1]
-        bands[band] += cost
-        key = band, flow
+        bands[priority] += cost  # type: ignore[assignment]
+        key = priority, flow
         if key in flows or len(flows) < _MAX_METERED_FLOWS:
             flows[key] = flows.get(key, 0.0) + cost
 
     def report(self) -> dict[str, Any]:
-        """`bands`: cost by band; `flows`: [band, flow, cost] of the busiest; `cut`: there are more.
+        """`priorities`: [priority, cost] of each band; `flows`: [priority, flow, cost] of the busiest; `cut`:
+        there are more.
 
         Added up once a second, however often it is asked for. Not to be changed.
         """
@@ -572,20 +573,21 @@ class ServiceMeter:
 
     def _add_up(self, second: int) -> dict[str, Any]:
         self._forget(second)
-        bands = [0.0, 0.0, 0.0]
+        bands: Counter[int] = Counter()
         flows: Counter[tuple[int, str]] = Counter()
         for begun, costs, totals in self._seconds:
             if begun != second:
                 flows.update(costs)
-                bands = [a + b for a, b in zip(bands, totals, strict=True)]
+                bands.update(totals)
         listed: list[list[object]] = []
         room = _MAX_LISTED_BYTES
-        for (band, flow), cost in flows.most_common(_MAX_LISTED):
+        for (priority, flow), cost in flows.most_common(_MAX_LISTED):
             room -= len(flow) + 16
             if room < 0:
                 break
-            listed.append([band, flow, round(cost, 3)])
-        return {"bands": [round(cost, 3) for cost in bands], "flows": listed, "cut": len(listed) < len(flows)}
+            listed.append([priority, flow, round(cost, 3)])
+        of_bands = [[priority, round(cost, 3)] for priority, cost in sorted(bands.items())]
+        return {"priorities": of_bands, "flows": listed, "cut": len(listed) < len(flows)}
 
     def _forget(self, second: int) -> None:
         while self._seconds and self._seconds[0][0] < second - METER_WINDOW_S:

@@ -28,9 +28,11 @@ and does not move v.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from picker_fleet.bands import Bands
 
 NEWCOMERS = 100
 GUARD_LOOKS_AT = 16  # of the most overdue: the flow queues of those before may be throttled
@@ -40,8 +42,8 @@ _RELAXED = 0.9  # of the capacity; below it, preemptions are forgotten
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings of docs/redis-schema.md that decide who waits and who is next. `band_weights` by band;
-    `starvation_ms` 0 stands for half of a request's TTL."""
+    """The settings of docs/redis-schema.md that decide who waits and who is next. `starvation_ms` 0 stands
+    for half of a request's TTL."""
 
     total_capacity: int
     flow_capacity: int
@@ -50,7 +52,7 @@ class Policy:
     ordering: str
     overload: str
     band_policy: str
-    band_weights: Sequence[float]
+    bands: Bands
     guard_share: float
     starvation_ms: float
     weights: Mapping[str, float]
@@ -74,7 +76,7 @@ class Queueable(Protocol):
     @property
     def flow(self) -> str: ...
     @property
-    def band(self) -> int: ...
+    def priority(self) -> int: ...
     @property
     def weight(self) -> float: ...
     @property
@@ -292,9 +294,9 @@ class BandQueue(Generic[R]):
 class FairQueue(Generic[R]):
     """Who waits, and who is next. `next_number` counts up; preemptions are ordered by it."""
 
-    def __init__(self, context: Context, bands: int, next_number: Callable[[], int]) -> None:
+    def __init__(self, context: Context, next_number: Callable[[], int]) -> None:
         self._context, self._next_number = context, next_number
-        self.bands: list[BandQueue[R]] = [BandQueue() for _ in range(bands)]
+        self.bands: dict[int, BandQueue[R]] = {}  # by priority, the highest first
         self.bv = 0.0  # virtual time across bands
         self.credit = 1.0  # of the guard
         self.overdue: ScoredSet[R] = ScoredSet()
@@ -309,16 +311,23 @@ class FairQueue(Generic[R]):
         return self._context.policy
 
     def requests(self) -> Iterator[R]:
-        for band in self.bands:
+        for band in self.bands.values():
             for queue in band.queues.values():
                 yield from queue.requests
+
+    def band(self, priority: int) -> BandQueue[R]:
+        """The band of that priority, made when it is first asked for."""
+        if priority not in self.bands:
+            self.bands[priority] = BandQueue()
+            self.bands = dict(sorted(self.bands.items(), reverse=True))
+        return self.bands[priority]
 
     def name_of(self, r: R) -> str:
         """The flow queue of r under the policy in force."""
         return "" if self.policy.fairness == "none" else r.flow
 
     def length(self, r: R) -> int:
-        queue = self.bands[r.band].queues.get(self.name_of(r))
+        queue = self.band(r.priority).queues.get(self.name_of(r))
         return len(queue.requests) if queue is not None else 0
 
     def share(self, r: R) -> float:
@@ -331,39 +340,47 @@ class FairQueue(Generic[R]):
 
     def make_room(self, r: R) -> R | None:
         """The request that has to leave if r is to wait, if any has to: the newest of the least recently
-        preempted flow queue of the lowest band below (spec 003).
+        preempted flow queue of the lowest preemptible band below (spec 003).
 
         Raises:
             QueueFull: r may not wait.
         """
-        policy = self.policy
-        if policy.overload == "reject-noncritical" and r.band > 0:
+        policy, band = self.policy, self.policy.bands.of(r.priority)
+        if policy.overload == "reject-noncritical" and not band.guaranteed:
             raise QueueFull("saturated")
         if policy.fairness != "none" and self.length(r) >= policy.flow_capacity:
             raise QueueFull("insufficient-flow-capacity")
-        flows = sum(len(band.queues) for band in self.bands)
-        if r.band > 0 and flows >= policy.max_flows and not self.length(r):
+        flows = sum(len(each.queues) for each in self.bands.values())
+        if not band.guaranteed and flows >= policy.max_flows and not self.length(r):
             raise QueueFull("too-many-flows")
+        if band.capacity is not None and self.band(r.priority).queued >= band.capacity:
+            raise QueueFull("band-capacity")
         if len(self) < policy.total_capacity:
             return None
-        for band in reversed(self.bands[r.band + 1 :]) if policy.overload == "preempt" else ():
-            if band.queues:
+        for lower in self._preemptible_below(r.priority) if policy.overload == "preempt" else ():
+            if lower.queues:
                 self._preempts = True
-                _, name = min((band.preempted.get(name, 0), name) for name in band.queues)
-                band.preempted[name] = self._next_number()
-                return band.queues[name].newest()
+                _, name = min((lower.preempted.get(name, 0), name) for name in lower.queues)
+                lower.preempted[name] = self._next_number()
+                return lower.queues[name].newest()
         raise QueueFull("total-capacity")
+
+    def _preemptible_below(self, priority: int) -> Iterator[BandQueue[R]]:
+        """The lowest first."""
+        for each in sorted(each for each in self.bands if each < priority):
+            if self.policy.bands.of(each).preemptible:
+                yield self.bands[each]
 
     def forget_preemptions(self) -> None:
         """Who was preempted when is forgotten once the pressure has ended."""
         if self._preempts and len(self) < _RELAXED * self.policy.total_capacity:
             self._preempts = False
-            for band in self.bands:
+            for band in self.bands.values():
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
         """Queue r at its place. It is overdue after half of its TTL, or after `starvation_ms`."""
-        band, r.flow_queue = self.bands[r.band], self.name_of(r)
+        band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
         r.due_ms = min(arrived_ms + patience_ms, r.deadline_ms)
@@ -401,7 +418,7 @@ class FairQueue(Generic[R]):
     def charge_band(self, r: R, cost: float) -> None:
         """Charge r's band, where bands have shares; a negative cost refunds."""
         if self.policy.band_policy == "weighted":
-            self.bands[r.band].tag += cost / self.policy.band_weights[r.band]
+            self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
         """From now on the guard may serve r; those of one ms as they arrived."""
@@ -428,15 +445,15 @@ class FairQueue(Generic[R]):
 
     def _takes_turns(self, r: R) -> bool:
         """Whether its flow queue is not throttled."""
-        return r.flow_queue in self.bands[r.band].turns
+        return r.flow_queue in self.bands[r.priority].turns
 
     def bands_in_order(self) -> list[BandQueue[R]]:
-        weighted = self.policy.band_policy == "weighted"
-        return sorted(self.bands, key=lambda band: band.tag) if weighted else self.bands
+        bands = list(self.bands.values())
+        return sorted(bands, key=lambda band: band.tag) if self.policy.band_policy == "weighted" else bands
 
     def serve(self, r: R, by_guard: bool) -> float:
         """Take out r, which `next_turn` named, and charge its flow queue. Returns the start tag."""
-        band, guard_share = self.bands[r.band], self.policy.guard_share
+        band, guard_share = self.bands[r.priority], self.policy.guard_share
         start = band.queues[r.flow_queue].tag
         self.charge(band, r.flow_queue, self.share(r))
         self.remove(r)
@@ -450,7 +467,7 @@ class FairQueue(Generic[R]):
 
     def remove(self, r: R) -> None:
         """Take r out; the tag of its flow queue stays."""
-        band = self.bands[r.band]
+        band = self.bands[r.priority]
         queue = band.queues[r.flow_queue]
         queue.remove(r)
         self.overdue.remove(r)
@@ -463,7 +480,7 @@ class FairQueue(Generic[R]):
 
     def forget_finish_tags(self, at_rest: bool) -> None:
         """Forget those at or below v, which say nothing. `at_rest` nothing runs: no flow has a claim."""
-        for band in self.bands:
+        for band in self.bands.values():
             if at_rest:
                 band.v = max([band.v, *band.finish.values()])
             band.finish = {name: tag for name, tag in band.finish.items() if tag > band.v}

@@ -8,12 +8,13 @@ known here), and nothing is throttled (the choice of the endpoint keeps a flow's
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from picker_fleet.admission.gate import REFUSALS
+from picker_fleet.bands import Bands
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.failover.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
-from picker_fleet.request import Band, InferenceRequest
+from picker_fleet.request import InferenceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
         ordering=queue.ordering,
         overload=queue.overload,
         band_policy=queue.band_policy,
-        band_weights=[queue.band_weights[band] for band in Band],
+        bands=Bands(replace(band, capacity=band.capacity and part(band.capacity)) for band in queue.bands),
         guard_share=queue.guard_share,
         starvation_ms=(queue.starvation_after or 0.0) * 1000,
         weights=effective.weights,
@@ -71,7 +72,7 @@ class Waiting:
     deadline_s: float
     id: str
     flow: str
-    band: Band
+    priority: int
     weight: float
     workload: str
     criticality: int
@@ -86,8 +87,8 @@ class Waiting:
         deadline_s = arrived_s + r.ttl_s
         workload = r.workload.id if r.workload.registered else ""
         return cls(
-            r, cost, arrived_s, deadline_s, r.id, r.flow, r.band, r.weight, workload, r.workload.criticality,
-            arrived_s * 1e6, deadline_s * 1000 // 1,
+            r, cost, arrived_s, deadline_s, r.id, r.flow, r.band.priority, r.weight, workload,
+            r.workload.criticality, arrived_s * 1e6, deadline_s * 1000 // 1,
         )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ class LocalQueue:
     def __init__(self, rules: Rules) -> None:
         self._now_us = 0.0
         context = Context(rules.policy, lambda: self._now_us, _UnknownWorkloads())
-        self._queue: FairQueue[Waiting] = FairQueue(context, len(Band), itertools.count(1).__next__)
+        self._queue: FairQueue[Waiting] = FairQueue(context, itertools.count(1).__next__)
         self._due: ScoredSet[Waiting] = ScoredSet()  # not yet overdue, by when they will be
 
     def __len__(self) -> int:
@@ -108,7 +109,10 @@ class LocalQueue:
         return self._queue.policy.total_capacity
 
     def lengths(self) -> dict[str, int]:
-        return {band.label: self._queue.bands[band].queued for band in Band}
+        bands = self._queue.policy.bands
+        waiting = {bands.of(priority): band.queued for priority, band in self._queue.bands.items()}
+        configured = dict.fromkeys(bands, 0)
+        return {band.name: length for band, length in (configured | waiting).items()}
 
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float

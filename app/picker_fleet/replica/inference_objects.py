@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 
 from picker_fleet.endpoints.kubernetes_api import Api, Collection, KubernetesFault, Metadata, Reflector
-from picker_fleet.request import Band
 from picker_fleet.traffic_split import Split
 from picker_fleet.units import has_control
 
@@ -102,7 +101,7 @@ class _Names(msgspec.Struct):
 class LiveObjects:
     """What the objects amount to. `anything` is the split of models that no rule names."""
 
-    bands: Mapping[str, Band] = field(default_factory=dict)
+    priorities: Mapping[str, int] = field(default_factory=dict)  # by objective
     splits: Mapping[str, Split] = field(default_factory=dict)
     anything: Split | None = None
 
@@ -179,7 +178,7 @@ def _is_model(name: str) -> bool:
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
     """What usable objects amount to. Of two rules for one model the older object's counts, and within one
     object the first; of equally old ones that with the lesser name."""
-    bands = {each.metadata.name: _band(each.spec.priority) for each in objectives}
+    priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None
     for rewrite in sorted(rewrites, key=lambda one: (one.metadata.creation_timestamp, one.metadata.name)):
@@ -189,11 +188,7 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
                 splits.setdefault(match.model.value, split)
             if not rule.matches and anything is None:
                 anything = split
-    return LiveObjects(bands, splits, anything)
-
-
-def _band(priority: int) -> Band:
-    return Band.CRITICAL if priority > 0 else Band.DEFAULT if priority == 0 else Band.SHEDDABLE
+    return LiveObjects(priorities, splits, anything)
 
 
 class InferenceObjects:

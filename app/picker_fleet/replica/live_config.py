@@ -12,9 +12,10 @@ comes last.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from picker_fleet.bands import Band, Criticality
 from picker_fleet.config import EffectiveConfig, Settings, parse
 from picker_fleet.errors import ConfigError
-from picker_fleet.request import Band, finite_number
+from picker_fleet.request import finite_number
 from picker_fleet.scheduling.chooser import with_in_flight
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
@@ -59,8 +60,8 @@ _LONGEST_FLOW_BYTES = 256
 _OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
 
 
-def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
-    """A partial settings tree as changes; None takes a change back.
+def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality)) -> dict[str, Any]:
+    """A partial settings tree as changes; None takes a change back. `bands` are the configured ones, by name.
 
     Raises:
         ConfigError: something in it may not change live; one line a fault.
@@ -75,7 +76,8 @@ def flattened(patch: Mapping[str, Any]) -> dict[str, Any]:
                 if name == _SCORERS and not isinstance(value, dict | None):
                     faults.append(f"{name}: must be an object of scorer and weight")
                 else:
-                    changes |= _by_name(name, value) if name in _BY_NAME else {name: value}
+                    known_names = SCORERS if name == _SCORERS else bands
+                    changes |= _by_name(name, value, known_names) if name in _BY_NAME else {name: value}
         else:
             faults.append(f"{section}: {'must be an object' if known else 'cannot change live'}")
     faults += [f"{key}: cannot change live" for key in changes if not _is_live(key)]
@@ -103,7 +105,7 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     queue = patch.get("fair_request_queue", {})
     if isinstance(by_band := queue.get("band_weights"), Mapping):
         configured = settings.fair_request_queue.band_weights.items()
-        queue["band_weights"] = {**{_named(band): weight for band, weight in configured}, **by_band}
+        queue["band_weights"] = {**dict(configured), **by_band}
     tree = settings.model_dump(exclude_unset=True)
     for section, keys in patch.items():
         tree[section] = {**tree.get(section, {}), **keys}
@@ -159,10 +161,9 @@ def _whole(key: str) -> str:
     return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
 
 
-def _by_name(whole: str, weights: Any) -> dict[str, Any]:
-    """A change of the weights under the key `whole`, name by name; None takes all back."""
+def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
+    """A change of the weights under the key `whole`, name by name; None takes back those of all `names`."""
     if weights is None:
-        names = SCORERS if whole == _SCORERS else Band
         return {whole: None, **{f"{whole}.{_part(whole, name)}": None for name in names}}
     if not isinstance(weights, Mapping):
         return {whole: weights}
@@ -176,7 +177,7 @@ def _part(whole: str, name: object) -> str:
 def _named(band: object) -> str:
     """As the configuration spells it; what is no band's name stays as it is."""
     try:
-        return Band.parse(band).label
+        return Criticality.parse(band)
     except ValueError:
         return str(band)
 
@@ -215,6 +216,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     `weights` are those of single flows, in place of the ones their requests bring.
     """
     queue = settings.fair_request_queue
+    by_name = {band.name: band for band in queue.bands}
     controller, workloads = settings.request_queue_controller, settings.workloads
     leases, log = settings.leases, settings.decision_log
     return {
@@ -234,7 +236,9 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "guard_share": queue.guard_share,
         "starvation_ms": _whole_ms(queue.starvation_after),
         "band_policy": queue.band_policy,
-        "band_weights": [queue.band_weights[band] for band in Band],
+        # Critical, Default, Sheddable, then the others; a version that knows three bands reads the first.
+        "band_weights": list(queue.band_weights.values()),
+        "bands": [_shared_band(by_name[name]) for name in queue.band_weights],
         "fairness": queue.fairness,
         "ordering": queue.ordering,
         "wait_signal": workloads.wait_signal,
@@ -252,6 +256,12 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }
+
+
+def _shared_band(band: Band) -> dict[str, object]:
+    attributes = {"preemptible": band.preemptible, "guaranteed": band.guaranteed}
+    limit = {} if band.capacity is None else {"capacity": band.capacity}
+    return {"priority": band.priority, **attributes, **limit}
 
 
 def _scorers(settings: Settings) -> dict[str, float]:

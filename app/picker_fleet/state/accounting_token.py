@@ -3,8 +3,9 @@ the fleet's keys that sign it.
 
 The token travels in dynamic metadata and returns with each access-log entry. Its fields are joined by tabs,
 in the order of state/schema.py; no field can have a tab, since intake refuses control characters. A request
-that was placed without Redis has one more field, the time. The last field is the fleet's signature over the
-request's id and all fields before it; a trace may follow.
+that was placed without Redis has one more field, the time; one whose band is not one of the three has its
+priority next. The last field is the fleet's signature over the request's id and all fields before it; a trace
+may follow.
 
 The keys are the fleet's, kept in Redis, and also sign session tokens and questions between replicas. Each
 heartbeat offers those that this replica holds and takes those in force (lua/heartbeat.lua), so that they
@@ -18,8 +19,9 @@ import hmac
 import secrets
 from typing import Final
 
+from picker_fleet.bands import Criticality
 from picker_fleet.request import InferenceRequest
-from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE
+from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY
 
 # What is wrong with a token.
 NO_TOKEN: Final = "no-ticket"
@@ -34,8 +36,9 @@ LENGTH: Final = _NAME + 24  # of a signature
 _PURPOSE = "ticket"
 _TRACEPARENT = "00-"
 
+_NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
 _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("cost", "model", "endpoint"))
-_FIELDS = len(ACCOUNTING_TOKEN)  # without the time of a placement without Redis, the signature and the trace
+_FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature and the trace
 
 
 class Keyring:
@@ -112,7 +115,7 @@ def write(
     return "\t".join(
         (
             request.flow,
-            str(int(request.band)),
+            _NUMBERS[request.band.criticality],
             repr(request.weight),
             repr(request.cost + answer_tokens if request.learn else request.cost),
             workload.id if workload.registered else "",
@@ -121,6 +124,7 @@ def write(
             endpoint,
             str(request.limit),
             *(() if alone_ms is None else (f"{ADMITTED_ALONE}{alone_ms}",)),
+            *(() if request.band.is_named else (f"{OTHER_PRIORITY}{request.band.priority}",)),
         )
     )
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import orjson
 
+from picker_fleet.bands import MOST_PRIORITY
 from picker_fleet.errors import StateFault
 from picker_fleet.state.batching import BatchingClient
 from picker_fleet.state.keys import BETWEEN
@@ -17,7 +18,7 @@ from picker_fleet.state.schema import VIEW_LIMIT
 
 CHUNK = VIEW_LIMIT  # rows a call
 MAX_REPLICAS = 256
-PARKED = 3  # groups from here on have the throttled flow queues: band + 3
+PARKED = 2**32  # added to the group of a flow queue while it is throttled
 _MAX_SCANS = 10  # calls for one page of workloads
 CLAIM_MS = 500  # longer than a read takes; on a machine that is busier than that, two replicas read
 _MAX_AGE_S = 1.0  # of a snapshot
@@ -34,7 +35,7 @@ class FlowQueueRow(NamedTuple):
     named tuples: a thousand are made in the event loop that decides, and a frozen dataclass takes three
     times as long."""
 
-    group: int  # its band; plus PARKED while its flow is at its limit
+    group: int  # of its band, the highest first; plus PARKED while its flow is at its limit
     name: str
     start: float  # start tag
     queued: int
@@ -44,8 +45,9 @@ class FlowQueueRow(NamedTuple):
     in_flight: int | None  # None: not counted, since the flow has no limit
 
     @property
-    def band(self) -> int:
-        return self.group % PARKED
+    def priority(self) -> int:
+        """Of its band."""
+        return MOST_PRIORITY - self.group % PARKED
 
     @property
     def order_key(self) -> tuple[int, float, bytes]:
@@ -71,7 +73,7 @@ class RequestRow(NamedTuple):
     state: str  # queued, held, granted, placed
     owner: str
     flow: str
-    band: int
+    priority: int
     workload: str  # '' for an anonymous one
     model: str
     criticality: int
@@ -95,10 +97,15 @@ class WorkloadRow(NamedTuple):
     rate: float  # requests/s
 
 
+def group_of(priority: int, throttled: bool = False) -> int:
+    """Orders flow queues: band by band, the highest first, then the throttled ones alike."""
+    return MOST_PRIORITY - priority + PARKED * throttled
+
+
 def flow_queue_row(row: str, now_us: float) -> FlowQueueRow:
-    group, name, start, queued, oldest_us, weight, share, in_flight = row.split(BETWEEN)
+    throttled, priority, name, start, queued, oldest_us, weight, share, in_flight = row.split(BETWEEN)
     return FlowQueueRow(
-        int(group),
+        group_of(int(priority), throttled == "1"),
         name,
         float(start),
         int(queued),
@@ -111,7 +118,7 @@ def flow_queue_row(row: str, now_us: float) -> FlowQueueRow:
 
 def request_row(row: str, now_us: float) -> RequestRow:
     (
-        request_id, state, owner, flow, band, workload, model, criticality, cost, arrived_us,
+        request_id, state, owner, flow, priority, workload, model, criticality, cost, arrived_us,
         deadline_ms, due_ms, overdue, endpoints, limit, wait, for_criticality, rate,
     ) = row.split(BETWEEN)  # fmt: skip
     now_s = now_us / 1e6
@@ -120,7 +127,7 @@ def request_row(row: str, now_us: float) -> RequestRow:
         state,
         owner,
         flow,
-        int(band),
+        int(priority),
         workload,
         model,
         int(criticality),
@@ -154,17 +161,16 @@ def _age_s(now_us: float, then_us: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FlowQueuePage:
-    """Queues in their order, each once; `totals`: how many each group has, bands 0 to 2, then the
-    throttled."""
+    """Queues in their order, each once; `totals`: each group that is in use, and how many it has."""
 
     queues: list[FlowQueueRow]
-    totals: tuple[int, ...]
+    totals: tuple[tuple[int, int], ...]
 
 
 class RankRange(NamedTuple):
     """Ranks `first` to `last`, inclusive, of a flow queue."""
 
-    band: int
+    priority: int
     name: str
     first: int
     last: int
@@ -211,20 +217,29 @@ class Reads:
         *,
         group: int = 0,
         behind: tuple[str, str] | None = None,
-        band: int | None = None,
+        priority: int | None = None,
         pause_s: float = 0.0,
     ) -> FlowQueuePage:
-        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in it; with `band`,
-        only of that band. `pause_s` between the calls."""
+        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in it; with
+        `priority`, only of that band. `pause_s` between the calls."""
         found: list[FlowQueueRow] = []
-        totals: tuple[int, ...] = (0,) * 6
+        totals: tuple[tuple[int, int], ...] = ()
         while True:
             wanted = min(CHUNK, limit - len(found))
             tag, name = behind or ("", "")
             now, counts, *page = await self._client.call(
-                "view_flows", group, tag, name, wanted, "" if band is None else int(band)
+                "view_flows",
+                group // PARKED,
+                MOST_PRIORITY - group % PARKED,
+                tag,
+                name,
+                wanted,
+                "" if priority is None else priority,
             )
-            totals = tuple(counts)
+            totals = tuple(
+                (group_of(of, throttled == 1), count)
+                for throttled, of, count in zip(counts[::3], counts[1::3], counts[2::3], strict=True)
+            )
             found += [flow_queue_row(row, float(now)) for row in page]
             if len(page) < wanted or len(found) >= limit:
                 return FlowQueuePage(_each_once(found), totals)
@@ -241,7 +256,7 @@ class Reads:
         found: list[list[RequestRow]] = [[] for _ in ranges]
         for batch in _batches(ranges):
             args = [
-                part for _, each in batch for part in (int(each.band), each.name, each.first, each.last)
+                part for _, each in batch for part in (each.priority, each.name, each.first, each.last)
             ]  # fmt: skip
             now, *pages = await self._client.call("view_queue", *args)
             for (at, _), page in zip(batch, pages, strict=True):
@@ -343,7 +358,7 @@ def _batches(ranges: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
                 batches.append([])
                 room = CHUNK
             last = min(each.last, first + room - 1)
-            batches[-1].append((at, RankRange(each.band, each.name, first, last)))
+            batches[-1].append((at, RankRange(each.priority, each.name, first, last)))
             room -= last - first + 1
             first = last + 1
     return batches
@@ -442,4 +457,4 @@ async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
     for at in range(0, len(rows), _PARSED_AT_ONCE):
         await asyncio.sleep(pause_s)
         queues += map(FlowQueueRow._make, rows[at : at + _PARSED_AT_ONCE])
-    return FlowQueuePage(queues, tuple(snapshot["totals"]))
+    return FlowQueuePage(queues, tuple((group, count) for group, count in snapshot["totals"]))

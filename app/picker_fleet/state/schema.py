@@ -21,7 +21,10 @@ BandPolicy = Literal["strict", "weighted"]
 WaitSignal = Literal["request", "workload_average"]
 
 # Why the shared queue refuses a request.
-REFUSALS = ("no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "total-capacity")
+REFUSALS = (
+    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
+    "total-capacity",
+)  # fmt: skip
 # What a replica is notified of about a request of its own.
 NOTIFICATIONS = ("granted", "expired", "preempted", "evicted")
 # Of a request in the pool, numbered from 1. `held`: orphaned, since its replica is silent.
@@ -35,12 +38,14 @@ VIEW_LIMIT = 51
 
 # One arrival, as `store.pack_arrival` packs it: texts that end in byte 0, then doubles.
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
-ARRIVAL_NUMBERS = ("band", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
+ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
 # The accounting token (state/accounting_token.py): fields joined by tabs. Those that follow are optional.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip
 ADMITTED_ALONE = "alone="  # begins the field after them, if the request was admitted without Redis
+# Begins the next one, if the band is not one of the three; `band` has the nearest of them.
+OTHER_PRIORITY = "priority="
 # A record, field -> its format in `struct`. A waiting request's ends before `endpoints`.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
@@ -69,11 +74,11 @@ ITEMS = {
 }
 # Rows of what an operator reads, field -> its format; fields are separated by byte 31 (state/reads.py).
 FLOW_QUEUE_ROW = {
-    "group": "%d", "name": "%s", "start": "%s", "queued": "%d", "arrived_us": "%.17g", "weight": "%.17g",
-    "share": "%.17g", "in_flight": "%s",
+    "throttled": "%d", "priority": "%d", "name": "%s", "start": "%s", "queued": "%d", "arrived_us": "%.17g",
+    "weight": "%.17g", "share": "%.17g", "in_flight": "%s",
 }  # fmt: skip
 REQUEST_ROW = {
-    "id": "%s", "state": "%s", "owner": "%s", "flow": "%s", "band": "%d", "workload": "%s", "model": "%s",
+    "id": "%s", "state": "%s", "owner": "%s", "flow": "%s", "priority": "%d", "workload": "%s", "model": "%s",
     "criticality": "%d", "cost": "%.17g", "arrived_us": "%.17g", "deadline_ms": "%.17g", "due_ms": "%.17g",
     "overdue": "%d", "endpoints": "%s", "limit": "%.17g", "wait_score": "%s", "criticality_score": "%s",
     "rate_score": "%s",
@@ -129,8 +134,8 @@ local function pack_record(r)
   return struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
 end"""
-    fields = _commas([*ACCOUNTING_TOKEN, "alone"])
-    pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)\t?([^\t]*)"
+    fields = _commas([*ACCOUNTING_TOKEN, "rest"])
+    pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)(.*)"
     yield f"""local function parse_accounting_token(token)
   local
 {fields} =
@@ -139,7 +144,8 @@ end"""
   if not flow then return nil end
   return {{
 {_commas([f"{name} = {name}" for name in ACCOUNTING_TOKEN])},
-    alone_ms = tonumber(string.match(alone, '^{ADMITTED_ALONE}(%d+)$'))
+    alone_ms = tonumber(string.match(rest, '^\\t{ADMITTED_ALONE}(%d+)%f[\\t%z]')),
+    priority = tonumber(string.match(rest, '\\t{OTHER_PRIORITY}(-?%d+)%f[\\t%z]'))
   }}
 end"""
 

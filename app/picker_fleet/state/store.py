@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from picker_fleet.bands import Bands
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
@@ -20,7 +21,6 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _ALL = "*"
-_BANDS = ("Critical", "Default", "Sheddable")
 _ADOPTED = " adopted"
 
 
@@ -79,6 +79,7 @@ class LiveConfig:
 class PoolState:
     """The pool's state at one moment, by the names of the admin API. `in_flight` is by endpoint.
 
+    What is by band is by its name, the highest first: the configured bands, and others that are in use.
     `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
     `about`: what each of the live `replicas` says of itself, the JSON objects of its heartbeats.
     """
@@ -114,7 +115,7 @@ class Store:
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each admission of a
     request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes unavailable.
     `reads` are those of the admin API, `queue_snapshots` the part that is read once for all replicas.
-    Heartbeats keep `signing` in step with the fleet's keys.
+    Heartbeats keep `signing` in step with the fleet's keys. `bands` are the configured ones.
     Every method raises StateFault: StateUnavailable without Redis, the others if Redis answers with an error
     (state/batching.py).
     """
@@ -134,9 +135,11 @@ class Store:
         on_adopted: Callable[[], None],
         on_unavailable: Callable[[str, str], object],
         signing: Keyring | None = None,
+        bands: Bands = Bands(),  # noqa: B008 - it only remembers what it has made
     ) -> None:
         self.keys = Keys.of(pool)
         self._signing = signing or Keyring()
+        self._bands = bands
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
         self._redis_clock: tuple[str, int, float] | None = None  # epoch, its clock in µs, ours in s
@@ -370,7 +373,12 @@ class Store:
         reply = await self._client.call("state", int(silence_s * 1000))
         epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
-        vtimes, flows, lengths = bands[::3], bands[1::3], bands[2::3]
+        by_band = {band.priority: (0.0, 0) for band in self._bands}
+        for priority, v, length in zip(bands[::4], bands[1::4], bands[3::4], strict=True):
+            # Two have one priority for a while after the configuration gave it to one of the three.
+            former_v, former = by_band.get(priority, (0.0, 0))
+            by_band[priority] = max(former_v, float(v)), former + length
+        named = {self._bands.of(each).name: by_band[each] for each in sorted(by_band, reverse=True)}
         return PoolState(
             born_us=int(epoch),
             now_us=int(now_us),
@@ -379,9 +387,9 @@ class Store:
             upper=float(upper),
             ready_backends=ready,
             queued=queued,
-            queue_length=dict(zip(_BANDS, lengths, strict=True)),
-            active_flows=sum(flows),
-            virtual_times={name: float(v) for name, v in zip(_BANDS, vtimes, strict=True)},
+            queue_length={name: length for name, (_, length) in named.items()},
+            active_flows=sum(bands[2::4]),
+            virtual_times={name: v for name, (v, _) in named.items()},
             leases=inflight,
             dispatched_total=int(dispatched),
             ended_total=int(ended),
@@ -468,7 +476,7 @@ def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: fl
             candidates,
         ),
         (
-            int(request.band),
+            request.band.priority,
             request.weight,
             request.cost,
             int(request.ttl_s * 1000),

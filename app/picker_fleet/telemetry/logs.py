@@ -171,6 +171,6 @@ def _fields(request: InferenceRequest | None, code: str, mode: str, seconds: flo
         "flow": request.flow,
         "decision": code,
         "model": request.model,
-        "band": request.band.label,
+        "band": request.band.name,
         **fields,
     }

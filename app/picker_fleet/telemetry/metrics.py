@@ -19,8 +19,9 @@ from typing import NamedTuple, Protocol
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.utils import floatToGoString
 
+from picker_fleet.bands import NAMED, Band
 from picker_fleet.errors import ClientGone
-from picker_fleet.request import Band, Completion, InferenceRequest, Outcome
+from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.store import PoolState
 
@@ -88,9 +89,15 @@ class Waiting(NamedTuple):
 
 class Metrics:
     """A replica's metrics of one pool. `models` keep their label value whatever names clients send; `labels`
-    are further ones that each series has."""
+    are further ones that each series has. `bands` are the configured ones; another has series while it is in
+    use."""
 
-    def __init__(self, models: Iterable[str] = (), labels: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        models: Iterable[str] = (),
+        labels: Mapping[str, str] = MappingProxyType({}),
+        bands: Iterable[Band] = NAMED,
+    ) -> None:
         self.labels = labels
         self._page = page = Page(labels)
         known = tuple(models)
@@ -185,9 +192,10 @@ class Metrics:
         self.pool_state: PoolState | None = None  # the newest that is known
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica, in its queue
         # A rate of 0 instead of a missing series.
-        for band in Band:
-            self._preemptions.add((band.label,), 0)
-            self._evictions.add((band.label,), 0)
+        self._bands = frozenset(band.name for band in bands)
+        for name in sorted(self._bands):
+            self._preemptions.add((name,), 0)
+            self._evictions.add((name,), 0)
         for script, kind in itertools.product(_SCRIPTS, _ERROR_KINDS):
             self._errors.add((script, kind), 0)
         for transition in _TRANSITIONS:
@@ -260,10 +268,10 @@ class Metrics:
         self._bodies.follow(held_bytes)
 
     def preempted(self, band: Band) -> None:
-        self._preemptions.add((band.label,))
+        self._preemptions.add((band.name,))
 
     def evicted(self, band: Band) -> None:
-        self._evictions.add((band.label,))
+        self._evictions.add((band.name,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
         """The queue refused a request; `error_type` is the Dropped error's code."""
@@ -332,6 +340,9 @@ class Metrics:
         for key, counter in self._pool_totals.items():
             counter.follow(float(getattr(state, key)))
         self._band_queues.replace({(band,): float(n) for band, n in state.queue_length.items()})
+        in_use = self._bands.union(state.queue_length)
+        for by_band in (self._preemptions, self._evictions):
+            by_band.keep(lambda labels: labels[0] in in_use)
         self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
@@ -566,6 +577,10 @@ class Counters(_Values):
     def follow(self, total: float) -> None:
         """Show a total that is counted elsewhere; it may start again at 0."""
         self._values = {(): total}
+
+    def keep(self, wanted: Callable[[Labels], bool]) -> None:
+        """Drop all other series."""
+        self._values = {labels: value for labels, value in self._values.items() if wanted(labels)}
 
 
 class Gauges(_Values):

@@ -10,13 +10,10 @@ from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.request import Band
 from picker_fleet.telemetry.metrics import OTHER, Family, Gauges, LabelCap, Labels, Metrics, Page, label_value
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
-# The reference has an integer priority where we have a band.
-_PRIORITIES: Final = {Band.CRITICAL: "10", Band.DEFAULT: "0", Band.SHEDDABLE: "-10"}
 _MOST_QUEUE_SERIES = 1000
 _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
     "average_queue_size": lambda reading: reading.waiting,
@@ -99,7 +96,7 @@ class ReferenceMetrics:
         series those that have fallen to 0 go, then what is over is counted as `other`."""
         found: dict[Labels, float] = {}
         for each, count in self._metrics.waiting_requests.items():
-            priority = _PRIORITIES[each.band]
+            priority = str(each.band.priority)
             labels: Labels = (each.flow, priority, *self._pool, each.model, each.target_model)
             if len(found) >= _MOST_QUEUE_SERIES:
                 labels = (OTHER, priority, *self._pool, OTHER, OTHER)

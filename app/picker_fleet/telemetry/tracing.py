@@ -112,7 +112,7 @@ class Traces:
             {
                 "picker.request_id": request.id,
                 "picker.flow": request.flow,
-                "picker.band": request.band.label,
+                "picker.band": request.band.name,
                 "picker.cost": request.cost,
                 "gen_ai.request.model": request.model,
                 "picker.target_model": request.target_model,

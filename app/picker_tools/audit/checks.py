@@ -168,19 +168,21 @@ class Order(Check):
         replay = self._replay
         if replay.rules is None or replay.rules.band_policy != "strict":
             return
-        for band in range(entry.band):
-            if replay.flow_queues.servable(band):
-                earlier = (
-                    request.first_entry
-                    for request in replay.requests.values()
-                    if request.state is RequestState.QUEUED
-                    and request.first_entry.band == band
-                    and replay.flow_queues.at((band, request.flow_key)).is_servable
-                )
-                self._finding.add(
-                    f"band {entry.band} served while band {band} waits", *itertools.islice(earlier, 1), entry
-                )
-                return
+        for band in replay.flow_queues.above(entry.priority):
+            earlier = (
+                request.first_entry
+                for request in replay.requests.values()
+                if request.state is RequestState.QUEUED
+                and request.first_entry.band == band
+                and replay.flow_queues.at((band, request.flow_key)).is_servable
+            )
+            waits = replay.flow_queues.priorities[band]
+            self._finding.add(
+                f"priority {entry.priority} served while priority {waits} waits",
+                *itertools.islice(earlier, 1),
+                entry,
+            )
+            return
 
     def _check_turn(self, entry: Entry) -> None:
         key = self._key(entry)

@@ -7,12 +7,12 @@ the queue it checks.
 """
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
 
 from picker_tools.audit.checks import Check
 from picker_tools.audit.log import GUARD, Entry
 from picker_tools.audit.replay import (
-    BANDS,
     RUNNING,
     FlowQueue,
     FlowQueues,
@@ -37,16 +37,20 @@ class VirtualTimes:
         """`first` is the time each band starts with; None: the first that the log shows."""
         self._finding = finding
         self._flow_queues = flow_queues
-        self._v: dict[int, float | None] = dict.fromkeys(BANDS, first)
+        self._first = first
+        self._v: dict[int, float | None] = {}
         self._knows_all = first is not None  # every flow queue was seen
-        self._idle = dict.fromkeys(BANDS, False)  # nothing has waited or run since the band's last entry
+        self._idle: dict[int, bool] = {}  # whether nothing has waited or run since the band's last entry
 
     def forget_flow_queues(self) -> None:
         """Flow queues may have tags that were not seen."""
         self._knows_all = False
 
     def of(self, band: int) -> float | None:
-        return self._v[band]
+        return self._v.get(band, self._first)
+
+    def collect(self, band: int) -> None:
+        self._v[band], self._idle[band] = 0.0, False
 
     def accept(self, entry: Entry) -> None:
         """Take over what `entry` shows, unchecked."""
@@ -54,13 +58,13 @@ class VirtualTimes:
         self._record_idle(entry)
 
     def rebase(self, band: int, by: float) -> None:
-        before = self._v[band]
+        before = self.of(band)
         self._v[band] = None if before is None else before - by
 
     def check(self, entry: Entry) -> float:
         """Check what `entry` shows. Returns the virtual time before its decision."""
-        before = self._v[entry.band]
-        idle = self._idle[entry.band]
+        before = self.of(entry.band)
+        idle = self._idle.get(entry.band, False)
         self.accept(entry)
         if before is None:
             return entry.v
@@ -82,8 +86,8 @@ class VirtualTimes:
 
     def _record_idle(self, entry: Entry) -> None:
         idle = entry.stock == 0 and entry.queued == 0
-        for band in BANDS:
-            self._idle[band] = idle or (self._idle[band] and band != entry.band)
+        for band in {*self._v, entry.band}:
+            self._idle[band] = idle or (self._idle.get(band, False) and band != entry.band)
 
 
 class TagOrder:
@@ -93,7 +97,7 @@ class TagOrder:
 
     def __init__(self, flow_queues: FlowQueues) -> None:
         self._flow_queues = flow_queues
-        self._heaps: dict[int, list[tuple[float, str]]] = {band: [] for band in BANDS}
+        self._heaps: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)
 
     def push(self, queue: FlowQueue) -> None:
         """`queue` has a new tag, or can be served again."""
@@ -137,15 +141,19 @@ class NewFlows:
 
     def __init__(self, first: float | None) -> None:
         """`first` is the charge each band starts with; None: unknown, so that either start is right."""
-        self._charged: dict[int, float | None] = dict.fromkeys(BANDS, first)
+        self._first = first
+        self._charged: dict[int, float | None] = {}
+
+    def collect(self, band: int) -> None:
+        self._charged[band] = 0.0
 
     def rebase(self, band: int, by: float) -> None:
-        charged = self._charged[band]
+        charged = self._charged.get(band, self._first)
         self._charged[band] = None if charged is None else max(charged - by, 0.0)
 
     def start(self, band: int, v: float, share: float, shown: float | None) -> float:
         """The start tag of a flow whose next request costs `share`; `shown` is what the log has."""
-        charged = self._charged[band]
+        charged = self._charged.get(band, self._first)
         if charged is None:
             return v + share if shown is not None and same(shown, v + share) else v
         charged_to = max(charged, v)
@@ -257,6 +265,9 @@ class Fairness(Check):
             return
         if entry.event == "rebased" and entry.tag is not None:
             self._rebase(entry.band, entry.tag, self._virtual_times)
+        if entry.event == "collected":
+            self._collect(entry.band, self._virtual_times)
+            return
         if not replay.settled or replay.rules is None:
             self._had_gap = True
             self._services.clear()
@@ -439,10 +450,20 @@ class Fairness(Check):
             if request.state is RequestState.QUEUED:
                 queue = flow_queues.at(request.queue_key)
                 queue.largest = max(queue.largest, rules.share(request.first_entry))
-        for queue in [queue for band in BANDS for queue in flow_queues.of(band) if queue.is_servable]:
+        for queue in [queue for queue in flow_queues.all() if queue.is_servable]:
             v = self._virtual_times.of(queue.band) if self._virtual_times else None
             if v is not None:
                 self._begin_service(queue, entry, v)
+
+    def _collect(self, band: int, times: VirtualTimes) -> None:
+        """Its number is free: whatever band has it next begins at 0."""
+        times.collect(band)
+        self._new_flows.collect(band)
+        for queue in self._replay.flow_queues.of(band):
+            self._services.pop(queue.key, None)
+            self._tag_entries.pop(queue.key, None)
+            queue.tag = 0.0
+        self._tag_order.rebuild(band)
 
     def _rebase(self, band: int, by: float, times: VirtualTimes) -> None:
         """All tags of `band` fall by `by`; their differences stay."""

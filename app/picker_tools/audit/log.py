@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
+from picker_fleet.bands import NAMED
 from picker_fleet.errors import PickerError
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import Address, find_primary
@@ -27,7 +28,7 @@ ENDS = frozenset({
 THROTTLING = frozenset({"parked", "unparked"})  # of a flow queue; `flow` is its name
 EVENTS = ENDS | THROTTLING | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "held", "restored", "moved",
-    "corrected", "tuned", "rebased",
+    "corrected", "tuned", "rebased", "collected",
 }  # fmt: skip
 
 
@@ -39,9 +40,10 @@ class EntryError(ValueError):
 class Entry:
     """A decision. `stock`, `queued`, `v`, `upper` and `lower` are those after it.
 
-    `tag` is the flow's start tag, in `rebased` the amount that all tags of the band fall by; `due_ms` is when
-    the request becomes overdue. Both are None where the log does not show them. `limit` is the flow's limit
-    on each endpoint (0: none), `endpoint` is '' while the request has none.
+    `band` is the number of a band, which may be that of another one once this one is `collected`; `priority`
+    orders bands, the highest first. `tag` is the flow's start tag, in `rebased` the amount that all tags of
+    the band fall by; `due_ms` is when the request becomes overdue. Both are None where the log does not show
+    them. `limit` is the flow's limit on each endpoint (0: none), `endpoint` is '' while the request has none.
     """
 
     seq: int
@@ -50,6 +52,7 @@ class Entry:
     request: str
     flow: str
     band: int
+    priority: int
     workload: str
     cost: float
     weight: float
@@ -80,10 +83,12 @@ class Entry:
             values: dict[str, Any] = {}
             for field, read in _READ.items():
                 values[field] = read(raw[field])
+            field = "priority"
+            values[field] = int(raw[field]) if field in raw else NAMED[values["band"]].priority
             field = "event"
             if raw[field] not in EVENTS:
                 raise ValueError("unknown event")
-        except (KeyError, ValueError):
+        except (KeyError, IndexError, ValueError):
             found = repr(raw[field][:80]) if field in raw else "missing"
             raise EntryError(f"entry {raw.get('seq', '?')[:20]}: {field} is {found}") from None
         return cls(**values)
@@ -96,9 +101,9 @@ class Entry:
     def __str__(self) -> str:
         about = [f"#{self.seq}", f"{self.time_us / 1e6:.6f}", self.event]
         if self.event in THROTTLING:
-            about.append(f"flow={self.flow!r} band={self.band}")
+            about.append(f"flow={self.flow!r} priority={self.priority}")
         elif self.request:
-            about.append(f"{self.request} flow={self.flow!r} band={self.band} cost={self.cost:g}")
+            about.append(f"{self.request} flow={self.flow!r} priority={self.priority} cost={self.cost:g}")
             about.append(f"arrived={self.arrived / 1e6:.6f}")
         about += [
             f"{name}={value}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from picker_tools.audit.log import GUARD, Entry
-from picker_tools.audit.replay import BANDS, Replay
+from picker_tools.audit.replay import Replay
 
 FlowKey = tuple[int, str]  # band, flow
 SourceOf = Callable[[str], str]
@@ -22,12 +22,12 @@ def flow_key(entry: Entry) -> FlowKey:
 
 
 class Backlog:
-    """How many requests wait, by flow and by band, after the entries applied so far."""
+    """How many requests wait, by flow and by priority, after the entries applied so far."""
 
     def __init__(self) -> None:
         self._replay = Replay()
         self.of_flow: Counter[FlowKey] = Counter()
-        self.of_band: Counter[int] = Counter()
+        self.of_priority: Counter[int] = Counter()
 
     def apply(self, entry: Entry) -> int:
         """By how much `entry` changes the length of its flow's queue: -1, 0 or 1."""
@@ -35,7 +35,7 @@ class Backlog:
         self._replay.advance(step)
         change = step.enters_queue - step.leaves_queue
         self.of_flow[flow_key(entry)] += change
-        self.of_band[entry.band] += change
+        self.of_priority[entry.priority] += change
         return change
 
 
@@ -198,13 +198,14 @@ def order(entries: Iterable[Entry]) -> Order:
     backlog = Backlog()
     for entry in entries:
         if entry.event == "granted":
-            inverted = any(backlog.of_band[band] for band in range(min(entry.band, len(BANDS))))
+            above = [count for each, count in backlog.of_priority.items() if each > entry.priority]
+            inverted = any(above)
             if entry.by == GUARD:
                 found.guards += 1
                 found.inverted_guards += inverted
             else:
                 found.turns += 1
                 found.inverted_turns += inverted
-                found.low_turns += entry.band > 0
+                found.low_turns += bool(above)
         backlog.apply(entry)
     return found

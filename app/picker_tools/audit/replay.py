@@ -8,10 +8,12 @@ until the last of them has left.
 import enum
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from picker_fleet.bands import NAMED
 from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 
@@ -27,6 +29,7 @@ class Rules:
     upper_per: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
     caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
+    priorities: tuple[int, ...] = tuple(band.priority for band in NAMED)  # of the three
     paused: bool = False
     claim_share: float = 1.0  # the largest part of the bound that one request takes
     queues: bool = True  # False: the queue is switched off, and nothing takes stock
@@ -51,12 +54,13 @@ class Rules:
                 # Lua's empty table may come as an empty list.
                 weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
                 caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
+                priorities=_named_priorities(settings.get("bands")),
                 paused=settings.get("paused") == 1,
                 claim_share=float(settings.get("claim_share", 1)),
                 queues=settings.get("queue_enabled", 1) != 0,
                 logged=settings.get("log_max", 1) != 0,
             )
-        except (AttributeError, TypeError, ValueError) as fault:
+        except (AttributeError, KeyError, TypeError, ValueError) as fault:
             raise EntryError(f"settings cannot be read: {fault}") from None
 
     def flow_key(self, flow: str) -> str:
@@ -84,6 +88,13 @@ class Rules:
     def orders_like(self, other: "Rules | None") -> bool:
         """Whether waiting requests have the same flow queues and order under both."""
         return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
+
+
+def _named_priorities(bands: Any) -> tuple[int, ...]:
+    """Of the three, which come first in `bands`; a version that knows three bands has none."""
+    if not bands:
+        return tuple(band.priority for band in NAMED)
+    return tuple(int(band["priority"]) for band in bands[: len(NAMED)])
 
 
 class RequestState(enum.StrEnum):
@@ -194,9 +205,6 @@ class Step:
         return self.before in RUNNING and self.after not in RUNNING
 
 
-BANDS = (0, 1, 2)
-
-
 @dataclass(slots=True)
 class FlowQueue:
     """The requests of one flow that wait in one band. `tag` is its start tag while it is backlogged,
@@ -226,7 +234,9 @@ class FlowQueues:
 
     def __init__(self) -> None:
         self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
-        self._servable = dict.fromkeys(BANDS, 0)
+        self._servable: Counter[int] = Counter()
+        # Of each band that was seen, by its number, as the last entry has it.
+        self.priorities = {number: band.priority for number, band in enumerate(NAMED)}
 
     def find(self, key: tuple[int, str]) -> FlowQueue | None:
         return self._flow_queues.get(key)
@@ -248,6 +258,17 @@ class FlowQueues:
         """How many flow queues of the band have a request that may be served."""
         return self._servable[band]
 
+    def above(self, priority: int) -> list[int]:
+        """The bands of a higher priority in which a request may be served."""
+        return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
+
+    def collect(self, band: int) -> None:
+        """Forget a band in which nothing waits."""
+        for queue in self.of(band):
+            if not queue.waiting:
+                self.drop(queue)
+        self.priorities.pop(band, None)
+
     def wait(self, queue: FlowQueue, change: int) -> None:
         """`change` more requests wait in `queue`."""
         self._count(queue, -1)
@@ -266,7 +287,7 @@ class FlowQueues:
 
     def clear(self) -> None:
         self._flow_queues.clear()
-        self._servable = dict.fromkeys(BANDS, 0)
+        self._servable.clear()
 
     def drop(self, queue: FlowQueue) -> None:
         """Forget an empty flow queue."""
@@ -386,8 +407,12 @@ class Replay:
         """Apply `step`."""
         entry, request = step.entry, step.request
         was_settled = self.settled
+        if entry.flow or entry.event == "rebased":
+            self.flow_queues.priorities[entry.band] = entry.priority
         if entry.event == "tuned":
             self._tune(Rules.parse(entry.note))
+        elif entry.event == "collected":
+            self.flow_queues.collect(entry.band)
         elif entry.event in THROTTLING:
             self.flow_queues.set_throttled(
                 self.flow_queues.at((entry.band, entry.flow)), entry.event == "parked"
@@ -446,6 +471,7 @@ class Replay:
             if self.reordering:
                 self.flow_queues.clear()
         self.rules = rules
+        self.flow_queues.priorities |= enumerate(rules.priorities)
 
     def _move(self, step: Step, request: OpenRequest) -> None:
         entry = step.entry

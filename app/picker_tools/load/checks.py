@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from picker_fleet.request import Band
+from picker_fleet.bands import NAMED, Band
 from picker_tools.load.client import Answer, Kind
 from picker_tools.load.result import RunResult, fair, latest_before, mean, quantile, violations
 from picker_tools.load.scenarios import Source
@@ -321,12 +321,12 @@ def waits_by_band(run: RunResult) -> Finding:
         return unknown(queue.evidence)
     waits = {
         band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
-        for band in Band
+        for band in NAMED
     }
-    unseen = [band.label for band, wait in waits.items() if math.isnan(wait)]
+    unseen = [band.name for band, wait in waits.items() if math.isnan(wait)]
     if unseen:
         return unknown(f"nobody of {', '.join(unseen)} was seen to wait and be served")
-    text = ", ".join(f"{band.label} {wait:.3f} s" for band, wait in waits.items())
+    text = ", ".join(f"{band.name} {wait:.3f} s" for band, wait in waits.items())
     pairs = zip(waits.values(), list(waits.values())[1:], strict=False)
     wrong = [f"{higher:.3f} s before {lower:.3f} s" for higher, lower in pairs if higher > lower]
     return kept_unless(wrong, f"mean waits: {text}")

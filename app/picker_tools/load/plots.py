@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from picker_fleet.request import Band
+from picker_fleet.bands import NAMED, Band
 from picker_tools.load.client import Kind
 from picker_tools.load.result import RunResult, flow_shares, quantile
 
@@ -104,14 +104,13 @@ def _stock(axes: Axes, run: RunResult) -> None:
 
 def _queue(axes: Axes, run: RunResult) -> None:
     known = [each for each in run.samples if not each.degraded]
-    gap = dict.fromkeys((band.label for band in Band), math.nan)
+    gap = dict.fromkeys((band.name for band in NAMED), math.nan)
     queued = [gap if each.degraded else each.queued for each in run.samples]
-    names = {band: band.label for band in Band}
-    used = [band for band in Band if any(each.queued.get(names[band]) for each in known)] or [Band.DEFAULT]
+    used = [band for band in NAMED if any(each.queued.get(band.name) for each in known)] or [Band.DEFAULT]
     axes.stackplot(
         [each.at_s for each in run.samples],
-        *([each.get(names[band], 0) for each in queued] for band in used),
-        labels=[names[band] for band in used],
+        *([each.get(band.name, 0) for each in queued] for band in used),
+        labels=[band.name for band in used],
         colors=[_BANDS[band] for band in used],
         alpha=0.75,
         step="post",

@@ -94,7 +94,7 @@ def _source_summary(run: RunResult, source: Source) -> dict[str, Any]:
     served = [answer for answer in answers if answer.kind is Kind.SERVED]
     return {
         "flow": source.flow,
-        "band": source.band.label,
+        "band": source.band.name,
         "sent": len(answers),
         "served": len(served),
         "refused": sum(answer.kind is Kind.REFUSED for answer in answers),

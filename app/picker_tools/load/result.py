@@ -44,7 +44,7 @@ def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) 
     than its `demand` (weighted max-min fairness).
     """
     due = dict.fromkeys(demand, 0.0)
-    for band in sorted({source.band for source in sources}):
+    for band in sorted({source.band for source in sources}, key=lambda band: -band.priority):
         weights = {source.flow: source.weight for source in sources if source.band == band}
         got = _filled({flow: demand.get(flow, 0.0) for flow in weights}, weights, served)
         due |= got

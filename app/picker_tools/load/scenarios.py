@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from picker_fleet.request import Band
+from picker_fleet.bands import Band
 
 BYTES_PER_TOKEN = 4  # as the fleet estimates a prompt
 

@@ -20,6 +20,7 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
     tr,
     update(band) {
       setText(cells[0], band.band);
+      cells[0].title = `priority ${band.priority}`;
       fill.style.width = `${band.most ? (100 * band.queued) / band.most : 0}%`;
       setText(count, number(band.queued, 0));
       setText(cells[2], number(band.active_flows, 0));
@@ -28,6 +29,17 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
     },
   };
 });
+
+/** Lets the list of requests be narrowed to any band in use, and keeps the one that was chosen. */
+function offerBands(names) {
+  const choice = byId("queue-band");
+  const wanted = [...new Set([...names, choice.value])].filter(Boolean);
+  const offered = [...choice.options].slice(1).map((option) => option.value);
+  if (wanted.join("\n") === offered.join("\n")) return;
+  const chosen = choice.value;
+  choice.replaceChildren(choice.options[0], ...wanted.map((name) => new Option(name)));
+  choice.value = chosen;
+}
 
 /** Keeps a snapshot for the charts, also while the page is in the background. */
 export function remember({ at, state }) {
@@ -44,6 +56,7 @@ export function showOverview({ state, flows, endpoints, replicas }) {
   tiles(state, endpoints, replicas, oldest);
   const most = Math.max(...state.bands.map((band) => band.queued));
   bands.show(state.bands.map((band) => ({ ...band, most })));
+  offerBands(state.bands.map((band) => band.band));
   facts(state);
   drawCharts(state);
 }

@@ -1,0 +1,119 @@
+"""Bands of the queue: what a request's priority entitles it to. Pure.
+
+A priority is any int32; the highest is served first. Three bands always exist, by the names that spec 003
+has for criticality. Others may be configured. The band of any other priority is made when it is first asked
+for, with the attributes of the nearest configured one at or below it, or else of the lowest.
+"""
+
+import enum
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
+_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
+_MOST_REMEMBERED = 1000  # priorities come from objectives, which may change for years
+
+
+class Criticality(enum.StrEnum):
+    """The names of the three bands, the highest first."""
+
+    CRITICAL = "Critical"
+    DEFAULT = "Default"
+    SHEDDABLE = "Sheddable"
+
+    @classmethod
+    def parse(cls, value: object) -> "Criticality":
+        """The one named `value`, in any case.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return cls(str(value).capitalize())
+        except ValueError:
+            names = ", ".join(cls)
+            raise ValueError(f"{str(value)[:40]!r} is no criticality; valid: {names}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One priority. `name` is what configurations, metrics and the API call it.
+
+    `weight` is its share under `band_policy: weighted`. Requests of a `preemptible` band make room for those
+    of higher bands in a full queue. Those of a `guaranteed` band are not refused for the number of waiting
+    flows, nor for their criticality. At most `capacity` requests wait in it, None for any number.
+    `criticality` is the nearest of the three bands, or the band itself.
+    """
+
+    CRITICAL: ClassVar["Band"]
+    DEFAULT: ClassVar["Band"]
+    SHEDDABLE: ClassVar["Band"]
+
+    priority: int
+    name: str
+    weight: float
+    preemptible: bool
+    guaranteed: bool
+    criticality: Criticality
+    capacity: int | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is one of the three."""
+        return self.name == self.criticality
+
+
+Band.CRITICAL = Band(10, "Critical", 70.0, False, True, Criticality.CRITICAL)
+Band.DEFAULT = Band(0, "Default", 20.0, True, False, Criticality.DEFAULT)
+Band.SHEDDABLE = Band(-10, "Sheddable", 10.0, True, False, Criticality.SHEDDABLE)
+NAMED = (Band.CRITICAL, Band.DEFAULT, Band.SHEDDABLE)
+
+
+class Bands:
+    """The `configured` bands, no priority or name twice, the three among them; and those of any priority."""
+
+    def __init__(self, configured: Iterable[Band] = NAMED) -> None:
+        self._configured = tuple(sorted(configured, key=lambda band: -band.priority))
+        self._by_priority = {band.priority: band for band in self._configured}
+        self._by_name = {band.name: band for band in self._configured}
+
+    def __iter__(self) -> Iterator[Band]:
+        """The configured ones, the highest first."""
+        return iter(self._configured)
+
+    def of(self, priority: int) -> Band:
+        band = self._by_priority.get(priority)
+        return band if band is not None else self._made(priority)
+
+    def named(self, criticality: Criticality) -> Band:
+        """One of the three."""
+        return self._by_name[criticality]
+
+    def find(self, name: str) -> Band | None:
+        """The band of that name: a configured one's, of the three in any case, or a priority in decimal."""
+        found = self._by_name.get(name) or self._by_name.get(name.capitalize())
+        if found is not None or not _INTEGER.fullmatch(name):
+            return found
+        priority = int(name)
+        return self.of(priority) if LEAST_PRIORITY <= priority <= MOST_PRIORITY else None
+
+    def _made(self, priority: int) -> Band:
+        like = nearest(self._configured, priority)
+        criticality = nearest(filter(_is_named, self._configured), priority).criticality
+        band = replace(like, priority=priority, name=str(priority), criticality=criticality)
+        if len(self._by_priority) >= _MOST_REMEMBERED:
+            self._by_priority = {each.priority: each for each in self._configured}
+        self._by_priority[priority] = band
+        return band
+
+
+def nearest(bands: Iterable[Band], priority: int) -> Band:
+    """The highest of `bands` at or below `priority`, or else the lowest."""
+    found = sorted(bands, key=lambda band: -band.priority)
+    return next((band for band in found if band.priority <= priority), found[-1])
+
+
+def _is_named(band: Band) -> bool:
+    return band.is_named

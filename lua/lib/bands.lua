@@ -1,0 +1,191 @@
+-- include: storage schema
+-- The bands of the queue. Each has a priority, any int32; of waiting bands the one with the highest is served first.
+--
+-- Records and keys hold the number of a band, which fits in a byte. 0 to 2 are Critical, Default and Sheddable,
+-- whatever their priorities are. The numbers from 3 on belong to other priorities while those are in use: `bands.of`
+-- makes a band when a request comes, and the sweep collects it when no request of it waits or runs. It has the
+-- attributes of the nearest configured band at or below its priority, or else of the lowest one. While all numbers are
+-- in use, a request of yet another priority joins the nearest band.
+--
+-- A version that knows three bands takes a record of any other for damaged. While one is active no band is made, and
+-- the sweep moves the requests of other bands to the three.
+
+local pool = {} -- counters (lib/pool.lua)
+-- By the number of a band: the names of its counters, for formatting a number costs as much as a command; and its
+-- attributes. A number without a priority is not in use.
+local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
+local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}
+local BANDS = {0, 1, 2} -- the numbers in use, the highest priority first
+local LAST_NAMED = 2
+local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
+local bands = {}
+do -- a chunk may have 200 locals
+  local LAST = 63
+  -- number, priority, requests (waiting or running), queued, v, new, tag
+  local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
+  local CONFIGURED = { -- by a version that knows three bands
+    {priority = 10, guaranteed = true}, {priority = 0, preemptible = true}, {priority = -10, preemptible = true},
+  }
+  local REQUESTS = {} -- as QUEUED
+  for band = 0, LAST do
+    QUEUED[band], V[band], NEW[band] = 'queued:' .. band, 'v:' .. band, 'new:' .. band
+    BAND_TAG[band], REQUESTS[band] = 'band:' .. band, 'requests:' .. band
+  end
+
+  local configured, weights = CONFIGURED, {} -- Critical, Default and Sheddable first; and their weights
+  local band_of = {} -- priority -> number
+  local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
+  -- The nearest of `count` priorities at or below `priority`, or else the lowest: its index.
+  local function nearest(priority, count, priority_of)
+    local found, lowest
+    for i = 1, count do
+      local each = priority_of(i)
+      if each <= priority and not (found and priority_of(found) >= each) then found = i end
+      if not (lowest and priority_of(lowest) <= each) then lowest = i end
+    end
+    return found or lowest
+  end
+
+  local function configured_priority(i) return configured[i].priority end
+  local function weight(i)
+    local number = weights[i] or 1
+    if number >= LEAST_WEIGHT and number <= MOST_WEIGHT then return number end
+    return number > MOST_WEIGHT and MOST_WEIGHT or LEAST_WEIGHT -- NaN: the least
+  end
+
+  local function take_attributes(band, i)
+    local attributes = configured[i]
+    BAND_WEIGHT[band], CAPACITY[band] = weight(i), attributes.capacity or math.huge
+    PREEMPTIBLE[band], GUARANTEED[band] = attributes.preemptible or false, attributes.guaranteed or false
+  end
+
+  local function comes_before(a, b)
+    return PRIORITY[a] > PRIORITY[b] or (PRIORITY[a] == PRIORITY[b] and a < b)
+  end
+
+  -- Put in order what is in use.
+  local function arrange()
+    band_of = {}
+    for i = #BANDS, 1, -1 do BANDS[i] = nil end
+    for _, band in ipairs(others) do
+      take_attributes(band, nearest(PRIORITY[band], #configured, configured_priority))
+      band_of[PRIORITY[band]] = band
+      BANDS[#BANDS + 1] = band
+    end
+    for band = 0, LAST_NAMED do
+      PRIORITY[band] = configured[band + 1].priority
+      take_attributes(band, band + 1)
+      band_of[PRIORITY[band]] = band
+      BANDS[#BANDS + 1] = band
+    end
+    table.sort(BANDS, comes_before)
+    for rank, band in ipairs(BANDS) do RANK[band] = rank end
+  end
+
+  -- The settings in force have changed.
+  function bands.configure(settings)
+    configured, weights = settings.bands or CONFIGURED, settings.band_weights or {}
+    arrange()
+  end
+
+  -- The bands from 3 on as Redis has them (nil: none), with their counters.
+  function bands.read(text)
+    text = text or ''
+    if text == '' and not others[1] then return end
+    for _, band in ipairs(others) do PRIORITY[band] = nil end
+    others, stored = {}, text
+    local numbers = {}
+    for number in string.gmatch(text, '%S+') do numbers[#numbers + 1] = tonumber(number) or 0 end
+    for at = 1, #numbers, FIELDS do
+      local band, priority, requests, queued, v, new, tag = unpack(numbers, at, at + FIELDS - 1)
+      others[#others + 1] = band
+      PRIORITY[band], pool[REQUESTS[band]], pool[QUEUED[band]] = priority, requests, queued
+      pool[V[band]], pool[NEW[band]], pool[BAND_TAG[band]] = v, new, tag
+    end
+    arrange()
+  end
+
+  -- The same as text, if this call has changed it; else nil.
+  function bands.change()
+    if stored == '' and not others[1] then return nil end
+    local lines = {}
+    for i, band in ipairs(others) do
+      lines[i] = string.format(STORED, band, PRIORITY[band], pool[REQUESTS[band]], pool[QUEUED[band]], pool[V[band]],
+        pool[NEW[band]], pool[BAND_TAG[band]])
+    end
+    local text = table.concat(lines, '\n')
+    return text ~= stored and text or nil
+  end
+
+  function bands.written(text) stored = text end
+  function bands.exists(band) return PRIORITY[band] ~= nil end
+  function bands.has_others() return others[1] ~= nil end
+  -- Versions beat at fractions of a millisecond that tell them apart.
+  local BEAT = 0.25
+  function bands.beat_ms(now_ms) return now_ms - BEAT end
+  function bands.is_beat_of_three_bands(beat_ms) return beat_ms % 1 ~= 1 - BEAT end
+  local three_bands, asked_by -- whether a version that knows three bands is active, as a call has found
+  local function only_three()
+    if asked_by ~= call_number then
+      three_bands, asked_by = false, call_number
+      local beats = read('ZRANGE', key.replicas, 0, -1, 'WITHSCORES')
+      for i = 2, #beats, 2 do
+        if bands.is_beat_of_three_bands(tonumber(beats[i])) then three_bands = true end
+      end
+    end
+    return three_bands
+  end
+
+  local function named_priority(i) return PRIORITY[i - 1] end
+  -- The band where a request of this one may stay: one of the three while that is all that some version knows.
+  function bands.allowed(band)
+    if band <= LAST_NAMED or not only_three() then return band end
+    return nearest(PRIORITY[band], LAST_NAMED + 1, named_priority) - 1
+  end
+
+  local function priority_in_use(i) return PRIORITY[BANDS[i]] end
+  local function make(priority)
+    if only_three() then return nearest(priority, LAST_NAMED + 1, named_priority) - 1 end
+    local band = LAST_NAMED + 1
+    while PRIORITY[band] do band = band + 1 end
+    if band > LAST then return BANDS[nearest(priority, #BANDS, priority_in_use)] end
+    others[#others + 1] = band
+    PRIORITY[band], pool[REQUESTS[band]], pool[QUEUED[band]] = priority, 0, 0
+    pool[V[band]], pool[NEW[band]], pool[BAND_TAG[band]] = 0, 0, 0
+    arrange()
+    return band
+  end
+
+  -- The band of a priority, for a request that comes.
+  function bands.of(priority) return band_of[priority] or make(priority) end
+  -- The band of a priority; nil if it has none.
+  function bands.find(priority) return band_of[priority] end
+  -- A request of a band from 3 on has come (1) or gone (-1).
+  function bands.count_request(band, change)
+    local name = REQUESTS[band]
+    pool[name] = math.max(pool[name] + change, 0)
+  end
+
+  -- The bands that have no request and owe no turns to the others.
+  function bands.idle()
+    local idle = {}
+    local at_rest = pool.queued == 0 and pool.stock == 0
+    for _, band in ipairs(others) do
+      local is_even = at_rest or pool[BAND_TAG[band]] <= pool.bv
+      if is_even and pool[REQUESTS[band]] == 0 and pool[QUEUED[band]] == 0 then idle[#idle + 1] = band end
+    end
+    return idle
+  end
+
+  -- Collect an idle band. Its keys are removed at the end of the call, so the call must make no band.
+  function bands.collect(band)
+    for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do
+      defer_unlink(key[kind][band])
+    end
+    for i = #others, 1, -1 do
+      if others[i] == band then table.remove(others, i) end
+    end
+    PRIORITY[band], RANK[band] = nil, nil
+    arrange()
+  end
+end

@@ -1,0 +1,192 @@
+"""Bands of any priority in the scripts: their number, what keeps them, and versions that know three."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import redis
+from direct_calls import OPEN, DirectPool, arrival
+
+from picker_fleet.bands import Bands
+from picker_fleet.config import Settings
+from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.state.scripts import Library
+
+FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
+OTHERS = 61  # bands besides the three
+
+
+def held(pool: DirectPool) -> dict[int, int]:
+    """The priority of each band that is in use -> how many wait in it, the highest first."""
+    bands = pool.call("state", 60_000)[10]
+    return dict(zip(bands[::4], bands[3::4], strict=True))
+
+
+def queue(pool: DirectPool, priorities: Iterable[int]) -> None:
+    for priority in priorities:
+        assert pool.admit(f"of {priority}", priority=priority)[0] == "queued"
+
+
+def sweep(pool: DirectPool) -> None:
+    while pool.call("sweep", "a", 0, 60_000, 600_000, 600_000)[7] == 1:
+        pass
+
+
+@pytest.fixture
+def full(direct: DirectPool) -> DirectPool:
+    """A pool in which everybody waits."""
+    direct.publish("a:1", upper_per=1)
+    direct.call("heartbeat", "a", "{}", 60_000)
+    direct.admit("runs")
+    return direct
+
+
+def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: DirectPool) -> None:
+    # As many priorities as there are numbers.
+    priorities = range(1000, 1000 + 10 * OTHERS, 10)
+    queue(full, priorities)
+    assert set(priorities) < held(full).keys()
+    # Some more wait with those at or below theirs; one below all of them waits there.
+    queue(full, (1005, 2**31 - 1, 5, -(2**31)))
+    lengths = held(full)
+    assert len(lengths) == OTHERS + 3
+    assert {each: count for each, count in lengths.items() if count > 1} == {1600: 2, 1000: 2}
+    assert (lengths[0], lengths[-10]) == (1, 1)
+    # All are served, and the numbers are free again.
+    assert full.settle("runs").startswith("settled")
+    while full.requests():
+        for request in full.requests():
+            full.settle(request.decode())
+    sweep(full)
+    assert list(held(full)) == [10, 0, -10]
+    full.admit("again", priority=1005)
+    assert 1005 in held(full)
+
+
+def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool, client: redis.Redis) -> None:
+    queue(full, (7, 7 - 10))
+    # As after a restart of the server: nothing is remembered.
+    client.function_load(full.library.source, replace=True)
+    assert held(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    full.settle("runs")
+    assert held(full)[7] == 0
+
+
+def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
+    # One of another priority in a batch that cannot be done.
+    with pytest.raises(redis.ResponseError):
+        full.call("admit", "a", arrival("x", priority=7), b"damaged")
+    assert list(held(full)) == [10, 0, -10]
+    queue(full, [7])
+    assert held(full)[7] == 1
+
+
+@pytest.mark.parametrize("priority", [7, -(2**31), 2**31 - 1])
+def test_a_request_is_restored_in_the_band_of_its_token(full: DirectPool, priority: int) -> None:
+    band = Bands().of(priority)
+    token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
+    full.call("renew", "a", "lost", "1", "", token, 0)
+    assert priority in held(full)
+    # It is kept while the request runs.
+    sweep(full)
+    assert priority in held(full)
+    full.settle("lost")
+    sweep(full)
+    assert priority not in held(full)
+
+
+TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"
+
+
+@pytest.mark.parametrize("priority", [2**31, -(2**31) - 1, "7.5", "", "x"])
+def test_a_token_of_no_priority_restores_nothing(full: DirectPool, priority: object) -> None:
+    known = len(full.requests())
+    reply = full.call("renew", "a", "lost", "1", "", TOKEN.format(number=9, priority=priority), 0)
+    assert reply[4] == b"unknown"
+    assert len(full.requests()) == known
+
+
+class Mixed(DirectPool):
+    """A pool on which a replica of a version that knows three bands may be at work."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        super().__init__(client, pool)
+        source = FORMER.read_text(encoding="utf-8")
+        self.former = self.load(Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_")))
+        self.publish("a:1", upper_per=1)
+        self.call("heartbeat", "a", "{}", 60_000)
+        self.admit("runs")
+
+    def former_comes(self) -> None:
+        self.call("heartbeat", "former", "{}", 60_000, library=self.former)
+
+    def former_goes(self) -> None:
+        self.client.zrem(f"{self.prefix}replicas", "former")
+
+
+@pytest.fixture
+def mixed(client: redis.Redis, pool: str) -> Mixed:
+    return Mixed(client, pool)
+
+
+def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of_them(mixed: Mixed) -> None:
+    mixed.former_comes()
+    queue(mixed, (100, 7, -3, -(2**31)))
+    assert held(mixed) == {10: 1, 0: 1, -10: 2}
+    # The former serves them.
+    mixed.call("settle", "former", "runs", "completed", "", "", library=mixed.former)
+    assert mixed.client.hget(f"{mixed.prefix}inbox:a", "of 100") == b"granted"
+    # Once it has gone a band is made.
+    mixed.former_goes()
+    queue(mixed, [8])
+    assert held(mixed)[8] == 1
+
+
+def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(mixed: Mixed) -> None:
+    # Two wait in bands of their own, and one runs.
+    token = TOKEN.format(number=0, priority=50)
+    mixed.call("renew", "a", "runs too", "1", "", token, 0)
+    queue(mixed, (7, -3))
+    assert held(mixed) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    # A replica of the present version learns of the other one, and sweeps.
+    mixed.former_comes()
+    mixed.call("heartbeat", "a", "{}", 60_000)
+    sweep(mixed)
+    sweep(mixed)
+    assert held(mixed) == {10: 0, 0: 1, -10: 1}
+    # The former knows all of them.
+    for request in ("runs", "runs too", "of 7", "of -3"):
+        reply = mixed.call("settle", "former", request, "completed", "", "", library=mixed.former)
+        assert reply[4].startswith((b"settled", b"left"))
+    assert mixed.stock() == 0
+
+
+def test_settings_of_a_version_that_knows_three_bands_are_understood(direct: DirectPool) -> None:
+    settings = shared_settings(Settings(), {})
+    del settings["bands"]
+    direct.call("publish", "a", "c", "e", json.dumps({**settings, "paused": 1}), "a:1", OPEN)
+    direct.call("heartbeat", "a", "{}", 60_000)
+    queue(direct, (100, 7, -3))
+    assert held(direct) == {100: 1, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+
+
+def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPool) -> None:
+    queue(full, (10, 0, 5))
+    assert list(held(full)) == [10, 5, 0, -10]
+    bands = [
+        {"priority": 50, "guaranteed": True},
+        {"priority": 5, "preemptible": True},
+        {"priority": -10, "preemptible": True},
+    ]
+    full.publish("a:1", upper_per=1, bands=bands)
+    # Those that wait stay in the bands of the names; the band that had that priority before is served out.
+    assert set(held(full)) == {50, 5, -10}
+    assert sum(full.call("state", 60_000)[10][3::4]) == 3
+    full.admit("new", priority=5)
+    full.settle("runs")
+    assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"granted"}
+    for request in full.requests():
+        full.settle(request.decode())
+    sweep(full)
+    assert list(held(full)) == [50, 5, -10]
