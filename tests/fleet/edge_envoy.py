@@ -58,7 +58,7 @@ def http_manager(tree: Tree) -> Tree:
 
 
 async def admitted(fleet: Any) -> list[tuple[str, int]]:
-    """Flow and band of each request that `fleet` has admitted, once all have ended."""
+    """Flow and priority of each request that `fleet` has admitted, once all have ended."""
     await at_rest(fleet)
     return [(entry.flow, entry.priority) for entry in await decisions(fleet) if entry.flow]
 

@@ -85,7 +85,7 @@ async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(
         for flow, key in keys.items():
             answer = await asked(edge.url, [*SPOOFED, ("authorization", f"Bearer {key}")])
             assert answer.status_code == 200
-            assert (await admitted(here))[-1] == (flow, 1)
+            assert (await admitted(here))[-1] == (flow, 0)
         before = len(await admitted(here))
         digest = next(iter(hashed))
         too_long = f"Bearer {'y' * 513}"
@@ -121,7 +121,7 @@ async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> No
     with example(here, tmp_path, "jwt_claim.py", *options) as edge:
         for flow in ("team-b", "https://login.example.org/users/7"):
             assert (await asked(edge.url, [*SPOOFED, token(sub=flow)])).status_code == 200
-            assert (await admitted(here))[-1] == (flow, 1)
+            assert (await admitted(here))[-1] == (flow, 0)
         before = len(await admitted(here))
         for refused, status in (
             (("x-other", "1"), 401),
@@ -183,7 +183,7 @@ async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -
             flow = f"spiffe://example.org/team-{number}"
             certificate = authority.signed(f"client{number}", f"URI:{flow}")
             assert (await asked(url, SPOOFED, verify=of(certificate))).status_code == 200
-            assert (await admitted(here))[-1] == (flow, 1)
+            assert (await admitted(here))[-1] == (flow, 0)
         before = len(await admitted(here))
         for refused in (
             stranger.signed("forged", "URI:spiffe://example.org/team-1"),

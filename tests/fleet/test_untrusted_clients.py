@@ -67,7 +67,7 @@ async def test_claims_in_headers_and_trailers_have_no_effect(here: Any, stranger
     assert answer.startswith("HTTP/1.1 200"), answer
     assert '"model":"llama"' in answer.replace(" ", "")
     assert "x-picker-request-id: mine" not in answer
-    assert (await admitted(here))[-1] == ("llama", 1)
+    assert (await admitted(here))[-1] == ("llama", 0)
 
 
 async def test_trailers_over_http_2_have_no_effect_either(here: Any, strangers: Edge) -> None:
@@ -76,7 +76,7 @@ async def test_trailers_over_http_2_have_no_effect_either(here: Any, strangers: 
     async with upload(strangers.url) as client:
         await client.send(json.dumps(ASK).encode(), claims, trailers=claims)
         await client.answered()
-    assert (await admitted(here))[-1] == ("llama", 1)
+    assert (await admitted(here))[-1] == ("llama", 0)
     assert len(await decisions(here)) > before
 
 
@@ -88,7 +88,7 @@ async def test_an_envoy_that_trusts_a_header_passes_both_its_spellings_and_nothi
             for name in (GATEWAY, OTHER):
                 headers = {name: f"by-{name}", "x-gateway-inference-objective": "gold"}
                 assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
-                assert (await admitted(here))[-1] == (f"by-{name}", 1)
+                assert (await admitted(here))[-1] == (f"by-{name}", 0)
 
 
 SERVED = [
