@@ -9,6 +9,13 @@ import httpx
 from fleet_load import shared
 
 
+async def get(fleet: Any, path: str, replica: int = 0) -> Any:
+    """What one replica answers to a read, which must succeed."""
+    response = await fleet.admin(f"/api/v1/{path}", replica)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 async def post(fleet: Any, path: str, replica: int = 0) -> Any:
     """The answer to a change through one replica, which must accept it."""
     answer = await fleet.admin(f"/api/v1/{path}", replica, method="POST")

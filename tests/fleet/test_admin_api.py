@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from admin_calls import ask, event_stream, post, queue_length
+from admin_calls import ask, event_stream, get, post, queue_length
 from fleet_load import PATIENT, at_rest, decisions, metric
 
 from picker_fleet.admin import models
@@ -15,12 +15,6 @@ OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name
 CONFIG = {"decision_log": {"enabled": True}, "objectives": OBJECTIVES}
 SLOW = ("--no-restart", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "5")
 HARD_NAME = "a/b ?é%2F#"
-
-
-async def get(fleet: Any, path: str, replica: int = 0) -> Any:
-    response = await fleet.admin(f"/api/v1/{path}", replica)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 OTHERS = 61  # bands besides the three
 
 
-def held(pool: DirectPool) -> dict[int, int]:
+def lengths_of(pool: DirectPool) -> dict[int, int]:
     """The priority of each band that is in use -> how many wait in it, the highest first."""
     bands = pool.call("state", 60_000)[10]
     return dict(zip(bands[::4], bands[3::4], strict=True))
@@ -46,10 +46,10 @@ def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: Dire
     # As many priorities as there are numbers.
     priorities = range(1000, 1000 + 10 * OTHERS, 10)
     queue(full, priorities)
-    assert set(priorities) < held(full).keys()
+    assert set(priorities) < lengths_of(full).keys()
     # Some more wait with those at or below theirs; one below all of them waits there.
     queue(full, (1005, 2**31 - 1, 5, -(2**31)))
-    lengths = held(full)
+    lengths = lengths_of(full)
     assert len(lengths) == OTHERS + 3
     assert {each: count for each, count in lengths.items() if count > 1} == {1600: 2, 1000: 2}
     assert (lengths[0], lengths[-10]) == (1, 1)
@@ -59,27 +59,27 @@ def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: Dire
         for request in full.requests():
             full.settle(request.decode())
     sweep(full)
-    assert list(held(full)) == [10, 0, -10]
+    assert list(lengths_of(full)) == [10, 0, -10]
     full.admit("again", priority=1005)
-    assert 1005 in held(full)
+    assert 1005 in lengths_of(full)
 
 
 def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool, client: redis.Redis) -> None:
     queue(full, (7, 7 - 10))
     # As after a restart of the server: nothing is remembered.
     client.function_load(full.library.source, replace=True)
-    assert held(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    assert lengths_of(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     full.settle("runs")
-    assert held(full)[7] == 0
+    assert lengths_of(full)[7] == 0
 
 
 def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
     # One of another priority in a batch that cannot be done.
     with pytest.raises(redis.ResponseError):
         full.call("admit", "a", arrival("x", priority=7), b"damaged")
-    assert list(held(full)) == [10, 0, -10]
+    assert list(lengths_of(full)) == [10, 0, -10]
     queue(full, [7])
-    assert held(full)[7] == 1
+    assert lengths_of(full)[7] == 1
 
 
 @pytest.mark.parametrize("priority", [7, -(2**31), 2**31 - 1])
@@ -87,13 +87,13 @@ def test_a_request_is_restored_in_the_band_of_its_token(full: DirectPool, priori
     band = Bands().of(priority)
     token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
     full.call("renew", "a", "lost", "1", "", token, 0)
-    assert priority in held(full)
+    assert priority in lengths_of(full)
     # It is kept while the request runs.
     sweep(full)
-    assert priority in held(full)
+    assert priority in lengths_of(full)
     full.settle("lost")
     sweep(full)
-    assert priority not in held(full)
+    assert priority not in lengths_of(full)
 
 
 TOKEN = "f\t{number}\t1\t1\tw\t3\tm\ta:1\t0\tpriority={priority}"
@@ -133,14 +133,14 @@ def mixed(client: redis.Redis, pool: str) -> Mixed:
 def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of_them(mixed: Mixed) -> None:
     mixed.former_comes()
     queue(mixed, (100, 7, -3, -(2**31)))
-    assert held(mixed) == {10: 1, 0: 1, -10: 2}
+    assert lengths_of(mixed) == {10: 1, 0: 1, -10: 2}
     # The former serves them.
     mixed.call("settle", "former", "runs", "completed", "", "", library=mixed.former)
     assert mixed.client.hget(f"{mixed.prefix}inbox:a", "of 100") == b"granted"
     # Once it has gone a band is made.
     mixed.former_goes()
     queue(mixed, [8])
-    assert held(mixed)[8] == 1
+    assert lengths_of(mixed)[8] == 1
 
 
 def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(mixed: Mixed) -> None:
@@ -148,13 +148,13 @@ def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(
     token = TOKEN.format(number=0, priority=50)
     mixed.call("renew", "a", "runs too", "1", "", token, 0)
     queue(mixed, (7, -3))
-    assert held(mixed) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    assert lengths_of(mixed) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     # A replica of the present version learns of the other one, and sweeps.
     mixed.former_comes()
     mixed.call("heartbeat", "a", "{}", 60_000)
     sweep(mixed)
     sweep(mixed)
-    assert held(mixed) == {10: 0, 0: 1, -10: 1}
+    assert lengths_of(mixed) == {10: 0, 0: 1, -10: 1}
     # The former knows all of them.
     for request in ("runs", "runs too", "of 7", "of -3"):
         reply = mixed.call("settle", "former", request, "completed", "", "", library=mixed.former)
@@ -168,12 +168,12 @@ def test_settings_of_a_version_that_knows_three_bands_are_understood(direct: Dir
     direct.call("publish", "a", "c", "e", json.dumps({**settings, "paused": 1}), "a:1", OPEN)
     direct.call("heartbeat", "a", "{}", 60_000)
     queue(direct, (100, 7, -3))
-    assert held(direct) == {100: 1, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    assert lengths_of(direct) == {100: 1, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
 
 
 def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPool) -> None:
     queue(full, (10, 0, 5))
-    assert list(held(full)) == [10, 5, 0, -10]
+    assert list(lengths_of(full)) == [10, 5, 0, -10]
     bands = [
         {"priority": 50, "guaranteed": True},
         {"priority": 5, "preemptible": True},
@@ -181,7 +181,7 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
     ]
     full.publish("a:1", upper_per=1, bands=bands)
     # Those that wait stay in the bands of the names; the band that had that priority before is served out.
-    assert set(held(full)) == {50, 5, -10}
+    assert set(lengths_of(full)) == {50, 5, -10}
     assert sum(full.call("state", 60_000)[10][3::4]) == 3
     full.admit("new", priority=5)
     full.settle("runs")
@@ -189,4 +189,4 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
     for request in full.requests():
         full.settle(request.decode())
     sweep(full)
-    assert list(held(full)) == [50, 5, -10]
+    assert list(lengths_of(full)) == [50, 5, -10]

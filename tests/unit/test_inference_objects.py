@@ -80,7 +80,7 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     assert len(again) == 1
     # What else changes does not begin the shares anew.
     for _ in range(100):
-        gate.use_live(found.bands, found.splits, found.anything)
+        gate.use_live(found.priorities, found.splits, found.anything)
         targets[ask(gate, "m")[0]] += 1
     assert abs(targets["v2"] - 110) <= 1
     assert ask(gate, "other")[0] == "other"
