@@ -273,10 +273,12 @@ def section(mode: str, readings: Sequence[Reading], counts: Mapping[str, int]) -
 def _head(load: float, command: str, date: str) -> str:
     return f"""# Soak
 
-`{command}`, {date}, load average {load:.1f} before it: for each mode a fleet of its own, all at once, with
-simulators, Envoy and a Valkey; a closed loop of plain and streamed requests of six flows, bodies up to 60 KB,
-one client in ten leaves. Every two minutes, and twelve times at least, the load pauses, and everything is
-read: drift is the difference between the fleet's counts and the simulators' own, which must both be 0 then.
+`{command}`, {date}, load average {load:.1f} before it.
+
+For each mode a fleet of its own, all at once, with simulators, Envoy and a Valkey; a closed loop of plain and
+streamed requests of six flows, bodies up to 60 KB, one client in ten leaves. Every two minutes, and
+twelve times at least, the load pauses, and everything is read: drift is the difference between the fleet's
+counts and the simulators' own, which must both be 0 then.
 
 Growth is the median slope between any two readings of the last three quarters of the run (Theil-Sen), in an
 hour, of the median size. More than {_MOST_GROWTH:.0%} is a leak; so is a key more than earlier. Before
