@@ -19,6 +19,7 @@ ADMIN = "http://127.0.0.1:8081"
 LOCUST = "http://127.0.0.1:8089"
 PROMETHEUS = "http://127.0.0.1:9090"
 _WAIT_S = 90.0
+_READS = 5
 
 
 class Broken(Exception):
@@ -93,7 +94,7 @@ class Fleet:
     async def admin_api(self) -> str:
         """Reads every page, checks who may change something, and has `picker top` show the fleet."""
         for path in ("state", "flows", "queue", "inflight", "workloads", "endpoints", "replicas", "config"):
-            answer = await self._client.get(f"{ADMIN}/api/v1/{path}")
+            answer = await self._read(f"{ADMIN}/api/v1/{path}")
             if answer.status_code != 200:
                 raise Broken(f"/api/v1/{path} answers {answer.status_code}: {answer.text[:200]}")
         if "<html" not in (await self._client.get(f"{ADMIN}/")).text:
@@ -117,6 +118,15 @@ class Fleet:
         if top.returncode:
             raise Broken(f"picker top: {top.stderr}")
         return "8 pages, dashboard, events, a change with the token (401 without), picker top"
+
+    async def _read(self, url: str) -> httpx.Response:
+        """The answer; asked again, as `retry-after` says, while Redis does not answer the replica in time."""
+        for _ in range(_READS):
+            answer = await self._client.get(url)
+            if answer.status_code != 503 or "retry-after" not in answer.headers:
+                break
+            await asyncio.sleep(float(answer.headers["retry-after"]))
+        return answer
 
     async def prometheus(self, expected: Counter[str]) -> str:
         """Wait until Prometheus scrapes what `expected` counts by job."""
