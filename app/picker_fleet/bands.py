@@ -8,7 +8,7 @@ for, with the attributes of the nearest configured one at or below it, or else o
 import enum
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
@@ -44,7 +44,7 @@ class Band:
     `weight` is its share under `band_policy: weighted`. Requests of a `preemptible` band make room for those
     of higher bands in a full queue. Those of a `guaranteed` band are not refused for the number of waiting
     flows, nor for their criticality. At most `capacity` requests wait in it, None for any number.
-    `criticality` is the nearest of the three bands, or the band itself.
+    `criticality` is the nearest of the three bands, or the band itself, which then `is_named`.
     """
 
     CRITICAL: ClassVar["Band"]
@@ -58,11 +58,10 @@ class Band:
     guaranteed: bool
     criticality: Criticality
     capacity: int | None = None
+    is_named: bool = field(init=False)
 
-    @property
-    def is_named(self) -> bool:
-        """Whether it is one of the three."""
-        return self.name == self.criticality
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_named", self.name == self.criticality)
 
 
 Band.CRITICAL = Band(10, "Critical", 70.0, False, True, Criticality.CRITICAL)
