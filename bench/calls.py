@@ -52,7 +52,7 @@ class Version:
         for each in ids:
             admits.append(
                 [
-                    pack_arrival((id, "1", "llama", "", "llama", "*"), (1, 1, 1, 30_000, 0, 3, 0, 0))
+                    pack_arrival((id, "1", "llama", "", "llama", "*"), (0, 1, 1, 30_000, 0, 3, 0, 0))
                     for id in each
                 ]
             )

@@ -91,7 +91,7 @@ def _score(it: Server) -> list[Row]:
     call("heartbeat", "r", "{}", 60_000, "")
     for number in range(1, _WORKLOADS + 1):
         texts = (f"id-{number}", "1", "flow", f"workload-{number}", "llama", "*")
-        call("admit", "r", pack_arrival(texts, (1, 1, 1, 60_000, 0, 3, 0, 0)))
+        call("admit", "r", pack_arrival(texts, (0, 1, 1, 60_000, 0, 3, 0, 0)))
         call("settle", "r", f"id-{number}", "completed", "", "")
     registry = pool.removesuffix("pool") + "workloads"
     taken_mb = int(it.client.memory_usage(registry, samples=0)) / 1e6

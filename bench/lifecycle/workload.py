@@ -130,7 +130,7 @@ class Workload:
             self._place([item.split()[1].decode() for item in reply[1]])
 
     def admit(
-        self, count: int, batch: int, *, band: int = 1, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
+        self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
     ) -> list[str]:
         """Admit `count` requests; returns those placed at once."""
         placed: list[str] = []
@@ -144,7 +144,9 @@ class Workload:
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
                 args.append(
-                    pack_arrival((id, "1", flow, workload, "llama", "*"), (band, 1, 1, ttl_ms, 0, 3, 0, 0))
+                    pack_arrival(
+                        (id, "1", flow, workload, "llama", "*"), (priority, 1, 1, ttl_ms, 0, 3, 0, 0)
+                    )
                 )
                 ids.append(id)
             replies = self._call("admit", owner, *args)[4:]
@@ -201,7 +203,7 @@ def upkeep(state: Workload) -> Iterator[str]:
     state.change_settings(starvation_ms=None)
     # Requests of higher bands find the queue full.
     state.change_settings(total_capacity=state.queued())
-    state.admit(_CALLS * _PER_CALL // 3, _PER_CALL, band=0)
+    state.admit(_CALLS * _PER_CALL // 3, _PER_CALL, priority=10)
     yield "arrivals that preempt"
     state.change_settings(total_capacity=None)
     state.sweep(_CALLS)

@@ -80,7 +80,7 @@ class Pool:
         """The ids of `count` new requests."""
         ids = [f"{self._made + n:036d}" for n in range(count)]
         self._made += count
-        numbers = (1, 1, 1, _NEVER_MS, 0, 3, 0, 0)
+        numbers = (0, 1, 1, _NEVER_MS, 0, 3, 0, 0)
         arrivals = [
             pack_arrival((id, "1", f"tenant-{int(id) % _FLOWS}", "", "llama", "*"), numbers) for id in ids
         ]

@@ -128,7 +128,7 @@ do -- a chunk may have 200 locals
   local function only_three()
     if asked_by ~= call_number then
       three_bands, asked_by = false, call_number
-      local beats = read('ZRANGE', key.replicas, 0, -1, 'WITHSCORES')
+      local beats = read('ZRANGEBYSCORE', key.replicas, '(0', '+inf', 'WITHSCORES') -- 0: it has left
       for i = 2, #beats, 2 do
         if bands.is_beat_of_three_bands(tonumber(beats[i])) then three_bands = true end
       end

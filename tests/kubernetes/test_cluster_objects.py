@@ -59,10 +59,21 @@ async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, s
 
     async def waiting() -> dict[str, int] | None:
         state = (await seat.pickers[0].admin.get("/api/v1/state")).json()
-        queued = {band["band"]: band["queued"] for band in state["bands"]}
+        queued = {band["band"]: band["queued"] for band in state["bands"] if band["queued"]}
         return queued if sum(queued.values()) == len(asks) else None
 
-    assert await network.until(waiting, within_s=READY_S) == {"Critical": 2, "Default": 1, "Sheddable": 1}
+    assert await network.until(waiting, within_s=READY_S) == {"7": 2, "Default": 1, "-1": 1}
+    # Another priority counts for what comes from then on.
+    put(empty, "InferenceObjective", "urgent", {"priority": 20})
+
+    async def changed() -> dict[str, int] | None:
+        asks.append(asyncio.create_task(seat.ask({objective: "urgent"})))
+        found = await network.until(waiting, within_s=READY_S)
+        return found if found and "20" in found else None
+
+    found = await network.until(changed, within_s=READY_S)
+    assert found
+    assert (found["20"], found["Default"], found["-1"]) == (1, 1, 1)
     await seat.start_model(HOST)
     empty.put_pod("only", HOST, {"app": "llm"})
     assert {answer.status_code for answer in await asyncio.gather(*asks)} == {200}

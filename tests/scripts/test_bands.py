@@ -73,6 +73,14 @@ def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool, client
     assert lengths_of(full)[7] == 0
 
 
+def test_a_replica_that_has_left_is_of_no_version(full: DirectPool) -> None:
+    full.call("heartbeat", "b", "{}", 60_000)
+    # As Store.leave does.
+    full.client.zadd(f"{full.prefix}replicas", {"b": 0}, xx=True)
+    queue(full, [7])
+    assert lengths_of(full)[7] == 1
+
+
 def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
     # One of another priority in a batch that cannot be done.
     with pytest.raises(redis.ResponseError):
