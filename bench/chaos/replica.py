@@ -19,7 +19,7 @@ import uvloop
 from bench.fairness.replica import Pipe, joined
 from bench.fairness.scenarios import Job
 from picker_fleet.admission.shared_gate import SharedGate
-from picker_fleet.bands import Band
+from picker_fleet.bands import Bands
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Completion, InferenceRequest, Outcome, Workload
 
@@ -30,6 +30,7 @@ _ENDPOINTS = 4
 FLOWS = tuple(f"flow-{number}" for number in range(12))
 _LIMITED, _LIMIT = 3, 2  # so many flows may have so many in flight on each endpoint
 _WORKLOADS = 30
+_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # most of them of the three
 _MODEL = "llama"
 _CLIENTS = 60
 _AGAIN_S = 0.1  # a refused client's pause
@@ -104,7 +105,7 @@ def call_of(request_id: str) -> Call:
         target_model=_MODEL,
         stream=False,
         flow=FLOWS[number],
-        band=dice.choice((Band.CRITICAL, *[Band.DEFAULT] * 2, *[Band.SHEDDABLE] * 2)),
+        band=_BANDS.of(dice.choice(_PRIORITIES)),
         weight=1.0 + number % 4,
         workload=Workload(name, dice.randint(1, 5), registered=shared),
         cost=float(max(1, round(tokens * dice.uniform(0.25, 4)))),

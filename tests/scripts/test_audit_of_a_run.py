@@ -90,7 +90,7 @@ class Storm:
             flow=flow,
             weight=FLOWS[flow],
             limit=LIMITS.get(flow, 0),
-            band=chance.choice([Band.CRITICAL, Band.DEFAULT, Band.DEFAULT, Band.SHEDDABLE]),
+            priority=chance.choice([10, 0, 0, 0, -10, 100, 7, -3]),
             cost=self._unit * chance.choice([1.0, 2.0, 3.0]),
             workload=chance.choice(["", "w1", "w2"]),
             ttl_s=chance.choice([0.05, 1.0, 60.0, 60.0]),
