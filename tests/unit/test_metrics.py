@@ -14,7 +14,7 @@ from scripted_store import POOL
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admission.shared_gate import ServiceMeter
-from picker_fleet.bands import Band
+from picker_fleet.bands import NAMED, Band, Bands
 from picker_fleet.request import Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
 
@@ -281,6 +281,23 @@ def test_only_changed_series_are_rendered_again() -> None:
     again = list(page.pieces())
     written = [new for old, new in zip(pieces, again, strict=True) if new is not old and old[:1] != b"#"]
     assert len(written) == 2  # the count and the time of a decision
+
+
+def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
+    bands = Bands([*NAMED, replace(Band.DEFAULT, priority=7, name="seven")])
+    metrics = Metrics(bands=bands)
+    # Requests of three bands had to make room; one is configured, one still in use.
+    for priority in (7, 100, -3):
+        metrics.preempted(bands.of(priority))
+    metrics.pool(replace(STATE, queue_length={"100": 2, "Critical": 0, "seven": 0}), 8.0, 0.016)
+    page = samples(metrics)
+
+    def names(series: str) -> set[str]:
+        return {labels[0].removeprefix("band=") for name, *labels in page if name == series}
+
+    assert names("epp_preemptions_total") == {"Critical", "Default", "Sheddable", "seven", "100"}
+    assert names("epp_band_queue_length") == {"100", "Critical", "seven"}
+    assert page["epp_preemptions_total", "band=100"] == 1
 
 
 def test_service_counts_for_ten_whole_seconds() -> None:
