@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from test_discovery import Lines
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import source_of
+from picker_fleet.endpoints.kubernetes_api import Api, Collection, KubernetesFault, Reflector
 from picker_fleet.endpoints.kubernetes_source import KubernetesSource, Pod, PodEndpoints
 from picker_fleet.errors import ConfigError, StartupError
 from picker_fleet.request import Endpoint
@@ -190,6 +192,39 @@ async def test_a_refusal_names_its_reason_and_is_overcome(server: KubernetesServ
         server.put(PODS, pod("a", "10.0.0.1"))
         server.refuse = None
         await listed.becomes(ready="10.0.0.1:8000")
+
+
+@pytest.mark.parametrize(("code", "longest_s"), [(0, 0.5), (503, 0.5), (403, 5.0)])
+async def test_faults_are_waited_out_ever_longer_and_a_new_kind_of_fault_shortly_again(
+    code: int, longest_s: float
+) -> None:
+    codes = [code] * 12 + [403 if code != 403 else 0]
+    pauses_s: list[float] = []
+    asked_enough = asyncio.Event()
+
+    class Away:
+        async def get(self, *_: object) -> bytes:
+            if len(pauses_s) == len(codes):
+                asked_enough.set()
+                await asyncio.Event().wait()
+            raise KubernetesFault(codes[len(pauses_s)], "away")
+
+    def draw(least: float, most: float) -> float:
+        assert least == most / 2
+        pauses_s.append(most)
+        return 0.0
+
+    reflector = Reflector(cast(Api, Away()), Collection("pods", PODS), Pod, lambda: None, draw=draw)
+    task = asyncio.create_task(reflector.run())
+    try:
+        async with asyncio.timeout(20):
+            await asked_enough.wait()
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+    doubled = [0.05 * 2**number for number in range(12)]
+    assert pauses_s[:12] == pytest.approx([min(each, longest_s) for each in doubled])
+    assert pauses_s[12] == pytest.approx(0.05)
 
 
 async def test_an_object_that_cannot_be_read_is_named_and_the_others_count(
