@@ -26,7 +26,7 @@ POD_LABEL, NAMESPACE_LABEL, PORT_RANK_LABEL = (
     "picker-fleet/port-rank",
 )
 _ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"  # an annotation: the ports of this pod that serve
-_SETTLE_S = 0.2  # between two reports: many pods change together; the first change is reported at once
+_SETTLE_S = 0.25  # between two looks: many pods change together; the first change is reported at once
 
 
 class _Port(msgspec.Struct, frozen=True):
@@ -224,7 +224,7 @@ class KubernetesSource:
                 )
                 reported = found
                 report(found)
-                await asyncio.sleep(_SETTLE_S)
+            await asyncio.sleep(_SETTLE_S)
 
     def _select(
         self, api: Api, namespace: str, labels: Mapping[str, str], group: asyncio.TaskGroup

@@ -155,7 +155,11 @@ class Publisher:
         before = {each.address: each for each in published}
         after = {each.address: each for each in self._discovered}
         changes: dict[str, Endpoint | None] = dict.fromkeys(before.keys() - after.keys())
-        changes |= {address: each for address, each in after.items() if before.get(address) != each}
+        changes |= {
+            address: each
+            for address, each in after.items()
+            if (former := before.get(address)) is not each and former != each  # most are the same object
+        }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
             return False  # limits are part of the settings
         former_version = _unmarked(pulse.endpoints_version)
