@@ -356,7 +356,10 @@ def faults(found: Found) -> list[str]:
 
 def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
     small, large = options.small, options.large
+    parts_found = {"at rest": found.rest, "a request": found.costs, "prefix hits": found.hits}
+    missing = ", ".join(name for name, part in parts_found.items() if not part)
     verdict = "; ".join(faults(found)) or "everything holds"
+    verdict += f" (not measured: {missing})" if missing else ""
     parts = [
         f"# A pool of {large} pods\n\n"
         f"`{here.command}`, {here.date}, {here.cores} cores ({here.processor}), load {here.load:.1f} before "
