@@ -425,7 +425,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args(arguments)
-    here = describe_machine("bench.large_pool", arguments)
+    shown = [f"--seconds {options.seconds:g}", f"--requests {options.requests}"]
+    here = describe_machine("bench.large_pool", shown)
     kept = options.out / "large-pool.json"
     found = Found()
     with contextlib.suppress(FileNotFoundError):
