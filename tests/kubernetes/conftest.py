@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from api_server import NAMESPACE, PODS, POOLS, ApiServer, started
+from echo_server import EchoServer
 from seat import Seat, opened
 
 
@@ -27,6 +28,20 @@ def empty(cluster: ApiServer) -> ApiServer:
     for pool in cluster.call("GET", POOLS)["items"]:
         cluster.call("DELETE", f"{POOLS}/{pool['metadata']['name']}")
     return cluster
+
+
+@pytest.fixture
+async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
+    """A seat without pools, pickers and gateway."""
+    async with opened(tmp_path) as here:
+        yield here
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[EchoServer]:
+    here = EchoServer()
+    yield here
+    await here.close()
 
 
 @pytest.fixture

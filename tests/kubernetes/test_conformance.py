@@ -5,16 +5,15 @@ The servers are of the kind that the suite has: they answer any path and have no
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
 import httpx
-import pytest
 import yaml
 from api_server import NAMESPACE, ApiServer
 from echo_server import EchoServer
-from seat import READY_S, Route, Seat, echo_over_http2, listens, opened, publish, subset
+from seat import READY_S, Route, Seat, echo_over_http2, listens, publish, subset
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import free_port
@@ -42,20 +41,6 @@ SUITE_RIGHTS = {
     "inference.networking.x-k8s.io": ["inferenceobjectives", "inferencemodelrewrites", "inferencepools"],
 }
 SERVING = b"\x08\x01"
-
-
-@pytest.fixture
-async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
-    """A seat without pool, pickers and gateway."""
-    async with opened(tmp_path) as here:
-        yield here
-
-
-@pytest.fixture
-async def servers() -> AsyncIterator[EchoServer]:
-    here = EchoServer()
-    yield here
-    await here.close()
 
 
 def addresses(hosts: Sequence[str], ports: Sequence[int]) -> list[str]:

@@ -1,34 +1,19 @@
 """One fleet that serves two InferencePools, each at a port of its own: a gateway can name nothing else."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 from api_server import NAMESPACE, ApiServer
 from echo_server import EchoServer
-from seat import ASK, READY_S, Picker, Route, Seat, opened
+from seat import ASK, READY_S, Picker, Route, Seat
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 HOSTS = {"chat": ("127.0.0.51", "127.0.0.52"), "batch": ("127.0.0.53", "127.0.0.54")}
-
-
-@pytest.fixture
-async def bare(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
-    """A seat without pools, pickers and gateway."""
-    async with opened(tmp_path) as here:
-        yield here
-
-
-@pytest.fixture
-async def servers() -> AsyncIterator[EchoServer]:
-    here = EchoServer()
-    yield here
-    await here.close()
 
 
 async def until_ready(picker: Picker, pool: str, hosts: Sequence[str]) -> None:

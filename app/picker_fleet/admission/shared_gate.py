@@ -546,16 +546,16 @@ class ServiceMeter:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._seconds: deque[tuple[int, dict[tuple[int, str], float], Counter[int]]] = deque()
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
         self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
         if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, {}, Counter()))
+            self._seconds.append((second, {}, {}))
             self._forget(second)
         _, flows, bands = self._seconds[-1]
-        bands[priority] += cost  # type: ignore[assignment]
+        bands[priority] = bands.get(priority, 0.0) + cost
         key = priority, flow
         if key in flows or len(flows) < _MAX_METERED_FLOWS:
             flows[key] = flows.get(key, 0.0) + cost

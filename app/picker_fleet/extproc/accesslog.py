@@ -113,9 +113,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             continue
         account, token, fault = accounts[0], "", NO_TOKEN
         if item.accounting_token:  # else it still waits, or was refused
-            token, fault = accounting_token.checked(item.accounting_token, item.id, account.keys)
-            if fault and len(accounts) > 1:
-                account, token, fault = owner(item.accounting_token, item.id, accounts)
+            account, token, fault = owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
