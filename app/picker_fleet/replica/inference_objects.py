@@ -1,9 +1,8 @@
 """InferenceObjectives and InferenceModelRewrites of the API server, followed live for the pool of discovery.
 
-An objective's priority decides the band of the requests that name it: positive is Critical, 0 Default,
-negative Sheddable. A rewrite sends requests for a model as other models, split by weights
-(traffic_split.py). Both are taken from two API groups, the newer one before the older. What cannot be used is
-logged, and the replica that publishes writes a condition into its status.
+Requests that name an objective have its priority, any int32 (bands.py). A rewrite sends requests for a model
+as other models, split by weights (traffic_split.py). Both are taken from two API groups, the newer one before
+the older. What cannot be used is logged, and the replica that publishes writes a condition into its status.
 """
 
 import asyncio
