@@ -111,7 +111,7 @@ compose-test: $(VENV)/.installed ## the real Dockerfile and compose file on Dock
 	bash .ci/containers $(VENV)/containers
 	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.compose --tools $(VENV)/containers $(ARGS)
 
-load-tools: $(VENV)/.installed ## Locust, GuideLLM and AIPerf with two tenants on a running fleet (installs 6 GB once)
+load-tools: $(VENV)/.installed ## Locust, GuideLLM, AIPerf, inference-perf: two tenants, a running fleet (installs 7 GB once)
 	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.load_tools $(ARGS)
 
 vllm: $(VENV)/.installed ## real vLLM servers on the CPU behind the fleet (installs 6 GB once, outside .venv)

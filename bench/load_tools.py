@@ -1,9 +1,9 @@
-"""`make load-tools`: Locust, GuideLLM and AIPerf on a running fleet, two tenants at once.
+"""`make load-tools`: Locust, GuideLLM, AIPerf and inference-perf on a running fleet, two tenants at once.
 
 Each tool sends as two tenants, by headers: `bulk` with 12 requests at a time, and `chat` with 4 and the
 objective `premium`. Prints what the tool itself reports of each tenant, and what the admin API saw of them.
-Installs GuideLLM and AIPerf once, beside the project. Exit status 1 if a tool fails, counts an error, or its
-headers did not reach flow and band.
+Installs all but Locust once, beside the project; without Python 3.12 inference-perf is skipped. Exit status 1
+if a tool fails, counts an error, or its headers did not reach flow and band.
 """
 
 import argparse
@@ -20,16 +20,18 @@ from pathlib import Path
 
 import httpx
 
-from bench.rig.environments import InstallFault, environment
+from bench.rig.environments import InstallFault, environment, find_python
 from bench.rig.machine import describe_machine
 from bench.rig.page import table
 from bench.vllm.engine import made_model
 
 _RESULT = Path(__file__).parent / "results" / "load-tools.md"
 _LOCUSTFILE = Path(__file__).parents[1] / "deploy" / "locust" / "locustfile.py"
-_GUIDELLM, _AIPERF = "0.8.1", "0.13.0"
+_GUIDELLM, _AIPERF, _INFERENCE_PERF = "0.8.1", "0.13.0", "0.7.0"
+_INFERENCE_PERF_MINOR = 12  # it needs Python 3.12
 _FLOW, _OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 _PROMPT_TOKENS, _TOKENS = 200, 40
+_ANSWERS_PER_S = 2.0  # of one stream: inference-perf is told a number of requests, not a time
 _LOOK_S = 0.25
 _LIMIT_S = 420.0  # of a tool, which may take a minute and more to start
 _STOP_S = 20.0
@@ -74,6 +76,10 @@ class Job:
 
 class ToolFault(Exception):
     """A tool failed; the message has its last lines."""
+
+
+class Skipped(Exception):
+    """A tool cannot run on this machine; the message says why."""
 
 
 def guidellm(url: str, seconds: int, folder: Path) -> list[Job]:
@@ -143,6 +149,59 @@ def _aiperf(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant)
     return Job(command, read)
 
 
+def inference_perf(url: str, seconds: int, folder: Path) -> list[Job]:
+    python = find_python(_INFERENCE_PERF_MINOR)
+    if python is None:
+        raise Skipped(f"it needs Python 3.{_INFERENCE_PERF_MINOR}, and none is on the PATH or in pyenv")
+    packages = [f"inference-perf=={_INFERENCE_PERF}"]
+    program = (
+        environment("inference-perf", _INFERENCE_PERF, packages, python=python) / "bin" / "inference-perf"
+    )
+    return [_inference_perf(program, url, seconds, folder, tenant) for tenant in _TENANTS]
+
+
+def _inference_perf(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
+    out = folder / tenant.name
+    requests = round(seconds * tenant.streams * _ANSWERS_PER_S)
+    stages = [{"concurrency_level": tenant.streams, "num_requests": requests}]
+    options = {
+        "server.type": "vllm",
+        "server.model_name": "llama",
+        "server.base_url": url,
+        "api.type": "completion",  # its prompts of a given length are for completions only
+        "api.streaming": "true",
+        "api.headers": json.dumps(tenant.headers),
+        "tokenizer.pretrained_model_name_or_path": str(made_model(folder / "model")),
+        "data.type": "synthetic",
+        "data.input_distribution.type": "fixed",
+        "data.input_distribution.mean": str(_PROMPT_TOKENS),
+        "data.output_distribution.type": "fixed",
+        "data.output_distribution.mean": str(_TOKENS),
+        "load.type": "concurrent",
+        "load.stages": json.dumps(stages),
+        "load.num_workers": "1",
+        "storage.local_storage.path": str(out),
+    }
+    command = (str(program), *(word for name, value in options.items() for word in (f"--{name}", value)))
+
+    def read() -> list[Report]:
+        found = json.loads((out / "summary_lifecycle_metrics.json").read_text(encoding="utf-8"))
+        served = found["successes"]
+        first, whole = (served["latency"][name] for name in ("time_to_first_token", "request_latency"))
+        return [
+            Report(
+                tenant.name,
+                served["count"],
+                found["failures"]["count"],
+                served["throughput"]["requests_per_sec"],
+                (1000 * first["median"], 1000 * first["p95"]),
+                (1000 * whole["median"], 1000 * whole["p95"]),
+            )
+        ]
+
+    return Job(command, read)
+
+
 def locust(url: str, seconds: int, folder: Path) -> list[Job]:
     """One process: a scenario of `picker load` has both tenants."""
     users = sum(tenant.streams for tenant in _TENANTS)
@@ -171,7 +230,7 @@ def locust(url: str, seconds: int, folder: Path) -> list[Job]:
     return [Job(command, read)]
 
 
-_TOOLS = {"locust": locust, "guidellm": guidellm, "aiperf": aiperf}
+_TOOLS = {"locust": locust, "guidellm": guidellm, "aiperf": aiperf, "inference-perf": inference_perf}
 _LOCUST_SEES = {("noisy", "Default"), ("quiet", "Default")}  # its scenario has flows and no objectives
 _SEES = {(tenant.name, tenant.band) for tenant in _TENANTS}
 
@@ -233,7 +292,10 @@ async def _measure(name: str, url: str, admin: str, seconds: int) -> tuple[list[
                     tasks.create_task(_run(job, folder / f"{number}.log"))
         finally:
             watching.cancel()
-        return [report for job in jobs for report in job.read()], seen
+        try:
+            return [report for job in jobs for report in job.read()], seen
+        except (OSError, ValueError, LookupError, TypeError) as fault:  # as where no request was answered
+            raise ToolFault(f"its report is incomplete: {fault!r}") from fault
 
 
 def _faults(name: str, reports: Sequence[Report], seen: Seen) -> list[str]:
@@ -275,6 +337,10 @@ def main() -> int:
     for name in options.tool or _TOOLS:
         try:
             reports, seen = asyncio.run(_measure(name, options.url, options.admin, options.seconds))
+        except Skipped as why:
+            sections.append(f"## {name}\n\nSkipped: {why}.")
+            print(sections[-1], flush=True)
+            continue
         except (InstallFault, ToolFault, TimeoutError, ExceptionGroup) as fault:
             text = "\n".join(map(str, getattr(fault, "exceptions", (fault,))))
             print(f"{name}: {text or 'the time ran out'}", file=sys.stderr)

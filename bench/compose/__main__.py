@@ -167,7 +167,7 @@ def _check(load: ClosedLoop, outage: tuple[float, float], log: Log, notes: list[
 
 
 async def _load_tools() -> str:
-    """Locust, GuideLLM and AIPerf with two tenants; what they report is in bench/results/load-tools.md."""
+    """Each load tool with two tenants; what they report is in bench/results/load-tools.md."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.load_tools", "--url", REQUESTS, "--admin", ADMIN)
     )
@@ -273,7 +273,7 @@ def main() -> int:
     parser.add_argument(
         "--load-tools",
         action="store_true",
-        help="Locust, GuideLLM and AIPerf with two tenants (make load-tools)",
+        help="each load tool with two tenants (make load-tools)",
     )
     parser.add_argument("--no-build", action="store_true", help="with the images of a run before")
     args = parser.parse_args()
