@@ -33,7 +33,17 @@ from picker_tools.load.generator import (
     rates_by_total,
 )
 from picker_tools.load.report import show, write
-from picker_tools.load.result import FaultsInjected, RunResult, Sample, fair, quantile, quantiles
+from picker_tools.load.result import (
+    Dispatch,
+    FaultsInjected,
+    LogAudit,
+    RunResult,
+    Sample,
+    fair,
+    flow_shares,
+    quantile,
+    quantiles,
+)
 from picker_tools.load.scenarios import SCENARIOS, Conversation, Source, Wave
 from picker_tools.load.session import kill_moments
 from picker_tools.load.target import OwnFleet, Size, check_url
@@ -509,6 +519,18 @@ def test_the_summary_has_what_is_needed_to_repeat_the_run(tmp_path: Path) -> Non
     assert summary["shares"]["quiet"]["served"] == pytest.approx(0.5)  # type: ignore[index]
     assert summary["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]  # type: ignore[index]
     assert summary["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]  # type: ignore[index]
+
+
+def test_what_was_asked_while_redis_was_away_is_in_no_fair_share() -> None:
+    asked = tuple(each for each in run("demo").answers if each.source == "noisy" or each.number % 4 == 0)
+    harmed = run("demo", answers=asked, faults_injected=FaultsInjected(outages=[(10.0, 12.0)]))
+    logged = tuple(
+        Dispatch(harmed.wall_s + each.sent_s, each.source, 1, "", 1.0, 0.1)
+        for each in asked
+        if each.number % 2 == 0 and not harmed.disturbed(each.sent_s, 1.0)
+    )
+    shares = flow_shares(replace(harmed, log_audits=[LogAudit(None, logged)]))
+    assert shares["quiet"]["fair"] == shares["quiet"]["served"]
 
 
 @pytest.mark.parametrize(

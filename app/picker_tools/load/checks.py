@@ -10,7 +10,15 @@ from enum import StrEnum
 
 from picker_fleet.bands import NAMED, Band
 from picker_tools.load.client import Answer, Kind
-from picker_tools.load.result import RunResult, fair, latest_before, mean, quantile, violations
+from picker_tools.load.result import (
+    SHARED_AGAIN_S,
+    RunResult,
+    fair,
+    latest_before,
+    mean,
+    quantile,
+    violations,
+)
 from picker_tools.load.scenarios import Source
 
 MAX_CASES = 5  # reported cases of one broken promise
@@ -171,7 +179,7 @@ def audited(promise: str) -> Callable[[RunResult], Finding]:
             )
             return unknown(why)
         checked, broken, cases = violations(run.log_audits, promise)
-        finding = kept_unless(cases, f"{checked} checks of the decision log, {broken} broken")
+        finding = kept_unless(cases, f"{checked} checks, {broken} broken")
         missing = [log_audit.why for log_audit in run.log_audits if not log_audit.report]
         if missing and not broken:
             return unknown(f"a part of the log could not be read: {missing[0]}")
@@ -180,19 +188,23 @@ def audited(promise: str) -> Callable[[RunResult], Finding]:
     return check
 
 
+AUDITED: Mapping[str, str] = {
+    "G1": "the decision log: stock and limits",
+    "G2": "the decision log: service in proportion to weights",
+    "G3": "the decision log: what is overdue has the guard's share",
+    "G4": "the decision log: order within a flow",
+    "G5": "the decision log: nothing past its TTL is dispatched",
+    "G6": "the decision log: each request ends once, counts add up",
+    "log": "the decision log has no gap",
+}
+
 GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
     "one-answer": ("each request has exactly one answer, and a whole one", one_answer),
     "refusals-explained": ("each refusal has a reason and a retry-after", refusals_explained),
     "deadline": ("who is refused, hears so within 1 s of the TTL", deadline_kept),
     "at-rest": ("after the load every count is exactly 0", at_rest),
     "stock-in-bounds": ("stock is never seen above its upper bound", stock_in_bounds),
-    "G1": ("the log: stock and limits", audited("G1")),
-    "G2": ("the log: service in proportion to weights", audited("G2")),
-    "G3": ("the log: what is overdue has the guard's share", audited("G3")),
-    "G4": ("the log: order within a flow", audited("G4")),
-    "G5": ("the log: nothing past its TTL is dispatched", audited("G5")),
-    "G6": ("the log: each request ends once, counts add up", audited("G6")),
-    "log": ("the log has no gap", audited("log")),
+    **{name: (says, audited(name)) for name, says in AUDITED.items()},
     "load-as-planned": ("the load generator kept its own times", load_as_planned),
 }
 
@@ -219,7 +231,6 @@ _SHORTER = 0.25  # of the other's mean wait: the most that a client within its s
 _AT_ONCE_S = 1.0  # a later refusal is of a request that was admitted and preempted
 _STAY = 0.6  # of repeated turns go to an endpoint of an earlier one
 _GOES_ON = 0.5  # of the throughput with Redis is kept without it (G8)
-_AGAIN_S = 5.0  # after Redis is back, until the fleet shares again (G8)
 _OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 
 
@@ -421,7 +432,7 @@ def shared_again(run: RunResult) -> Finding:
     if not seen:
         return kept_if(False, f"no sample after {back_s:.1f} s shows {wanted} replicas that share")
     return kept_if(
-        seen[0].at_s - back_s <= _AGAIN_S,
+        seen[0].at_s - back_s <= SHARED_AGAIN_S,
         f"{wanted} replicas shared again {seen[0].at_s - back_s:.2f} s after Redis was back",
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from picker_tools.load.checks import Promise, Verdict
+from picker_tools.load.checks import AUDITED, Promise, Verdict
 from picker_tools.load.client import Kind
 from picker_tools.load.plots import draw
 from picker_tools.load.result import RunResult, flow_shares, quantiles
@@ -315,7 +315,13 @@ def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
 
 def lines(promises: Sequence[Promise]) -> list[str]:
     """A line for each promise."""
-    return [f"{each.verdict.value:<11} {each.name:<20} {each.evidence}" for each in promises]
+    return [f"{each.verdict.value:<11} {each.name:<20} {_told(each)}" for each in promises]
+
+
+def _told(promise: Promise) -> str:
+    """The evidence, and what the promise says if its name, as `G1`, does not."""
+    is_named = promise.name not in AUDITED
+    return promise.evidence if is_named else f"{promise.says}: {promise.evidence}"
 
 
 def show(run: RunResult, promises: Sequence[Promise]) -> None:
@@ -326,9 +332,7 @@ def show(run: RunResult, promises: Sequence[Promise]) -> None:
         for column in ("verdict", "promise", "evidence"):
             table.add_column(column)
         for promise in promises:
-            table.add_row(
-                promise.verdict.value, promise.name, promise.evidence, style=_STYLES[promise.verdict]
-            )
+            table.add_row(promise.verdict.value, promise.name, _told(promise), style=_STYLES[promise.verdict])
         console.print(table)
     else:
         print("\n".join(lines(promises)))

@@ -199,6 +199,7 @@ class FaultsInjected:
 
 
 _SETTLING = 0.25  # of the duration: shares are counted after it, when the queue is steady
+SHARED_AGAIN_S = 5.0  # after Redis is back, until the fleet shares again (G8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,8 @@ class RunResult:
         ]
 
     def service(self) -> dict[str, float]:
-        """What each flow was served while the load was settled, in requests or tokens as the fleet counts."""
+        """What each flow was served while the load was settled and the queue shared, in requests or tokens as
+        the fleet counts."""
         served = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
             if self.has_dispatches:
@@ -300,7 +302,9 @@ class RunResult:
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        return _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
+        """What is served without Redis is in no decision log, so its time does not count."""
+        is_steady = _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
+        return is_steady and not self.disturbed(at_s, SHARED_AGAIN_S)
 
 
 def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
@@ -309,7 +313,8 @@ def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
 
 
 def flow_shares(run: RunResult) -> dict[str, dict[str, float]]:
-    """Of each flow, while the load was settled: its part of the demand, of the service, and what was fair."""
+    """Of each flow, while the load was settled and the queue shared: its part of the demand, of the service,
+    and what was fair."""
     service, demand = run.service(), run.demand()
     served, asked = sum(service.values()), sum(demand.values())
     due = fair(run.sources, demand, served)
