@@ -5,16 +5,18 @@ import contextlib
 import json
 import math
 import random
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from metrics_table import documented, families
 from prometheus_server import Prometheus, metric_names, rules
 
-DASHBOARDS = sorted((Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards").glob("*.json"))
+GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 CONFIG = {
     "models": [{"name": "llama", "target_models": [{"name": "llama-v2"}]}],
     "objectives": [
@@ -28,14 +30,22 @@ CONFIG = {
 WITHIN_S = 75.0
 
 
-def queries() -> dict[str, str]:
-    """Every panel's queries by dashboard and title."""
+def targets() -> dict[str, dict[str, Any]]:
+    """Every panel's queries, as Grafana reads them, by dashboard and title."""
     return {
-        f"{path.stem}: {panel['title']}: {target['refId']}": target["expr"].replace("$__rate_interval", "15s")
-        for path in DASHBOARDS
+        f"{path.stem}: {panel['title']}: {target['refId']}": {"datasource": panel["datasource"]} | target
+        for path in sorted(GRAFANA.glob("dashboards/*.json"))
         for panel in json.loads(path.read_text())["panels"]
         for target in panel["targets"]
     }
+
+
+def queries() -> dict[str, str]:
+    return {where: each["expr"].replace("$__rate_interval", "15s") for where, each in targets().items()}
+
+
+def labels_of_legend(target: dict[str, Any]) -> set[str]:
+    return set(re.findall(r"{{\s*(\w+)\s*}}", target.get("legendFormat", "")))
 
 
 @contextlib.asynccontextmanager
@@ -98,8 +108,10 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
     try:
         await prometheus.ready()
         async with load(running):
-            unanswered = await ask_all(prometheus, wanted)
-        assert not unanswered
+            seen = await ask_all(prometheus, wanted)
+        assert not wanted.keys() - seen.keys()
+        # A label that a series does not have is an empty place in the panel's legend.
+        assert all(labels_of_legend(target) <= seen[where] for where, target in targets().items())
         for expression in rules("alert").values():
             await prometheus.query(expression)
         table = documented()
@@ -114,15 +126,21 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
         prometheus.stop()
 
 
-async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, str]:
-    """The queries of `wanted` that have returned no number within WITHIN_S."""
-    left = dict(wanted)
+async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, set[str]]:
+    """The queries of `wanted` that have returned a number within WITHIN_S, with the labels of its series."""
+    seen: dict[str, set[str]] = {}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):
-            while left:
-                for where, expression in list(left.items()):
-                    answer = await prometheus.query(expression)
+            while len(seen) < len(wanted):
+                for where in wanted.keys() - seen.keys():
+                    answer = await prometheus.query(wanted[where])
                     if any(not math.isnan(float(each["value"][1])) for each in answer):
-                        del left[where]
+                        seen[where] = set.intersection(*(set(each["metric"]) for each in answer))
                 await asyncio.sleep(0.5)
-    return left
+    return seen
+
+
+def test_every_query_asks_the_data_source_that_grafana_is_given() -> None:
+    given = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())
+    known = {(each["type"], each["uid"]) for each in given["datasources"]}
+    assert {(each["datasource"]["type"], each["datasource"]["uid"]) for each in targets().values()} == known
