@@ -46,13 +46,15 @@ async def _all_checks(modes: Sequence[str], folder: Path, rounds: int, out: Path
     python, model = await asyncio.to_thread(installed), made_model(folder / "model")
     rows: list[Row] = []
     # The last check kills a server, so each mode has a second server of its own.
-    async with servers(python, model, folder, count=1 + len(modes)) as (first, *others):
+    async with servers(python, model, folder, count=1 + max(1, len(modes))) as (first, *others):
         if rounds:
             text = page(await measured([first, others[0]], rounds, folder / "measured"), rounds)
             (out / "vllm-throughput.md").write_text(text, encoding="utf-8")
             print(text, flush=True)
-        for mode, other in zip(modes, others, strict=True):
+        for mode, other in zip(modes, others, strict=bool(modes)):
             rows += await _checked([first, other], mode, folder / mode, adapters=False)
+    if not modes:
+        return rows
     async with servers(python, model, folder, count=2, with_adapters=True) as pair:
         for mode in modes:
             rows += await _checked(pair, mode, folder / f"{mode}-lora", adapters=True)
@@ -95,9 +97,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.vllm")
     parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="of the measurement; 0: only the checks")
+    parser.add_argument("--no-checks", action="store_true", help="only the measurement")
     parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    modes = options.mode or _MODES
+    modes = () if options.no_checks else options.mode or _MODES
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
         try:
             rows = _run(_all_checks(modes, Path(name), options.rounds, options.out))
@@ -106,6 +109,8 @@ def main() -> int:
             return 1
         except (asyncio.CancelledError, KeyboardInterrupt):
             return 130
+    if options.no_checks:
+        return 0
     text = _page(rows, modes)
     (options.out / "vllm.md").write_text(text, encoding="utf-8")
     print(text)

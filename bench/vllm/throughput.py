@@ -9,8 +9,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.overhead.measure import percentile
@@ -22,9 +22,26 @@ from bench.vllm.engine import BASE, PLACES, Server
 
 _PROMPT_BYTES, _TOKENS = 150, 40
 _REQUESTS = {24: 96, 64: 128}  # by clients
-_BOUNDS = (4, 6, 8, 12)
 _NO_QUEUE = 1000
 _ALONE = "Envoy alone, least request"
+# The scorers and weights that the Go picker has without a configuration; it has no queue then.
+_GO_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the fleet is set: its bound a server, and the weights of its scorers beside requests in flight."""
+
+    name: str
+    bound: int
+    scorers: Mapping[str, float] = field(default_factory=dict)
+
+
+_CHOICES = (
+    Choice("no queue", _NO_QUEUE),
+    Choice("no queue, scorers of the Go picker", _NO_QUEUE, _GO_SCORERS),
+    *(Choice(f"{bound} a server", bound) for bound in (12, 8, 6, 4)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +53,6 @@ class Sample:
     load: float  # the machine's load average after it
 
 
-def variant_name(bound: int) -> str:
-    return "no queue" if bound == _NO_QUEUE else f"{bound} a server"
-
-
 async def measured(pair: Sequence[Server], rounds: int, folder: Path) -> list[Sample]:
     """All variants in turn, `rounds` times, in another order each time."""
     samples: list[Sample] = []
@@ -48,15 +61,16 @@ async def measured(pair: Sequence[Server], rounds: int, folder: Path) -> list[Sa
         stack(alone, [server.address for server in pair], folder) as envoy,
         fleet_up(list(pair), "lean", folder / "fleet") as fleet,
     ):
-        await fleet.weigh()
         for number in range(rounds):
-            bounds = (_NO_QUEUE, *_BOUNDS)
-            for bound in (*bounds[number % 5 :], *bounds[: number % 5]):
-                await fleet.change({"request_queue_controller": {"watermark_per_backend": bound}})
+            turn: list[Choice | None] = [None, *_CHOICES]  # None: Envoy alone
+            first = number * 2 % len(turn)
+            for choice in (*turn[first:], *turn[:first]):
+                if choice is not None:
+                    await fleet.change({"request_queue_controller": {"watermark_per_backend": choice.bound}})
+                    await fleet.weigh(**choice.scorers)
+                name, url = (choice.name, fleet.envoy) if choice is not None else (_ALONE, envoy.url)
                 for clients in _REQUESTS:
-                    samples.append(await _run(fleet, fleet.envoy, variant_name(bound), clients))
-            for clients in _REQUESTS:
-                samples.append(await _run(fleet, envoy.url, _ALONE, clients))
+                    samples.append(await _run(fleet, url, name, clients))
     return samples
 
 
@@ -91,12 +105,12 @@ async def _run(fleet: Fleet, url: str, variant: str, clients: int) -> Sample:
 
 
 def page(samples: Sequence[Sample], rounds: int) -> str:
-    here = describe_machine("bench.vllm")
+    here = describe_machine("bench.vllm", sys.argv[1:])
     loads = [sample.load for sample in samples]
     rows = []
     for clients in _REQUESTS:
         base = [each for each in samples if (each.variant, each.clients) == (_ALONE, clients)]
-        for variant in (_ALONE, *(variant_name(bound) for bound in (_NO_QUEUE, *_BOUNDS[::-1]))):
+        for variant in (_ALONE, *(choice.name for choice in _CHOICES)):
             own = [each for each in samples if (each.variant, each.clients) == (variant, clients)]
             ratios = [each.rate / other.rate for each, other in zip(own, base, strict=True)]
             firsts = [
@@ -117,12 +131,13 @@ def page(samples: Sequence[Sample], rounds: int) -> str:
                 ]
             )
     head = (
-        f"`python -m bench.vllm --rounds {rounds}`, {here.date}, {here.cores} cores that other\n"
+        f"`{here.command}`, {here.date}, {here.cores} cores that other\n"
         f"work shares: load {min(loads):.1f} to {max(loads):.1f} meanwhile, the servers' own included. Two\n"
         f"vLLM servers on the CPU, `--max-num-seqs {PLACES}`, prompts of {_PROMPT_BYTES} tokens, answers of\n"
-        f"{_TOKENS}; mode `lean`, two replicas, no scorer but requests in flight. A client sends its\n"
-        f"next request after an answer. Medians of {rounds} rounds; ratios are to Envoy alone in the same\n"
-        "round, with their range."
+        f"{_TOKENS}; mode `lean`, two replicas, requests in flight as the only scorer, or beside those\n"
+        f"of the Go picker ({', '.join(f'{name} {weight:g}' for name, weight in _GO_SCORERS.items())}).\n"
+        f"A client sends its next request after an answer. Medians of {rounds} rounds; ratios are to Envoy\n"
+        "alone in the same round, with their range."
     )
     columns = ["clients", "variant", "requests/s", "ratio", "TTFT p50, ms", "p50 ratio", "p95 ratio"]
     return f"# The bound of the queue before a real vLLM\n\n{head}\n\n{table(columns, rows)}\n"
