@@ -236,14 +236,13 @@ async def test_a_pool_without_a_log_is_exit_code_2(
 
 
 async def test_entries_trimmed_while_the_log_is_read_are_reported(
-    valkey_fleet: OpenFleet, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    valkey_fleet: OpenFleet, valkey_url: str
 ) -> None:
     # A log of several pages, of which the first has been read.
-    monkeypatch.setattr("picker_tools.audit.log.PAGE", 10)
     async with valkey_fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
-        with LogStream(valkey_url, it.pool) as log:
+        with LogStream(valkey_url, it.pool, page=10) as log:
             pages = log.pages()
             assert not next(pages).trimmed
             # When the cap takes what comes next, the page after the gap says so, and only that.

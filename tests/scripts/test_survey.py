@@ -5,26 +5,24 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
-import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.request import Outcome
-from picker_fleet.state import reads
 from picker_fleet.state.batching import BatchingClient
-from picker_fleet.state.reads import CHUNK, FlowQueueRow, Reads
+from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, Reads, SnapshotTimes
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000
 FOREVER_MS = 600_000
 
 
-@pytest.fixture
-def for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what was left nor a claim ends while a test lasts."""
-    monkeypatch.setattr(reads, "CLAIM_MS", FOREVER_MS)
-    monkeypatch.setattr(reads, "_MAX_AGE_S", FOREVER_MS / 1000)
-    monkeypatch.setattr(reads, "_MAX_AGE_PER_QUEUE_S", FOREVER_MS / 1000)
+def without_end(it: Fleet) -> None:
+    """Neither a snapshot nor a claim of these replicas ends while a test lasts."""
+    times = SnapshotTimes(FOREVER_MS, FOREVER_MS / 1000, FOREVER_MS / 1000)
+    for each in it.replicas:
+        store = each.store
+        store.queue_snapshots = QueueSnapshots(store._client, store.reads, it.keys.queue_snapshot, times)
 
 
 async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
@@ -59,10 +57,9 @@ async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
         running.cancel()
 
 
-async def test_a_snapshot_that_one_replica_has_read_serves_the_others(
-    valkey_fleet: OpenFleet, for_long: None
-) -> None:
+async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
+        without_end(it)
         await wait_in_line(it)
         # Flow queues that one has read, and a queue that has changed since.
         read = await queues_of(a)
@@ -76,8 +73,9 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
-async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet, for_long: None) -> None:
+async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet(*"abcde", upper_per=1) as it:
+        without_end(it)
         await wait_in_line(it)
         first, *others = await asyncio.gather(*(queues_of(each) for each in it.replicas))
         assert len(first) == FLOWS
@@ -88,8 +86,8 @@ async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valk
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
         # One that was told to read, and of which nothing more is heard.
-        assert await a.store._client.call("claim_queue_snapshot", reads.CLAIM_MS) == ["", 0]
-        assert await it.redis.pttl(it.keys.queue_snapshot) <= reads.CLAIM_MS
+        assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
+        assert await it.redis.pttl(it.keys.queue_snapshot) <= SnapshotTimes().claim_ms
         # The others have the flow queues all the same.
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
@@ -107,8 +105,9 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
         await until(seen)
 
 
-async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet, for_long: None) -> None:
+async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
+        without_end(it)
         # An empty queue, at which both have looked.
         assert await queues_of(a) == []
         assert await it.redis.exists(it.keys.queue_snapshot) == 0

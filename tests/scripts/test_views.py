@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
 from picker_fleet.admin import models
-from picker_fleet.admin.fleet_state import FleetStateCache
+from picker_fleet.admin.fleet_state import MAX_FLOWS, FleetStateCache
 from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.bands import NAMED, Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
@@ -256,9 +256,9 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def lists_of(replica: Replica) -> FleetLists:
+def lists_of(replica: Replica, max_flows: int = MAX_FLOWS) -> FleetLists:
     assert replica.membership is not None
-    cache = FleetStateCache(replica.store, 60.0)
+    cache = FleetStateCache(replica.store, 60.0, max_flows)
     return FleetLists(
         replica.store, replica.membership, cache, LeastLoadedChooser(replica.cell), replica.name
     )
@@ -401,15 +401,12 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
                 await call
 
 
-async def test_more_flows_than_are_read_are_still_listed(
-    valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # More flows than a look at all of them takes in.
-    monkeypatch.setattr("picker_fleet.admin.fleet_state.MAX_FLOWS", 10)
+async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (
+        a,
         _,
-        lists,
     ):
+        lists = lists_of(a, max_flows=10)
         # Pages bring all of them, and what would need all is not found.
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]

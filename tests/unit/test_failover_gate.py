@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace
-from unittest.mock import AsyncMock
 
 import pytest
 from failover_bench import (
@@ -26,7 +25,7 @@ from picker_fleet.bands import Band
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import unseen_s
-from picker_fleet.failover.peers import BudgetTransfer, OutageCount
+from picker_fleet.failover.peers import OutageCount
 from picker_fleet.request import Alive, Completion, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
@@ -507,10 +506,15 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
         assert failed not in (await bench.place(str(n))).endpoints
 
 
-async def test_a_defect_in_a_task_of_an_outage_ends_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    monkeypatch.setattr(BudgetTransfer, "_needed", AsyncMock(side_effect=ZeroDivisionError))
+class DefectivePeers(NoPeers):
+    async def ask(self, address: str, least: float, most: float) -> float | None:
+        raise ZeroDivisionError
+
+
+async def test_a_defect_in_a_task_of_an_outage_ends_the_replica() -> None:
+    bench = Bench(FULL, peer_client=DefectivePeers())
     bench.gate.redis_lost("silence", "no answer in time")
+    await bench.wait_here()  # for which peers are asked for budget
     with pytest.raises(ExceptionGroup) as caught:
         await bench.gate.run()
     assert caught.group_contains(ZeroDivisionError)

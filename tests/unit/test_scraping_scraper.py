@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from page_server import PAGE, PageServer, answered, serving
 
-from picker_fleet.endpoints import scraper as scraper_module
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 from picker_fleet.errors import StateUnavailable
@@ -71,6 +70,7 @@ async def scraping(
     outcome: Outcome,
     *addresses: str,
     deadline_s: float = 20,
+    late_s: float = 0.5,
     publish_s: float = INTERVAL_S,
     speak_s: float = 60,
     pacing: IntervalPolicy | None = None,
@@ -85,6 +85,7 @@ async def scraping(
         speak_s=speak_s,
         meter=outcome,
         deadline_s=deadline_s,
+        late_s=late_s,
     )
     scraper.set_targets(addresses)
     task = asyncio.create_task(scraper.run())
@@ -205,12 +206,11 @@ async def test_a_server_that_is_late_now_and_then_is_not_silent(
 
 
 async def test_a_paused_replica_counts_no_endpoint_as_silent(
-    servers: list[PageServer], outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    servers: list[PageServer], outcome: Outcome
 ) -> None:
-    monkeypatch.setattr(scraper_module, "_LATE_S", -0.05)
     server = servers[0]
     server.act = server.hang
-    async with scraping(outcome, server.address, deadline_s=0.05):
+    async with scraping(outcome, server.address, deadline_s=0.05, late_s=-0.05):
         await outcome.until(lambda: outcome.failed[server.address, "timeout"] >= 4)
     assert not outcome.failed[server.address, "silent"]
 

@@ -112,7 +112,7 @@ class BandQueues:
 @dataclass(frozen=True, slots=True)
 class FleetState:
     """`queues` are the flow queues in dispatch order, each once. `complete`: all of them, not the first
-    MAX_FLOWS."""
+    `max_flows` of the cache."""
 
     queues: tuple[FlowQueueRow, ...] = ()
     totals: tuple[tuple[int, int], ...] = ()  # each group in use, and how many flow queues it has
@@ -184,9 +184,10 @@ def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
 class FleetStateCache:
     """Reads and keeps the `FleetState`; one for all clients of a replica. One event loop."""
 
-    def __init__(self, store: Store, silence_s: float) -> None:
+    def __init__(self, store: Store, silence_s: float, max_flows: int = MAX_FLOWS) -> None:
         self._store = store
         self._silence_s = silence_s
+        self._max_flows = max_flows
         self._clock = asyncio.get_running_loop().time
         self._reading = asyncio.Lock()
         self._used = asyncio.Event()
@@ -221,7 +222,7 @@ class FleetStateCache:
 
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
-            MAX_FLOWS, pause_s=pause_s / 2
+            self._max_flows, pause_s=pause_s / 2
         )  # its chunks are half as long
         as_of_s = self._clock()
         self._state = await self._combine(survey.page, pause_s)
@@ -243,7 +244,7 @@ class FleetStateCache:
         return FleetState(
             tuple(found.queues),
             found.totals,
-            total(found.totals) < MAX_FLOWS,
+            total(found.totals) < self._max_flows,
             tuple(replicas),
             served,
             served_bands,

@@ -107,7 +107,7 @@ _LONGEST_PAUSE_S = 5.0
 _DEADLINE_S = 1.0
 _RETRY_S = 0.05  # the pause after a fault, before it is doubled
 _SUSPECTED_S = 3.0  # how long one call of `suspect` holds
-_LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica itself
+_LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica, not by the endpoint
 _DOUBLINGS = 30  # far past the longest pause, and no overflow
 _log = logging.getLogger(__name__)
 
@@ -149,10 +149,11 @@ class Scraper:
     Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
     so that they do not all go at once. Between two pages it is probed, so that a server that stands still is
     found however seldom its page is read, and at once when it ends the connection. A question ends after
-    `deadline_s`. After a failure an endpoint is left alone for twice as long as after the one before, up to 5
-    s. Results are handed to `publish`, at most once in `publish_s()`; what it raises StateUnavailable for is
-    kept, newest first, and handed over with the next. Where there is nothing for `speak_s`, nothing is handed
-    over, which says that this replica is there.
+    `deadline_s`; if that is noticed more than `late_s` later, this replica stood still. After a failure an
+    endpoint is left alone for twice as long as after the one before, up to 5 s. Results are handed to
+    `publish`, at most once in `publish_s()`; what it raises StateUnavailable for is kept, newest first, and
+    handed over with the next. Where there is nothing for `speak_s`, an empty batch is handed over, which says
+    that this replica is there.
     """
 
     def __init__(
@@ -165,12 +166,13 @@ class Scraper:
         speak_s: float,
         meter: Meter,
         deadline_s: float = _DEADLINE_S,
+        late_s: float = _LATE_S,
         vary: Callable[[], float] = random.random,
     ) -> None:
         self._engine = engine
         self._pacing = pacing
         self._suspects: dict[str, float] = {}  # until when
-        self._deadline_s = deadline_s
+        self._deadline_s, self._late_s = deadline_s, late_s
         self._publish = publish
         self._publish_s, self._speak_s = publish_s, speak_s
         self._meter = meter
@@ -298,7 +300,7 @@ class Scraper:
                 return await question()
         except TimeoutError:
             # A host that is gone refuses nothing. One timeout may be a pause of this replica itself.
-            if clock() - started_s > self._deadline_s + _LATE_S:
+            if clock() - started_s > self._deadline_s + self._late_s:
                 connection.unanswered = 0  # it could not have read an answer
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind

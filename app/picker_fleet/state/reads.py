@@ -20,9 +20,6 @@ CHUNK = VIEW_LIMIT  # rows a call
 MAX_REPLICAS = 256
 PARKED = 2**32  # added to the group of a flow queue while it is throttled
 _MAX_SCANS = 10  # calls for one page of workloads
-CLAIM_MS = 500  # longer than a read takes; on a machine that is busier than that, two replicas read
-_MAX_AGE_S = 1.0  # of a snapshot
-_MAX_AGE_PER_QUEUE_S = 0.001  # and no older than this for each queue: few are read in no time
 _SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
 _POLL_S = 0.02  # while another replica reads
 _PARSED_AT_ONCE = 250  # queues of a shared snapshot
@@ -376,6 +373,18 @@ class QueueSnapshot:
     good_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotTimes:
+    """`claim_ms`: how long the others wait for a replica that reads; where a read takes longer, two read.
+
+    A snapshot is no older than `max_age_s`, and no older than `max_age_per_queue_s` for each queue: few are
+    read in no time."""
+
+    claim_ms: int = 500
+    max_age_s: float = 1.0
+    max_age_per_queue_s: float = 0.001
+
+
 class QueueSnapshots:
     """All flow queues, read once for the whole fleet.
 
@@ -385,8 +394,11 @@ class QueueSnapshots:
     takes no writes, or the snapshot has another version's fields, each replica reads for itself. One event
     loop."""
 
-    def __init__(self, client: BatchingClient, reads: Reads, key: str) -> None:
+    def __init__(
+        self, client: BatchingClient, reads: Reads, key: str, times: SnapshotTimes = SnapshotTimes()
+    ) -> None:
         self._client = client
+        self._times = times
         self._reads = reads
         self._key = key
         self._few = False  # the last read took one call
@@ -405,7 +417,7 @@ class QueueSnapshots:
     async def _shared(self, limit: int, pause_s: float) -> QueueSnapshot:
         while True:
             try:
-                text, left_ms = await self._client.call("claim_queue_snapshot", CLAIM_MS)
+                text, left_ms = await self._client.call("claim_queue_snapshot", self._times.claim_ms)
             except StateFault:
                 if self._client.fault is not None:
                     raise
@@ -416,7 +428,7 @@ class QueueSnapshots:
                 if page is None:
                     return await self._read(limit, pause_s)
                 fresh_s = until_s - self._clock()
-                return QueueSnapshot(page, fresh_s, fresh_s + (1 - _SHARED_PART) * _max_age_s(page))
+                return QueueSnapshot(page, fresh_s, fresh_s + (1 - _SHARED_PART) * self._max_age_s(page))
             if not left_ms:
                 found = await self._read(limit, pause_s)
                 await asyncio.sleep(pause_s)
@@ -435,12 +447,11 @@ class QueueSnapshots:
     async def _read(self, limit: int, pause_s: float) -> QueueSnapshot:
         begun_s = self._clock()
         page = await self._reads.flow_queues(limit, pause_s=pause_s)
-        max_age_s, took_s = _max_age_s(page), self._clock() - begun_s
+        max_age_s, took_s = self._max_age_s(page), self._clock() - begun_s
         return QueueSnapshot(page, _SHARED_PART * max_age_s - took_s, max_age_s - took_s)
 
-
-def _max_age_s(page: FlowQueuePage) -> float:
-    return min(_MAX_AGE_S, _MAX_AGE_PER_QUEUE_S * len(page.queues))
+    def _max_age_s(self, page: FlowQueuePage) -> float:
+        return min(self._times.max_age_s, self._times.max_age_per_queue_s * len(page.queues))
 
 
 def _text(page: FlowQueuePage) -> bytes:

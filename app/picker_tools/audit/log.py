@@ -155,8 +155,9 @@ class LogStream:
         LogUnreadable: from every method, when Redis does not answer or answers with an error.
     """
 
-    def __init__(self, url: str, pool: str) -> None:
+    def __init__(self, url: str, pool: str, page: int = PAGE) -> None:
         self._keys = Keys.of(pool)
+        self._page = page
         try:
             address = Address.parse(url)
             self._redis: Any = redis.Redis(
@@ -194,7 +195,7 @@ class LogStream:
         until, read = newest[0][0], ""
         while True:
             with self._redis.pipeline(transaction=True) as both:
-                both.xrange(self._keys.log, min=f"({read}" if read else "-", max=until, count=PAGE)
+                both.xrange(self._keys.log, min=f"({read}" if read else "-", max=until, count=self._page)
                 both.xrange(self._keys.log, count=1)
                 entries, oldest = self._run(both.execute)
             if not entries:
