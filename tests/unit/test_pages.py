@@ -61,9 +61,9 @@ def spaced(number: int) -> str:
 CHUNK, WALKS = lua("sweep.lua", "CHUNK"), lua("sweep.lua", "WALKS")
 LATE_S = shared_gate._EXPIRY_SLACK_S + shared_gate._EXPIRY_ANSWER_S
 SENTENCES = [
-    ("architecture", f"one that dies meanwhile is waited for {reads.CLAIM_MS / 1000:g} s"),
+    ("architecture", f"one that dies meanwhile is waited for {reads.SnapshotTimes().claim_ms / 1000:g} s"),
     ("architecture", f"within its TTL and {LATE_S:g} s"),
-    ("redis-schema", f"or {reads.CLAIM_MS / 1000:g} s if it came to no end"),
+    ("redis-schema", f"or {reads.SnapshotTimes().claim_ms / 1000:g} s if it came to no end"),
     ("redis", f"a script call carries {batching.MAX_BATCH} requests at most"),
     ("fairness", f"takes {CHUNK} requests a call and at most {WALKS} calls an interval"),
     ("fairness", f"with up to {CHUNK * WALKS} requests waiting"),
