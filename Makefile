@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-prefix bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -77,9 +77,6 @@ bench-skew: $(VENV)/.installed ## weights 4:1 with skewed ingress at 1 to 8 repl
 
 bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
 	$(BIN)/python -m bench.lifecycle $(ARGS)
-
-bench-prefix: $(VENV)/.installed ## do 4 replicas cost cache hits? multi-turn chats over 4 endpoints
-	$(BIN)/python -m bench.prefix $(ARGS)
 
 bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
 	$(BIN)/python -m bench.chaos $(ARGS)
