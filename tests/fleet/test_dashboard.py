@@ -271,12 +271,12 @@ async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard:
 
 
 async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, dashboard: Any) -> None:
-    names = [f"flow-{number}" for number in range(120)]
+    names = [f"flow-{number}" for number in range(60)]
     async with waiting(here, *names), dashboard(here) as page:
-        await page.says("#count-flows", "the first 50 of 120")
+        await page.says("#count-flows", "the first 50 of 60")
         assert await page.page.locator("#rows-flows tr").count() == 50
-        await page.says("#tile-queued", "120")
-        await page.says("#count-queue", "120 requests, 1 to")
+        await page.says("#tile-queued", "60")
+        await page.says("#count-queue", "60 requests, 1 to")
         seen: list[str] = []
         while True:
             seen += await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts()
@@ -284,7 +284,7 @@ async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, d
                 break
             await page.page.click("#queue-next")
             await page.says("#count-queue", f" {len(seen) + 1} to")
-        assert len(seen) == len(set(seen)) == 120
+        assert len(seen) == len(set(seen)) == 60
 
 
 async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, dashboard: Any) -> None:

@@ -54,7 +54,7 @@ def here(shared_fleet: Any) -> Any:
 
 async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     size = ("--own", "--replicas", "2", "--endpoints", "2")
-    status, said = await load("noisy-neighbour", *size, "--duration", "5", "--report", str(tmp_path))
+    status, said = await load("noisy-neighbour", *size, "--duration", "2", "--report", str(tmp_path))
     # It starts a fleet, and the promises are kept, those of the log too.
     found = verdicts(tmp_path)
     assert status == 0, said
@@ -70,7 +70,7 @@ async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Pat
 
 
 async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
-    status, said = await load("replica-crash", "--duration", "6", "--report", str(tmp_path))
+    status, said = await load("replica-crash", "--duration", "4", "--report", str(tmp_path))
     found = verdicts(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["faults"]["kills"]
@@ -81,17 +81,15 @@ async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
 
 async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
     # The objective asks for first tokens sooner than the model servers can give them.
-    where = ("--state-file", str(here.state_file), "--duration", "3", "--report", str(tmp_path))
+    where = ("--state-file", str(here.state_file), "--duration", "2", "--report", str(tmp_path))
     status, said = await load("steady", *where, "--slo-ttft", "0.005")
     # The broken promise is named, with what was measured.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
     found = verdicts(tmp_path)
-    assert found["slo-ttft"] == "broken"
+    # It is the only one: without the objective the same load breaks nothing.
+    assert [name for name, verdict in found.items() if verdict == "broken"] == ["slo-ttft"]
     assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
-    # Without the objective the same load breaks nothing.
-    status, said = await load("steady", *where)
-    assert status == 0, said
 
 
 async def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ async def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     process = await started(
         *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
-        *("-u", "8", "-r", "8", "-t", "6s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
+        *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
     )
     status, said = await ended(process)
     # Requests of both are served, none fails, and the first bytes are timed.

@@ -37,7 +37,7 @@ async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(f
             "total_capacity": 1,
             "flow_capacity": 1,
             "overload_status": 429,
-            "queue_ttl": "5s",
+            "queue_ttl": "3s",
         },
     }
     here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)

@@ -107,7 +107,7 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
 async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
     here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5", config=LOGGED)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        tasks.create_task(stream(client, "runs", 1000))
+        endless = tasks.create_task(stream(client, "runs", 10_000))
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
         answer = await complete(client, "new", 2)
         _, second = await entries(here, "bypassed")
@@ -133,6 +133,7 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
             return bool(request["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
 
         await here.eventually(is_explained, what="a refusal that names both as draining")
+        endless.cancel()
     await at_rest(here)
 
 

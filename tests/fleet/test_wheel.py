@@ -45,6 +45,11 @@ class Installed:
         return {"cwd": self._folder, "env": {"PATH": os.defpath}}
 
     @property
+    def scripts(self) -> Path:
+        (folder,) = self._folder.glob("venv/lib/*/site-packages/picker_fleet/_lua")
+        return folder
+
+    @property
     def picker(self) -> str:
         return str(self._bin / "picker")
 
@@ -61,6 +66,11 @@ async def test_a_replica_from_the_wheel_decides_and_drains_without_any_extra(
         await replica.ready()
         assert parts([await replica.decide()]) == ["request_headers"]
         assert await replica.stopped() == 0
+
+
+def test_the_wheel_carries_the_scripts(installed: Installed) -> None:
+    scripts = {path.relative_to(ROOT / "lua") for path in (ROOT / "lua").rglob("*.lua")}
+    assert {path.relative_to(installed.scripts) for path in installed.scripts.rglob("*.lua")} == scripts
 
 
 @pytest.mark.parametrize(

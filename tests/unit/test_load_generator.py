@@ -21,6 +21,7 @@ from load_runs import answer, refusal, run, sample
 from picker_fleet.bands import Band
 from picker_fleet.cli import main
 from picker_fleet.errors import ConfigError
+from picker_tools.load import report
 from picker_tools.load.checks import check_promises
 from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
 from picker_tools.load.generator import (
@@ -465,6 +466,10 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
+# They have every plot: of requests and of tokens, of one flow and of several, of conversations.
+DRAWN = ("noisy-neighbour", "long-prompts", "multi-turn")
+
+
 def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
     write(evidence, check_promises(evidence), folder)
     summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
@@ -473,17 +478,22 @@ def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_page_is_self_contained(name: str, tmp_path: Path) -> None:
-    _, page = written(run(name, faults_injected=FAULTS), tmp_path)
+    evidence = run(name, faults_injected=FAULTS)
+    if name in DRAWN:
+        _, page = written(evidence, tmp_path)
+    else:  # drawing takes most of the time
+        promises = check_promises(evidence)
+        page = report.page(report.summarise(evidence, promises), promises, {})
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
-    assert tags.all.count("svg") >= 4
+    assert name not in DRAWN or tags.all.count("svg") >= 4
     assert not {"script", "link", "img", "image", "iframe"} & set(tags.all)
     assert not re.search(r'(?:href|src)="(?!#)', page)
     assert "url(" not in re.sub(r"url\(#", "", page)
     # It follows the reader's choice of light or dark, its pictures too.
     assert "prefers-color-scheme: dark" in page
-    assert "currentColor" in page
+    assert name not in DRAWN or "currentColor" in page
     assert not re.search("#010203|#040506", page)
     # It is small enough to send.
     assert len(page) < 300_000

@@ -1,8 +1,5 @@
 """The scripts as shipped."""
 
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,15 +32,6 @@ def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
 def test_an_unknown_function_is_named() -> None:
     with pytest.raises(KeyError, match="nonesuch"):
         load_library().function("nonesuch")
-
-
-def test_the_wheel_carries_the_scripts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path)]
-    subprocess.run([*command, str(ROOT)], check=True, timeout=100)
-    (wheel,) = tmp_path.glob("*.whl")
-    shipped = set(zipfile.ZipFile(wheel).namelist())
-    for path in (ROOT / "lua").rglob("*.lua"):
-        assert f"picker_fleet/_lua/{path.relative_to(ROOT / 'lua').as_posix()}" in shipped
 
 
 def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:
