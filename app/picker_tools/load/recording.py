@@ -3,6 +3,7 @@
 `picker load --record FILE` writes it.
 """
 
+import re
 import time
 from collections.abc import Callable
 from html import escape
@@ -16,8 +17,12 @@ _STYLE: Final = (
     "rect{fill:#12161c}text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#e4e8ee;white-space:pre}"
     ".fault{fill:#ff7b72}.held{fill:#4cc38a}.ready{fill:#98a3b3}"
 )
-_KINDS: Final = (("kill -9", "fault"), ("Redis is", "fault"), ("DOWN", "fault"), ("broken", "fault"),
-                 ("held", "held"), ("ready", "ready"))  # fmt: skip
+# The first that a line matches. Verdicts begin a line: what an audit found has the word `broken`, too.
+_KINDS: Final = (
+    (r"held\b", "held"),
+    (r"(?i:broken)\b|DOWN\b|.*(kill -9|Redis is)", "fault"),
+    (r"ready\b", "ready"),
+)
 
 
 class Recording:
@@ -54,7 +59,7 @@ class Recording:
 
 def _row(number: int, part: float, total_s: float, text: str) -> str:
     """A line that is seen from `part` of each turn of `total_s` on."""
-    kind = next((kind for mark, kind in _KINDS if mark in text), "")
+    kind = next((kind for pattern, kind in _KINDS if re.match(pattern, text)), "")
     y = _MARGIN_PX + (number + 0.75) * _ROW_PX
     shown = (
         f'<animate attributeName="opacity" dur="{total_s:.2f}s" repeatCount="indefinite" calcMode="discrete" '
@@ -62,4 +67,5 @@ def _row(number: int, part: float, total_s: float, text: str) -> str:
         if part > 0.0001
         else ""
     )
-    return f'<text class="{kind}" x="{_MARGIN_PX}" y="{y:g}">{escape(text[:_WIDTH])}{shown}</text>'
+    seen = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+    return f'<text class="{kind}" x="{_MARGIN_PX}" y="{y:g}">{escape(seen)}{shown}</text>'
