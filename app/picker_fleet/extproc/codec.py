@@ -111,6 +111,7 @@ def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
     return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
 
 
+@lru_cache(maxsize=4096)
 def _varint(number: int) -> bytes:
     parts = bytearray()
     while number > 127:
@@ -120,17 +121,9 @@ def _varint(number: int) -> bytes:
     return bytes(parts)
 
 
-_SIZES: Final = tuple(_varint(number) for number in range(512))  # nearly all lengths of fields
-
-
-def _size(data: bytes) -> bytes:
-    length = len(data)
-    return _SIZES[length] if length < len(_SIZES) else _varint(length)
-
-
 def _field(tag: bytes, data: bytes) -> bytes:
     """A field of protobuf's wire type LEN: a string, bytes or an embedded message. `tag` has its number."""
-    return tag + _size(data) + data
+    return tag + _varint(len(data)) + data
 
 
 def _entry(key: str, value: bytes) -> bytes:
@@ -138,12 +131,28 @@ def _entry(key: str, value: bytes) -> bytes:
     return _field(b"\x0a", _field(b"\x0a", key.encode()) + _field(b"\x12", value))
 
 
+def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
+    """What comes before `length` bytes of data that are in `fields` within each other, the innermost first.
+
+    Of each field: the fields before it in its message, and its tag.
+    """
+    head = b""
+    for before, tag in fields:
+        head = before + tag + _varint(len(head) + length) + head
+    return head
+
+
 def _text(key: str) -> Callable[[str], bytes]:
     """What makes a Struct's field `key` with a string value."""
     name = _field(b"\x0a", key.encode())
 
+    @lru_cache(maxsize=512)
+    def opening(length: int) -> bytes:
+        return _opening(length, (b"", b"\x1a"), (name, b"\x12"), (b"", b"\x0a"))
+
     def entry(value: str) -> bytes:
-        return _field(b"\x0a", name + _field(b"\x12", _field(b"\x1a", value.encode())))
+        data = value.encode()
+        return opening(len(data)) + data
 
     return entry
 
@@ -162,20 +171,25 @@ class Placed(NamedTuple):
     metadata: bytes
 
     def message(self) -> bytes:
-        common = _field(b"\x12", self.set_headers) + _CLEAR_ROUTE_CACHE
-        return _field(b"\x0a", _field(b"\x0a", common)) + self.metadata
+        return _headers_alone(self.set_headers) + self.metadata
 
     def with_body(self, body: bytes) -> bytes:
         """The answer with the request's whole body (CONTINUE_AND_REPLACE): Envoy needs nothing else.
 
         Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
         """
-        before = b"\x0a" + _size(body)  # BodyMutation.body
+        before = b"\x0a" + _varint(len(body))  # BodyMutation.body
         mutation = b"\x1a" + _varint(len(before) + len(body)) + before
         status = b"\x08\x01"
         head = status + _field(b"\x12", self.set_headers) + _CLEAR_ROUTE_CACHE + mutation
         common = b"\x0a" + _varint(len(head) + len(body)) + head
         return b"".join((b"\x0a", _varint(len(common) + len(body)), common, body, self.metadata))
+
+
+@lru_cache(maxsize=1024)
+def _headers_alone(set_headers: bytes) -> bytes:
+    """The answer to the request's headers that sets `set_headers`, and changes no body."""
+    return _field(b"\x0a", _field(b"\x0a", _field(b"\x12", set_headers) + _CLEAR_ROUTE_CACHE))
 
 
 def destinations(placement: Placement, tries: int = 0) -> str:
@@ -214,8 +228,15 @@ def placed(
             account += _SESSION(placement.session)
         if placement.waited_s is not None:
             account += _entry("waited", b"\x11" + _DOUBLE(placement.waited_s)) + _TARGET(target_model)
-    picker = _field(b"\x0a", _PICKER_KEY + _field(b"\x12", _field(b"\x2a", account)))
-    return Placed(set_headers, _field(b"\x42", destination + picker))
+    picker = _account_opening(len(account))
+    size = _varint(len(destination) + len(picker) + len(account))
+    return Placed(set_headers, b"".join((b"\x42", size, destination, picker, account)))
+
+
+@lru_cache(maxsize=1024)
+def _account_opening(length: int) -> bytes:
+    """What comes before the fields of the metadata namespace `picker`, which are of this length."""
+    return _opening(length, (b"", b"\x2a"), (_PICKER_KEY, b"\x12"), (b"", b"\x0a"))
 
 
 @lru_cache(maxsize=1024)
@@ -225,6 +246,7 @@ def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
     return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
 
 
+@lru_cache(maxsize=1024)
 def _set_header(key: str, value: str) -> bytes:
     """The entry of a HeaderMutation by which header `key` becomes `value`, whatever it was."""
     header = _field(b"\x0a", key.encode()) + _field(b"\x1a", value.encode())
@@ -273,6 +295,12 @@ def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
     mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
     if not sized:
         mutation += _field(b"\x12", b"content-length")
+    return _passed_on(mutation)
+
+
+@lru_cache(maxsize=1024)
+def _passed_on(mutation: bytes) -> bytes:
+    """The answer to the response's headers with this HeaderMutation."""
     return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
 
 

@@ -484,7 +484,8 @@ class ExchangeService:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
             while not exchange.done:
-                if exchange.uploading:
+                uploading = exchange.uploading
+                if uploading:
                     self._uploads.wait(exchange, task)
                 try:
                     data = await stream.read()
@@ -498,8 +499,9 @@ class ExchangeService:
                     refusal = exchange.fail_upload()
                     exchange.before_last_write()
                     return refusal
-                self._uploads.received(exchange)
-                if data is None or exchange.done:
+                if uploading:
+                    self._uploads.received(exchange)
+                if data is None:
                     break
                 try:
                     message = ProcessingRequest.FromString(data)

@@ -219,6 +219,7 @@ class Connection(asyncio.Protocol):
         self.settled = False  # the peer's preface and settings have come
         self._find = find
         self._connections = connections
+        self.loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._address = ""
         self._closed = False
@@ -308,7 +309,10 @@ class Connection(asyncio.Protocol):
                 if at > end:
                     at = start - _HEADER_BYTES
                     break
-                self._on_frame(kind, flags, stream_id & _ANY_STREAM, data, start, at)
+                if kind == DATA and self._block is None:
+                    self._on_data(flags, stream_id & _ANY_STREAM, data, start, at)
+                else:
+                    self._on_frame(kind, flags, stream_id & _ANY_STREAM, data, start, at)
             if at < end:
                 self._tail = data[at:]
         except ConnectionFault as fault:
@@ -334,7 +338,7 @@ class Connection(asyncio.Protocol):
         if self._closed:
             return
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self.loop.call_soon(self._flush)
         self._unsent.append(data)
         self._unsent_bytes += len(data)
         if self._unsent_bytes > _FLUSH_BYTES:
@@ -369,7 +373,7 @@ class Connection(asyncio.Protocol):
         for stream_id in list(self._streams):
             self._cancel(stream_id)
         self._transport.close()
-        self._cut = asyncio.get_running_loop().call_later(_END_S, self._transport.abort)  # it may not read
+        self._cut = self.loop.call_later(_END_S, self._transport.abort)  # it may not read
 
     def abort(self) -> None:
         """Cut the connection without a word."""
@@ -396,9 +400,7 @@ class Connection(asyncio.Protocol):
     def _on_frame(self, kind: int, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         if self._block is not None and (kind != CONTINUATION or stream_id != self._block_of[0]):
             raise ConnectionFault(PROTOCOL_ERROR, "headers are not complete")
-        if kind == DATA:
-            self._on_data(flags, stream_id, data, start, end)
-        elif kind == HEADERS:
+        if kind == HEADERS:
             self._on_headers(flags, stream_id, data, start, end)
         elif kind == WINDOW_UPDATE:
             self._on_window_update(stream_id, data[start:end])
@@ -515,7 +517,7 @@ class Connection(asyncio.Protocol):
             if flags & END_STREAM:
                 self._end_remote(stream_id, stream)
             if stream_id in self._streams:
-                stream.task = asyncio.get_running_loop().create_task(stream.serve(request.handler))
+                stream.task = self.loop.create_task(stream.serve(request.handler))
 
     def _on_trailers(self, flags: int, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
@@ -621,7 +623,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(stream_id)
         if stream is None:
             return
-        young = asyncio.get_running_loop().time() - stream.began_s < YOUNG_S
+        young = self.loop.time() - stream.began_s < YOUNG_S
         self._cancel(stream_id)
         if young and self._open_streams.gave_up(self._address):
             raise ConnectionFault(ENHANCE_YOUR_CALM, "too many requests are given up at once")
@@ -642,7 +644,7 @@ class Connection(asyncio.Protocol):
         """Wake all writers that wait, once a step however many frames open the window."""
         if self.blocked and not self._wake_scheduled:
             self._wake_scheduled = True
-            asyncio.get_running_loop().call_soon(self._wake_all)
+            self.loop.call_soon(self._wake_all)
 
     def _wake_all(self) -> None:
         self._wake_scheduled = False

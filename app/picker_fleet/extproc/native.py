@@ -98,14 +98,14 @@ class GrpcStream:
         self._content_length = content_length
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
-        self._reader: asyncio.Future[None] | None = None
+        self._reader: asyncio.Future[bytes | None] | None = None  # a message, or None: look again
         self._writer: asyncio.Future[None] | None = None
         self._remote_ended = False
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
         self._unread_bytes = 0
         self._received_bytes = 0
-        self.began_s = asyncio.get_running_loop().time()
+        self.began_s = connection.loop.time()
         self.receive_window = WINDOW_BYTES
         self.send_window = send_window
         self.task: asyncio.Task[None] | None = None
@@ -124,11 +124,13 @@ class GrpcStream:
                 raise self._fault
             if self._remote_ended:
                 return None
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._connection.loop.create_future()
             try:
-                await self._reader
+                handed_over = await self._reader
             finally:
                 self._reader = None
+            if handed_over is not None:
+                return handed_over
         message = self._messages.popleft()
         self._release(len(message) + _MESSAGE_COST)
         if not self._messages:
@@ -192,7 +194,8 @@ class GrpcStream:
     def _fits(self, size: int) -> bool:
         """Whether `size` bytes may be sent now, in one frame."""
         connection = self._connection
-        return size <= min(FRAME_BYTES, self.send_window, connection.send_window) and not connection.paused
+        windows = size <= self.send_window and size <= connection.send_window
+        return windows and size <= FRAME_BYTES and not connection.paused
 
     async def _write_parts(self, message: bytes) -> None:
         """Send a message in frames, as the peer's windows allow."""
@@ -204,7 +207,7 @@ class GrpcStream:
         while rest:
             room = min(self.send_window, connection.send_window)
             if room <= 0 or connection.paused:
-                self._writer = asyncio.get_running_loop().create_future()
+                self._writer = connection.loop.create_future()
                 connection.blocked[self._id] = self
                 try:
                     await self._writer
@@ -272,13 +275,14 @@ class GrpcStream:
             stop = start + 5 + length
             if stop > end:
                 break
-            self._messages.append(data[start + 5 : stop])
-            self._count(length + _MESSAGE_COST)
-            if self._fault is not None:
-                return end
-            start = stop
-        if self._messages:
-            self._wake_reader()
+            message, start = data[start + 5 : stop], stop
+            if self._messages or self._reader is None or self._reader.done():
+                self._messages.append(message)
+                self._count(length + _MESSAGE_COST)
+                if self._fault is not None:
+                    return end
+            else:
+                self._reader.set_result(message)  # the handler waits for it, so it is never unread
         return start
 
     def end_remote(self) -> bool:

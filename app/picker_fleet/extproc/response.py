@@ -88,7 +88,11 @@ class UsageTail:
         """
         for part in (b"".join(self._chunks)[-_TAIL_BYTES:], self._head):
             text = part.decode(errors="replace")
-            for match in reversed(list(_USAGE.finditer(text))):
+            at = len(text)
+            while (at := text.rfind('"usage"', 0, at)) >= 0:
+                match = _USAGE.match(text, at)
+                if match is None:
+                    continue
                 try:
                     usage, _ = _DECODER.raw_decode(text, match.end())
                 except (ValueError, RecursionError):
