@@ -291,7 +291,7 @@ def assemble(
             scorer.weight and scorer.name in SCRAPED_SCORERS
             for scorer in fleet.config.settings.scheduling.scorers
         ),
-        busy=lambda: any(fleet.in_flight.values()),
+        busy=lambda: fleet.busy,
         live=lambda: fleet.live,
         endpoints=endpoints,
         meter=Probes(store, endpoints, metrics, lambda: scraping.readings.snapshot()),
@@ -313,6 +313,7 @@ def assemble(
         adapters=settings.scheduling.adapters,
         latency_weights=LatencyWeights(**settings.scheduling.latency.model_dump()),
         sessions=SessionTokens(signing, endpoints),
+        fallbacks=settings.scheduling.fallbacks,
     )
     metrics.follow_scores(chooser.scores)
     in_tokens = settings.request_queue_controller.unit == "tokens"

@@ -26,7 +26,9 @@ A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 class Knowledge:
     """A chooser over endpoints and readings that the test sets; its clock stands still until `tick`."""
 
-    def __init__(self, *endpoints: Endpoint, adapters: tuple[str, ...] = (), **scorers: float) -> None:
+    def __init__(
+        self, *endpoints: Endpoint, adapters: tuple[str, ...] = (), fallbacks: int = 0, **scorers: float
+    ) -> None:
         self.cell = SnapshotCell()
         self.cell.publish(Snapshot("1", endpoints))
         self.readings: dict[str, Reading] = {}
@@ -45,6 +47,7 @@ class Knowledge:
             routes=self.routes,
             clock=lambda: self.now_s,
             adapters=adapters,
+            fallbacks=fallbacks,
         )
 
     def _readings(self) -> Readings:
@@ -345,12 +348,25 @@ def many(**changed: Endpoint) -> list[Endpoint]:
 def test_in_a_large_pool_each_endpoint_is_looked_at_in_its_turn() -> None:
     known = Knowledge(*many(), queue_depth=1)
     seen: set[str] = set()
-    for _ in range(400):
+    for _ in range(1500):
         found = known.choose()
-        assert len(found) == 8
+        assert len(found) == 5
         seen |= found.keys()
         known.tick()
     assert seen == set(MANY)
+
+
+def test_many_picks_at_once_are_spread_over_a_large_pool() -> None:
+    known = Knowledge(*many(), queue_depth=1)
+    seen: set[str] = set()
+    for _ in range(64 * 100):  # at one moment, so that nothing is read anew
+        seen |= known.choose().keys()
+    assert len(seen) > 280
+
+
+@pytest.mark.parametrize("pool", [many(), many()[:20]], ids=["large", "small"])
+def test_as_many_candidates_are_named_as_the_answer_has_endpoints(pool: list[Endpoint]) -> None:
+    assert len(Knowledge(*pool, queue_depth=1, fallbacks=8).choose()) == 9
 
 
 def test_in_a_large_pool_what_a_request_has_a_reason_to_go_to_is_looked_at() -> None:

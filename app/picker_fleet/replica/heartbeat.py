@@ -68,6 +68,7 @@ class KnownFleet:
         self.config = EffectiveConfig(settings, {})  # with the live changes
         self.live: Sequence[str] = ()  # ids of the live replicas
         self.in_flight: Mapping[str, int] = {}  # requests by endpoint
+        self.busy = False  # some are in flight
 
 
 class HeartbeatTrigger:
@@ -465,6 +466,7 @@ class Heartbeat:
         state = await self._reader.read()
         pool = state.pool
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
+        self._fleet.busy = any(pool.in_flight.values())
         self._metrics.pool(pool, state.watermark, state.queue_fill)
         self._gate.retry_after_s = _retry_after_s(pool.queued, pool.drain_rate)
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
 
-_MAX_SCORED = 8  # candidates with scores for the script; more would cost it more than they gain
+# Candidates with scores for the script; more would cost it more than they gain. Of a sample, where picks
+# differ in their candidates, each costs it more.
+_MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
 _DRAWS = 32  # choices that requests alike share, drawn one by one: ties are in another order in each
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
@@ -270,8 +272,9 @@ class ScoringChooser:
         adapters: Collection[str] = (),
         latency_weights: LatencyWeights = DEFAULT_LATENCY_WEIGHTS,
         sessions: SessionTokens | None = None,
+        fallbacks: int = 0,
     ) -> None:
-        self._index = index
+        self._index, self._fallbacks = index, fallbacks
         self._latency_weights = latency_weights
         self._routes = routes
         self._sessions = sessions or SessionTokens(Keyring(), endpoints)
@@ -331,8 +334,10 @@ class ScoringChooser:
             drawn = self._drawn_for(pick, looked_at)
             if len(drawn) == _DRAWS:
                 return drawn[int(random.random() * _DRAWS)]
-        # A limit per endpoint may leave only candidates that rank low.
-        limit = len(looked_at) if request.limit else _MAX_SCORED
+        if request.limit:
+            limit = len(looked_at)  # a limit per endpoint may leave only candidates that rank low
+        else:
+            limit = max(_MAX_OF_A_SAMPLE if states.samples else _MAX_SCORED, 1 + self._fallbacks)
         ranking = self._scheduler.rank(pick, looked_at, limit=limit)
         choice = Choice(",".join(f"{best.address}={best.base:.4f}" for best in ranking.best), ranking)
         drawn.append(choice)

@@ -15,6 +15,7 @@ may be megabytes.
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import msgspec
@@ -30,7 +31,7 @@ MAX_BLOCKS: Final = 500_000
 # Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the tables are.
 BYTES_PER_BLOCK: Final = 250
 HOLDER_BYTES_PER_BLOCK: Final = 150  # more, where the index names holders
-_MOST_HOLDERS: Final = 4  # of one hash; the last ones
+_MOST_HOLDERS: Final = 4  # of one hash; those that it came to last
 LATENCY_WINDOW: Final = 100  # completions of an endpoint (spec 004)
 
 _BEFORE_MESSAGES = ("tools", "functions", "instructions")  # what chat templates put before the first message
@@ -93,7 +94,7 @@ class PrefixIndex:
     index means that all hashes before it are there too; `match` relies on that for a binary search.
 
     For pools in which a pick cannot look at each endpoint it also names who holds a hash (`name_holders`):
-    the last few endpoints that were given it, as long as they have it.
+    the last few endpoints that it came to, as long as they have it.
     """
 
     def __init__(self, *, per_endpoint: int = BLOCKS_PER_ENDPOINT, in_total: int = MAX_BLOCKS) -> None:
@@ -173,8 +174,10 @@ class PrefixIndex:
             at, step = max(at - step, 0), 2 * step
         return list(found)[:most]
 
-    def retain(self, addresses: Collection[str]) -> None:
-        for gone in self._served.keys() - set(addresses):
+    def retain(self, addresses: AbstractSet[str]) -> None:
+        if self._served.keys() <= addresses:
+            return
+        for gone in self._served.keys() - addresses:
             for link in self._served.pop(gone):
                 self._let_go(gone, link)
 
@@ -187,12 +190,11 @@ class PrefixIndex:
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
         alone = (address,)  # most hashes are held by one endpoint: they share the tuple
         for link in links:
-            holders = known.get(link, alone)
-            if holders[0] is address or holders[0] == address:
-                known[link] = holders
-            else:
-                others = [other for other in holders if other != address]
-                known[link] = (address, *others[: _MOST_HOLDERS - 1])
+            holders = known.get(link)
+            if holders is None:
+                known[link] = alone
+            elif address not in holders:
+                known[link] = (address, *holders[: _MOST_HOLDERS - 1])
 
     def _let_go(self, address: str, link: bytes) -> None:
         if self._holders is None or address not in (holders := self._holders.get(link, ())):

@@ -1,9 +1,10 @@
 """What picks know of the endpoints, and which of them a pick looks at.
 
 In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all. In a larger one it looks at `SAMPLED` of
-those that take requests, drawn at random ten times a second (the power of d choices, Mitzenmacher 1996), and
-at a few that the request itself names: where the longest parts of its prompt were served, where its session
-is, where its adapter runs. So a pick costs the same in a pool of any size (docs/decisions.md, 25).
+those that take requests (the power of d choices, Mitzenmacher 1996), and at a few that the request itself
+names: where the longest parts of its prompt were served, where its session is, where its adapter runs. The
+sample is drawn at random ten times a second, and after `_PICKS_OF_A_SAMPLE` picks. So a pick costs the same
+in a pool of any size (docs/decisions.md, 25).
 """
 
 import random
@@ -17,7 +18,8 @@ from picker_fleet.scheduling.scorers import EndpointState
 
 REFRESH_S = 0.1  # states are at most this old: endpoints are scraped as often
 ALL_LOOKED_AT = 64
-SAMPLED = 32
+SAMPLED = 16
+_PICKS_OF_A_SAMPLE = 64  # more would crowd its endpoints while others are idle
 _NAMED = 8  # by the prompt, and as many by the adapter
 _MOST_SELECTORS = 64  # label selectors whose endpoints are kept
 
@@ -60,15 +62,18 @@ class EndpointStates:
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
         self._states: dict[str, EndpointState] = {}
-        # What a pick without wishes looks at; the same list until the next refresh.
+        # What a pick without wishes looks at; the same list until it is drawn anew.
         self.common: list[EndpointState] = []
         self._common_addresses: frozenset[str] = frozenset()
+        self._picks = 0  # that have looked at it
 
     def refresh(self) -> None:
         """Take what is known now, unless that was done less than `REFRESH_S` ago and the endpoints are the
         same."""
         snapshot, now_s = self._endpoints.current, self._clock()
         if snapshot.version == self._version and now_s - self._refreshed_s < REFRESH_S:
+            if self.samples and self._picks >= _PICKS_OF_A_SAMPLE:
+                self._use(self._draw())
             return
         if snapshot.version != self._version:
             self._take(snapshot)
@@ -77,17 +82,24 @@ class EndpointStates:
         self._readings, self._in_flight = self._read_readings(), self._read_in_flight()
         self._states = {}
         self._note_adapters()
-        looked_at: Collection[str] = self._by_address
-        if self.samples:
-            # If none takes requests, an explanation still says why of some.
-            looked_at = _sample(self._open or list(self._by_address), SAMPLED)
-        ready = [address for address in looked_at if self._by_address[address].ready]
+        drawn = self._draw()
+        ready = [address for address in drawn if self._by_address[address].ready]
         # If most are stale, scraping is late. The few with fresh figures would get all requests, so loads are
         # not compared: the requests in flight decide.
         fresh = sum(self._is_fresh(address) for address in ready)
         self._compare_loads = 2 * fresh >= len(ready)
-        self.common = [self._state(address) for address in looked_at]
-        self._common_addresses = frozenset(looked_at)
+        self._use(drawn)
+
+    def _draw(self) -> Sequence[str]:
+        """The addresses that picks without wishes look at."""
+        if not self.samples:
+            return list(self._by_address)
+        # If none takes requests, an explanation still says why of some.
+        return _sample(self._open or list(self._by_address), SAMPLED)
+
+    def _use(self, drawn: Sequence[str]) -> None:
+        self.common = [self._state(address) for address in drawn]
+        self._common_addresses, self._picks = frozenset(drawn), 0
 
     def everything(self) -> Sequence[EndpointState]:
         """All endpoints; the same list until the next refresh of a pool that is not sampled."""
@@ -99,6 +111,7 @@ class EndpointStates:
         """Those that a pick for `request` looks at, `session_endpoint` ('': none) among them."""
         if not self.samples or request.limit:
             return self.everything()  # a limit on each endpoint may leave any of them only
+        self._picks += 1
         named = self._named(request, session_endpoint)
         if request.subset is None and not request.selector:
             further = [address for address in named if address not in self._common_addresses]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from operator import mul
 from typing import NamedTuple
 
 from picker_fleet.scheduling.scorers import (
@@ -232,7 +231,12 @@ class Scheduler:
             for name, scorer in self._scorers
             if name in REQUEST_INDEPENDENT_SCORERS
         }
-        weights = [self.weights[name] for name in fixed]
-        rows = zip(*fixed.values(), strict=True)
-        self._fixed_totals = [sum(map(mul, weights, row)) for row in rows] if fixed else [0.0] * len(eligible)
+        totals: list[float] = []
+        for name, scores in fixed.items():
+            weight = self.weights[name]
+            if totals:
+                totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
+            else:
+                totals = [weight * score for score in scores]
+        self._fixed_totals = totals or [0.0] * len(eligible)
         self._fixed_scores, self._eligible = fixed, eligible

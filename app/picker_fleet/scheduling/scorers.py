@@ -234,8 +234,8 @@ def _fewest_first(figures: Sequence[float | None]) -> list[float]:
         return [0.0] * len(figures)
     least, greatest = min(known), max(known)
     spread = greatest - least
+    if len(known) == len(figures):
+        return [(greatest - figure) / spread for figure in known] if spread > 0.0 else [1.0] * len(known)
     if spread <= 0.0:
         return [0.0 if figure is None else 1.0 for figure in figures]
-    if len(known) == len(figures):
-        return [(greatest - figure) / spread for figure in known]
     return [0.0 if figure is None else (greatest - figure) / spread for figure in figures]
