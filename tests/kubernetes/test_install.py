@@ -170,6 +170,43 @@ def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manife
         assert found == after
 
 
+def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiServer, tmp_path: Path) -> None:
+    further = [
+        {"name": "batch", "port": 9004, "selector": {"app": "batch"}, "targetPorts": [8001]},
+        {"name": "night", "port": 9005, "selector": {"app": "night"}, "failureMode": "FailOpen"},
+    ]
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"inferencePool": {"further": further}}))
+    trees = rendered(namespace, "--values", str(SEAT_VALUES), "--values", str(values))
+    namespace.create_all(trees)
+    pools = {tree["metadata"]["name"]: tree["spec"] for tree in trees if tree["kind"] == "InferencePool"}
+    asked_at = {name: pool["endpointPickerRef"] for name, pool in pools.items()}
+    assert {name: ref["port"]["number"] for name, ref in asked_at.items()} == {
+        "llm": 9002,
+        "batch": 9004,
+        "night": 9005,
+    }
+    assert [ref["failureMode"] for ref in asked_at.values()] == ["FailClose", "FailClose", "FailOpen"]
+    assert [pool["targetPorts"][0]["number"] for pool in pools.values()] == [8000, 8001, 8000]
+    # The pool's port leads through Service, NetworkPolicy and container to where the replica listens.
+    (service,) = (tree for tree in trees if tree["metadata"]["name"] == asked_at["llm"]["name"])
+    container = deployment(namespace)["spec"]["template"]["spec"]["containers"][0]
+    listens = {each["name"]: each["containerPort"] for each in container["ports"]}
+    led = {each["port"]: listens[each["targetPort"]] for each in service["spec"]["ports"]}
+    assert led == {port: port for port in (9002, 9004, 9005)}
+    (policy,) = (tree["spec"] for tree in trees if tree["kind"] == "NetworkPolicy")
+    let_in = {each["port"] for each in policy["ingress"][0]["ports"]}
+    assert {each["targetPort"] for each in service["spec"]["ports"]} <= let_in
+    assert {8000, 8001} <= {rule["ports"][0]["port"] for rule in policy["egress"]}
+    (config,) = (tree["data"]["picker.yaml"] for tree in trees if tree["kind"] == "ConfigMap")
+    listening = {name: (section or {}).get("listen") for name, section in yaml.safe_load(config)["pools"].items()}
+    assert listening == {
+        f"{NAMESPACE}.llm": None,
+        f"{NAMESPACE}.batch": "0.0.0.0:9004",
+        f"{NAMESPACE}.night": "0.0.0.0:9005",
+    }
+
+
 def test_the_examples_are_what_the_api_takes(namespace: ApiServer) -> None:
     for file in sorted((FOLDER / "examples").glob("*.yaml")):
         namespace.create_all(yaml.safe_load_all(file.read_text()))
@@ -184,8 +221,11 @@ async def seat(namespace: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
 async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_other(
     namespace: ApiServer, seat: Seat
 ) -> None:
+    further = f"name=batch,inferencePool.further[0].port={network.free_port()}"
+    further += ",inferencePool.further[0].selector.app=batch-server"
+    ports = f"inferencePool.targetPorts={{{seat.port}}}"
     trees = rendered(
-        namespace, "--values", str(SEAT_VALUES), "--set", f"inferencePool.targetPorts={{{seat.port}}}"
+        namespace, "--values", str(SEAT_VALUES), "--set", f"{ports},inferencePool.further[0].{further}"
     )
     namespace.create_all(trees)
     role = next(tree for tree in trees if tree["kind"] == "Role")
@@ -209,6 +249,8 @@ async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_oth
     await seat.start_model(ADDRESS)
     namespace.put_pod("server-0", ADDRESS, {"app": "model-server"}, namespace=NAMESPACE)
     await seat.everywhere(lambda found: found == {f"{ADDRESS}:{seat.port}": "ready"}, "the pod is found")
+    served = {each["name"] for each in (await picker.admin.get("/api/v1/pools")).json()["pools"]}
+    assert served == {f"{NAMESPACE}.{pool}", f"{NAMESPACE}.batch"}
     for group in GROUPS:
         for kind, spec in (("InferenceObjective", {"priority": 1}), ("InferenceModelRewrite", {"rules": []})):
             namespace.apply(

@@ -24,5 +24,25 @@ labels:
 {{ if .Values.inferencePool.name }}9090{{ else }}{{ include "picker.port" .Values.config.admin.listen }}{{ end }}
 {{- end }}
 {{- define "picker.config" -}}
-{{ toYaml (ternary .Values.inferencePool.config .Values.config (ne .Values.inferencePool.name "")) }}
+{{- $values := .Values.inferencePool }}
+{{- $namespace := .Release.Namespace }}
+{{- $config := deepCopy (ternary $values.config .Values.config (ne $values.name "")) }}
+{{- if and $values.name $values.further }}
+{{- $pools := get $config "pools" | default dict }}
+{{- $own := printf "%s.%s" $namespace $values.name }}
+{{- if not (hasKey $pools $own) }}{{ $_ := set $pools $own nil }}{{ end }}
+{{- range $values.further }}
+{{- $discovery := dict "kubernetes" (dict "pool" (required "a pool of inferencePool.further needs a name" .name) "namespace" $namespace) }}
+{{- $section := dict "discovery" $discovery "listen" (printf "0.0.0.0:%v" (required "a pool of inferencePool.further needs a port" .port)) }}
+{{- $_ := set $pools (printf "%s.%s" $namespace .name) (merge $section (.config | default dict)) }}
+{{- end }}
+{{- $_ := set $config "pools" $pools }}
+{{- end }}
+{{- toYaml $config }}
+{{- end }}
+{{- /* The ports for ext_proc of the further pools, as a JSON list. */}}
+{{- define "picker.furtherPorts" -}}
+{{- $ports := list }}
+{{- if .Values.inferencePool.name }}{{- range .Values.inferencePool.further }}{{ $ports = append $ports (int .port) }}{{ end }}{{ end }}
+{{- toJson $ports }}
 {{- end }}
