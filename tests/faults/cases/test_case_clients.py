@@ -24,7 +24,7 @@ AT_ONCE = 100
 
 
 async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
-    lease_s = case.size(5, 2)  # long enough for an access-log interval of 1 s
+    lease_s = case.size(3, 2)  # long enough for an access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
     # The streams run many times as long as the lease, beside other load.

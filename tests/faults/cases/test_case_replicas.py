@@ -94,7 +94,7 @@ async def test_rolling_restart_with_another_library(
     # Three replicas of one version under load.
     here = faulty(
         *OPTIONS,
-        config=config(extproc={"drain_grace": "2s"}),
+        config=config(extproc={"drain_grace": "1s"}),
         environment=two_versions.environment,
     )
     async with closed_loop(here.url, clients=CLIENTS) as load:
