@@ -34,12 +34,12 @@ demo: $(VENV)/.local ## see the point within three minutes: a noisy client, a ki
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load $(or $(ARGS),noisy-neighbour)
 
-# Four files at a time, whole fleets among them, which wait more than they work; the longest come first and
+# Six files at a time, whole fleets among them, which wait more than they work; the longest come first and
 # the many short ones fill the end. Then those that bear no company.
 test: $(VENV)/.installed ## all tests, on a real Valkey and a real Envoy (ARGS='-k name')
 	bash .ci/packages
 ifeq ($(ARGS),)
-	$(BIN)/pytest -m 'not alone' -n 4 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -m 'not alone' -n 6 --dist loadfile --no-loadscope-reorder \
 		tests/model tests/faults tests/fleet tests/scripts tests/unit
 	$(BIN)/pytest -m alone tests/faults
 else
