@@ -142,7 +142,7 @@ class SharedGate:
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
     ) -> Placement:
         """As `Gate.admit`; `wait.queued` is set if the request is queued."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         wait = wait or Wait(self._loop.time() - age_s)
         waiter = Waiter(request, next(self._attempts), wait.arrived_s, self._loop.create_future(), task)

@@ -144,8 +144,9 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if not intermediate and kind not in (_END, _NOT_SET):
         return None
     metadata = common.metadata.filter_metadata
-    if EXT_AUTHZ in metadata:
-        request_id, token, waited_s, target_model = _of_check(_fields(metadata, EXT_AUTHZ))
+    check = metadata.get(EXT_AUTHZ)
+    if check is not None:
+        request_id, token, waited_s, target_model = _of_check(check.fields)
     else:
         picker = _fields(metadata, "picker")
         request_id, token, waited_s = _text(picker, "id"), _text(picker, "ticket"), _waited_s(picker)
@@ -217,12 +218,18 @@ def _text(fields: Any, key: str) -> str:
 
 def _of_check(fields: Any) -> tuple[str, str, float | None, str]:
     """Id, accounting token, time in the queue and target model, from the headers of a check's answer."""
-    waited_s = None
-    with contextlib.suppress(ValueError):
-        waited_s = float(_text(fields, WAITED_HEADER) or "nan")
-        waited_s = waited_s if 0 <= waited_s < math.inf else None
-    token = _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK)
-    return _text(fields, ID_HEADER), token, waited_s, _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
+    waited_s, target_model = None, ""
+    if waited := _text(fields, WAITED_HEADER):
+        target_model = _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
+        with contextlib.suppress(ValueError):
+            waited_s = float(waited)
+            waited_s = waited_s if 0 <= waited_s < math.inf else None
+    return (
+        _text(fields, ID_HEADER),
+        _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK),
+        waited_s,
+        target_model,
+    )
 
 
 def _waited_s(fields: Any) -> float | None:

@@ -483,7 +483,7 @@ class ExchangeService:
         try:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
-            while not exchange.done:
+            while True:
                 uploading = exchange.uploading
                 if uploading:
                     self._uploads.wait(exchange, task)
@@ -502,7 +502,7 @@ class ExchangeService:
                 if uploading:
                     self._uploads.received(exchange)
                 if data is None:
-                    break
+                    return None
                 try:
                     message = ProcessingRequest.FromString(data)
                 except DecodeError:
@@ -520,7 +520,8 @@ class ExchangeService:
                     if exchange.done:
                         return last
                     await stream.write(last)
-            return None
+                elif exchange.done:
+                    return None
         finally:
             self._context.open_requests.ended()
             self._uploads.received(exchange)

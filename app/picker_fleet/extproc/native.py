@@ -38,6 +38,7 @@ _KEEPALIVE_S = 20.0  # a peer that sent nothing for so long is pinged
 _ANSWER_S = 10.0  # it has so long to answer
 _BACKLOG = 1024
 _MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
+_CREDIT_BELOW = WINDOW_BYTES // 2  # a window that is no larger is opened again
 _PAUSE_S = 1.0  # a sleep that took so much longer: this process stood still and has read nothing
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
@@ -47,6 +48,7 @@ _END_BLOCK = literal(b"grpc-status", b"0")
 _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
 _END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(RST_STREAM, 0, 4)
+_DATA = bytes((DATA, 0))  # what follows the size of a DATA frame: type and flags
 _CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
@@ -69,12 +71,12 @@ class GrpcStream:
         "_partial",
         "_reader",
         "_received_bytes",
-        "_remote_ended",
         "_started",
         "_unread_bytes",
         "_writer",
         "began_s",
         "receive_window",
+        "remote_ended",
         "send_window",
         "sid",
         "task",
@@ -100,7 +102,7 @@ class GrpcStream:
         self._partial = bytearray()
         self._reader: asyncio.Future[bytes | None] | None = None  # a message, or None: look again
         self._writer: asyncio.Future[None] | None = None
-        self._remote_ended = False
+        self.remote_ended = False
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
         self._unread_bytes = 0
@@ -122,7 +124,7 @@ class GrpcStream:
         while not self._messages:
             if self._fault is not None:
                 raise self._fault
-            if self._remote_ended:
+            if self.remote_ended:
                 return None
             self._reader = self._connection.loop.create_future()
             try:
@@ -133,7 +135,7 @@ class GrpcStream:
                 return handed_over
         message = self._messages.popleft()
         self._release(len(message) + _MESSAGE_COST)
-        if not self._messages:
+        if not self._messages and self.receive_window <= _CREDIT_BELOW:
             self._give_credit()
         return message
 
@@ -146,7 +148,7 @@ class GrpcStream:
             return
         self.send_window -= size
         connection.send_window -= size
-        data = (start_of_frame(DATA, 0, size), self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+        data = (size.to_bytes(3, "big"), _DATA, self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
         connection.write(b"".join(data if self._started else (_OK, self.sid, OK_BLOCK, *data)))
         self._started = True
 
@@ -172,24 +174,24 @@ class GrpcStream:
                 await self._write_parts(message)
             else:
                 connection.send_window -= size
-                parts = (start_of_frame(DATA, 0, size), sid, b"\0", (size - 5).to_bytes(4, "big"), message)
+                parts = (size.to_bytes(3, "big"), _DATA, sid, b"\0", (size - 5).to_bytes(4, "big"), message)
         if not self._started:
             parts = (_OK, sid, OK_BLOCK, *parts)
-        if self._remote_ended:
+        if self.remote_ended:
             connection.write(b"".join((*parts, _END, sid, _END_BLOCK)))
         else:
             # As gRPC's own servers do: nothing more is wanted of the client.
             connection.write(b"".join((*parts, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
-        connection.forget(self._id, self._remote_ended)
+        connection.forget(self._id, self.remote_ended)
 
     def _fail(self, status: Status, why: str) -> None:
         """End the stream with an error status."""
         block = literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", _escaped(why))
         block = block if self._started else OK_BLOCK + block
         end = frame(HEADERS, END_HEADERS | END_STREAM, self._id, block)
-        stop = b"" if self._remote_ended else _STOP + self.sid + NO_ERROR_CODE
+        stop = b"" if self.remote_ended else _STOP + self.sid + NO_ERROR_CODE
         self._connection.write(end + stop)
-        self._connection.forget(self._id, self._remote_ended)
+        self._connection.forget(self._id, self.remote_ended)
 
     def _fits(self, size: int) -> bool:
         """Whether `size` bytes may be sent now, in one frame."""
@@ -222,7 +224,7 @@ class GrpcStream:
             parts: list[bytes | memoryview] = []
             for start in range(0, len(now), FRAME_BYTES):
                 part = now[start : start + FRAME_BYTES]
-                parts += (start_of_frame(DATA, 0, len(part)), self.sid, part)
+                parts += (len(part).to_bytes(3, "big"), _DATA, self.sid, part)
             connection.write(b"".join(parts))
 
     def wake_writer(self) -> None:
@@ -237,31 +239,33 @@ class GrpcStream:
         if self._fault is not None:
             return  # and the window stays closed
         if self._partial:
-            self._partial += data[start:end]
-            self._count(end - start)
-            if len(self._partial) >= 5 and self._is_decided():
+            self._keep_part(data[start:end])
+            if self._is_decided():
                 data, self._partial = bytes(self._partial), bytearray()
                 self._release(len(data))
-                self._keep(data, 0, len(data))
-        else:
-            self._keep(data, start, end)
-        if not self._messages:
+                start, end = 0, len(data)
+            else:
+                start = end
+        start = self._take_messages(data, start, end)
+        if start < end and self._fault is None:
+            self._keep_part(data[start:end])
+        if not self._messages and self.receive_window <= _CREDIT_BELOW:
             self._give_credit()
+
+    def _keep_part(self, part: bytes) -> None:
+        """Keep what is not a whole message yet."""
+        self._partial += part
+        self._count(len(part))
 
     def _is_decided(self) -> bool:
         """Whether the partial message is whole, or wrong."""
+        if len(self._partial) < 5:
+            return False
         whole = 5 + int.from_bytes(self._partial[1:5], "big")
         return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._message_bytes
 
-    def _keep(self, data: bytes, start: int, end: int) -> None:
-        """Queue the whole messages of `data[start:end]`, and keep the rest until more comes."""
-        start = self._take_messages(data, start, end)
-        if start < end and self._fault is None:
-            self._partial += data[start:end]
-            self._count(end - start)
-
     def _take_messages(self, data: bytes, start: int, end: int) -> int:
-        """Queue the whole messages of `data[start:end]`; where the rest begins."""
+        """Give the handler the whole messages of `data[start:end]`, or queue them; where the rest begins."""
         while end - start >= 5:
             length = int.from_bytes(data[start + 1 : start + 5], "big")
             if data[start]:
@@ -287,15 +291,11 @@ class GrpcStream:
 
     def end_remote(self) -> bool:
         """The client's side has ended; whether it had as many bytes as its headers said."""
-        self._remote_ended = True
+        self.remote_ended = True
         if self._partial:
             self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
         self._wake_reader()
         return self._content_length in (-1, self._received_bytes)
-
-    @property
-    def remote_ended(self) -> bool:
-        return self._remote_ended
 
     def drop(self) -> None:
         """The stream is over: keep nothing of it."""
@@ -305,8 +305,8 @@ class GrpcStream:
 
     def _give_credit(self) -> None:
         """Open the window again: the handler has read all whole messages, so the rest of one may come."""
-        used = WINDOW_BYTES - self.receive_window
-        if used >= WINDOW_BYTES // 2 and not self._remote_ended and self._fault is None:
+        if not self.remote_ended and self._fault is None:
+            used = WINDOW_BYTES - self.receive_window
             self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
