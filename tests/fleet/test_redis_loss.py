@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from admin_calls import ask
 from counting_servers import CountingServers, counting_servers
 from fleet_load import PATIENT, at_rest, metric, shared
 from redis_servers import Server, redis_server
@@ -21,6 +22,7 @@ CLIENTS = 24
 SERVICE_S = 0.4  # long enough to keep the pool full on a busy machine
 REFUSED_S = 0.4  # six of the clients are refused at any time; faster retries only cost CPU
 LEASE_S = 15.0
+PRIORITIES = (7, -3)
 COUNTED_AFTER_S = 6.0  # a younger replica has no part of the bound when it loses Redis
 
 
@@ -72,9 +74,10 @@ async def three(
             options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
             config = {
                 "discovery": {"static": [{"address": address} for address in servers.addresses]},
-                # Fewer places than clients, so that the fleet, and each replica alone, refuses some.
-                "fair_request_queue": {"total_capacity": 6, "flow_capacity": 6},
+                # A flow has fewer places than clients: the fleet, and each replica alone, refuses some.
+                "fair_request_queue": {"flow_capacity": 6, "guard_share": 0},
                 "request_queue_controller": exact_bounds(EACH),
+                "objectives": [{"name": f"p{each}", "priority": each} for each in PRIORITIES],
             }
             async with running(folder, *options, config=config) as here:
 
@@ -106,6 +109,50 @@ async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without
         await asyncio.to_thread(valkey.revive)
         await until_degraded(here, False)
         await servers.until_served(50)
+    assert servers.peak <= BOUND
+    await at_rest(here, within_s=LEASE_S + 5)
+
+
+async def waiting(here: Any, replica: int) -> list[int]:
+    """How many requests of each of PRIORITIES wait in a replica's own queue."""
+    lengths = (await shared(here, replica))["local"]["queue_length"]
+    return [lengths.get(str(each), 0) for each in PRIORITIES]
+
+
+def ask_all(tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> list[asyncio.Task[httpx.Response]]:
+    """Requests of all PRIORITIES, each of a flow of its own."""
+    names = [(f"flow-{number}", f"p{each}") for number in range(40) for each in PRIORITIES]
+    return [tasks.create_task(ask(client, flow, objective=objective)) for flow, objective in names]
+
+
+@pytest.mark.parametrize("three", ["lean"], indirect=True)
+async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: Three) -> None:
+    here, valkey, servers = three
+    valkey.kill()
+    await until_degraded(here, True)
+    servers.forget_peak()
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        asked = ask_all(tasks, client)
+
+        async def both_wait() -> bool:
+            return any([min(await waiting(here, replica)) > 0 for replica in range(3)])
+
+        await here.eventually(both_wait, what="both in one queue")
+        looks = 0
+        for replica in range(3):
+            before = await waiting(here, replica)
+            while min(before) > 0:
+                now = await waiting(here, replica)
+                assert now[0] == 0 or now[1] >= before[1], "the lower is served while the higher waits"
+                before, looks = now, looks + 1
+        assert looks
+    assert {task.result().status_code for task in asked} == {200}
+    # Those that wait when Redis returns are served, too.
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        asked = ask_all(tasks, client)
+        await asyncio.to_thread(valkey.revive)
+        await until_degraded(here, False)
+    assert {task.result().status_code for task in asked} == {200}
     assert servers.peak <= BOUND
     await at_rest(here, within_s=LEASE_S + 5)
 

@@ -199,7 +199,9 @@ def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiSer
     assert {each["targetPort"] for each in service["spec"]["ports"]} <= let_in
     assert {8000, 8001} <= {rule["ports"][0]["port"] for rule in policy["egress"]}
     (config,) = (tree["data"]["picker.yaml"] for tree in trees if tree["kind"] == "ConfigMap")
-    listening = {name: (section or {}).get("listen") for name, section in yaml.safe_load(config)["pools"].items()}
+    listening = {
+        name: (section or {}).get("listen") for name, section in yaml.safe_load(config)["pools"].items()
+    }
     assert listening == {
         f"{NAMESPACE}.llm": None,
         f"{NAMESPACE}.batch": "0.0.0.0:9004",
