@@ -53,12 +53,15 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
             "discovery": {"kubernetes": {"pool": "batch", "namespace": NAMESPACE}},
             "listen": f"{LOOPBACK}:{own_ports[-1]}",
         }
+        # One whose InferencePool nobody has made has no endpoints, and keeps no replica from being ready.
+        absent = {"discovery": {"kubernetes": {"pool": "absent", "namespace": NAMESPACE}}}
+        pools = {f"{NAMESPACE}.chat": None, f"{NAMESPACE}.batch": batch, f"{NAMESPACE}.absent": absent}
         file = tmp_path / f"pools-{number}.yaml"
-        file.write_text(yaml.safe_dump({"pools": {f"{NAMESPACE}.chat": None, f"{NAMESPACE}.batch": batch}}))
+        file.write_text(yaml.safe_dump({"pools": pools}))
         await bare.start_picker(empty.kubeconfig("admin"), "chat", NAMESPACE, "--config-file", str(file))
     for picker in bare.pickers:
         await bare.ready(picker)
-        for name, hosts in HOSTS.items():
+        for name, hosts in {**HOSTS, "absent": ()}.items():
             await until_ready(picker, name, hosts)
     chat = await bare.start_gateway([Route([picker.grpc for picker in bare.pickers])])
     batch_gateway = await bare.start_gateway([Route(own_ports)])
