@@ -5,6 +5,8 @@ docs/migration.md has the same table for readers.
 """
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -71,7 +73,15 @@ _SECTIONS = frozenset(
     )
 )
 _MOST_REQUESTS = 100_000
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+# As Kubernetes writes quantities, and Go durations.
+_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
+    f"{prefix}{binary}": float(2 ** (10 * power) if binary else 1000**power)
+    for power, prefix in enumerate("KMGTPE", start=1)
+    for binary in ("", "i")
+}
+_QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkKMGTPE]i?|)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
 @dataclass(slots=True)
@@ -109,7 +119,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
             result.section("request_queue_controller")["enabled"] = True
         else:
             result.remarks.append(f"featureGates: {gate} has no counterpart")
-    for name in sorted(tree.keys() - _SECTIONS):
+    for name in sorted(map(str, tree.keys() - _SECTIONS)):
         result.remarks.append(f"{name} has no counterpart")
     parser = tree.get("parser")
     if isinstance(parser, Mapping):
@@ -183,10 +193,9 @@ def _scorers(
                 raise ConfigError(f"schedulingProfiles.0.plugins: weight of {name[:60]} must be a number")
             if weight:
                 weights[scorer] = weights.get(scorer, 0) + weight
-            if kind not in ("random-picker",) and parameters:
-                result.remarks.append(
-                    f"plugins: parameters of {name} ({', '.join(sorted(parameters))}) have no counterpart"
-                )
+            if kind != "random-picker" and parameters:
+                told = ", ".join(sorted(map(str, parameters)))
+                result.remarks.append(f"plugins: parameters of {name} ({told}) have no counterpart")
         elif kind == "weighted-random-picker":
             result.remarks.append("plugins: weighted-random-picker: the best endpoint is picked here")
         elif kind == "max-score-picker":
@@ -243,16 +252,20 @@ def _flow_control(
     if not control:
         return
     queue = result.section("fair_request_queue")
-    if control.get("maxRequests") is not None:
-        total = _quantity(control["maxRequests"], "flowControl.maxRequests")
-        queue["total_capacity"] = min(max(int(total), 1), _MOST_REQUESTS)
-        queue["flow_capacity"] = min(100, queue["total_capacity"])
+    if total := _limit(control, "flowControl", result):
+        queue["total_capacity"], queue["flow_capacity"] = total, min(100, total)
     if control.get("maxBytes") is not None:
         result.remarks.append(
             "flowControl.maxBytes: extproc.max_buffered_bytes limits the bytes of bodies in each replica"
         )
     if control.get("defaultRequestTTL") is not None:
-        queue["queue_ttl"] = str(control["defaultRequestTTL"])
+        ttl_s = _duration_s(control["defaultRequestTTL"], "flowControl.defaultRequestTTL")
+        if ttl_s > 0:
+            queue["queue_ttl"] = f"{ttl_s:.9g}s"
+        else:
+            result.remarks.append(
+                "flowControl.defaultRequestTTL 0: nobody waits longer than fair_request_queue.queue_ttl here"
+            )
     bands = [_mapping(each, "flowControl.priorityBands") for each in _list(control, "priorityBands")]
     default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
     for reference, known, key in (
@@ -270,7 +283,8 @@ def _flow_control(
         for kind in named:
             if kind not in known:
                 result.remarks.append(f"flowControl: {reference} {kind} has no counterpart")
-    if limited := [_priority_band(each) for each in bands if each.get("maxRequests") is not None]:
+    limits = [(each, _limit(each, "flowControl.priorityBands", result)) for each in bands]
+    if limited := [_priority_band(each, limit) for each, limit in limits if limit]:
         queue["priority_bands"] = limited
     if any(each.get("maxBytes") is not None for each in (default, *bands)):
         result.remarks.append(
@@ -287,12 +301,10 @@ def _flow_control(
         del result.tree["fair_request_queue"]
 
 
-def _priority_band(band: Mapping[str, Any]) -> dict[str, Any]:
+def _priority_band(band: Mapping[str, Any], capacity: int) -> dict[str, Any]:
     """One of ours, which has the name of one of the three at its priority."""
     priority = band.get("priority")
     named = [{"name": each.name} for each in NAMED if each.priority == priority]
-    most = _quantity(band["maxRequests"], "flowControl.priorityBands.maxRequests")
-    capacity = min(max(int(most), 1), _MOST_REQUESTS)
     return {"priority": priority, **(named[0] if named else {}), "capacity": capacity}
 
 
@@ -306,14 +318,35 @@ def _named_once(
     return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
 
 
+def _limit(section: Mapping[str, Any], where: str, result: Imported) -> int:
+    """`maxRequests` of a section, at most what can be set here; 0: no limit."""
+    value = section.get("maxRequests")
+    if value is None:
+        return 0
+    most = math.ceil(_quantity(value, f"{where}.maxRequests"))
+    if most > _MOST_REQUESTS:
+        result.remarks.append(f"{where}.maxRequests {value}: {_MOST_REQUESTS} is the most here")
+    return min(most, _MOST_REQUESTS)
+
+
 def _quantity(value: object, where: str) -> float:
-    """A number as Kubernetes writes quantities: 500, "1k", "2Gi"."""
-    text = str(value)
-    digits = text.rstrip("kMGi")
-    try:
-        return float(digits) * _UNITS[text[len(digits) :]]
-    except (ValueError, KeyError):
-        raise ConfigError(f"{where}: {text[:40]!r} is no quantity") from None
+    """A number as Kubernetes writes quantities: 500, "1k", "2Gi", "1e3"."""
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None or not (match[2] in _UNITS or match[2][0] in "eE"):
+        raise ConfigError(f"{where}: {str(value)[:40]!r} is no quantity")
+    if match[2] in _UNITS:
+        return min(float(match[1]) * _UNITS[match[2]], 1e300)
+    return min(float(match[1] + match[2]), 1e300)
+
+
+def _duration_s(value: object, where: str) -> float:
+    """Seconds of a duration as Go writes them, "1m30s"; a number is seconds."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    parts = _DURATION.findall(value) if isinstance(value, str) else []
+    if value != "0" and (not parts or "".join(map("".join, parts)) != value):
+        raise ConfigError(f"{where}: {str(value)[:40]!r} is no duration")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 def read(path: Path) -> Imported:

@@ -1,5 +1,6 @@
 """An EndpointPickerConfig in our terms: what has a counterpart, what has none, what is malformed."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,35 @@ def test_flow_control_becomes_the_queue() -> None:
         assert text in named
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1m30s", 90), ("1h0m0s", 3600), ("1.5h", 5400), ("250ms", 0.25), (30, 30)]
+)
+def test_a_ttl_may_be_written_as_go_writes_durations(text: object, seconds: float) -> None:
+    tree = imported(flowControl={"defaultRequestTTL": text}).tree
+    assert parse(tree).fair_request_queue.queue_ttl == seconds
+
+
+def test_zero_sets_no_limit() -> None:
+    result = imported(
+        flowControl={
+            "maxRequests": "0",
+            "defaultRequestTTL": "0s",
+            "priorityBands": [{"priority": 0, "maxRequests": 0}],
+        }
+    )
+    assert result.tree == {}
+    assert "defaultRequestTTL" in "".join(result.remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "capacity"), [("1Ki", 1024), ("1e3", 1000), ("1500m", 2), ("1Ti", 100_000), (7, 7)]
+)
+def test_a_limit_may_be_any_quantity(text: object, capacity: int) -> None:
+    result = imported(flowControl={"maxRequests": text})
+    assert parse(result.tree).fair_request_queue.total_capacity == capacity
+    assert ("is the most here" in "".join(result.remarks)) == (text == "1Ti")
+
+
 def test_what_has_no_counterpart_is_named() -> None:
     result = imported(
         plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
@@ -114,13 +144,29 @@ def test_what_has_no_counterpart_is_named() -> None:
             {"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
             "no plugin is named 'x'",
         ),
-        ({"flowControl": {"maxRequests": "many"}}, "is no quantity"),
-        ({"flowControl": {"defaultRequestTTL": "soon"}}, r"fair_request_queue\.queue_ttl"),
+        *(
+            ({"flowControl": {"maxRequests": each}}, r"flowControl\.maxRequests: .* is no quantity")
+            for each in ("many", math.nan, math.inf, -5, True, [1])
+        ),
+        *(
+            (
+                {"flowControl": {"defaultRequestTTL": each}},
+                r"flowControl\.defaultRequestTTL: .* is no duration",
+            )
+            for each in ("soon", "", "-1s", "1m30", math.nan, [30])
+        ),
     ],
 )
 def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         imported(**more)
+
+
+def test_keys_that_are_no_text_are_named_like_others() -> None:
+    scorer = {"type": "queue-scorer", "parameters": {1: 2, "a": 3}}
+    remarks = import_config.imported({**HEAD, "plugins": [scorer], 5: "x", "strange": {}}).remarks  # type: ignore[dict-item]
+    assert {"5 has no counterpart", "strange has no counterpart"} <= set(remarks)
+    assert "plugins: parameters of queue-scorer (1, a) have no counterpart" in remarks
 
 
 def test_the_command_prints_a_configuration_that_is_valid(
