@@ -1,16 +1,22 @@
 """What objectives and model rewrites amount to: bands, splits, who wins, and what is a fault."""
 
+import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
+from picker_fleet.endpoints.kubernetes_api import Api
 from picker_fleet.intake import Ask, Intake
 from picker_fleet.replica.inference_objects import (
+    InferenceObjects,
+    LiveObjects,
     Objective,
     Rewrite,
     cycles,
@@ -135,3 +141,57 @@ def test_a_rewrite_that_cannot_be_used_says_why(rules: list[dict[str, Any]], fau
 def test_a_priority_is_an_int32() -> None:
     assert objective_fault(objective("o", 2**31)) == "spec.priority is no int32"
     assert objective_fault(objective("o", -(2**31))) == ""
+
+
+class ObjectsOfTwoPools:
+    """An API server with an objective of pool `own` and 100 of pools that are not there. Questions for pools
+    wait for `answers`."""
+
+    namespace = "models"
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Queue[str]()
+        self.answers = asyncio.Event()
+
+    async def get(self, path: str, params: Mapping[str, str]) -> bytes:
+        if path.endswith("/inferencepools"):
+            self.asked.put_nowait(params["fieldSelector"])
+            await self.answers.wait()
+            return b'{"items": []}'
+        of = {"own": "own", **{f"o{number}": f"gone-{number % 2}" for number in range(100)}}
+        items = [
+            {"metadata": {"name": name}, "spec": {"priority": 7, "poolRef": {"name": pool}}}
+            for name, pool in of.items()
+            if "llm-d.ai" in path and path.endswith("/inferenceobjectives")
+        ]
+        return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
+
+    async def lines(self, *_: object) -> AsyncGenerator[bytes, None]:
+        yield b""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_objects_of_other_pools_keep_those_of_this_one_from_nothing() -> None:
+    server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
+    followed = InferenceObjects(
+        "own", None, report=reported.put_nowait, publishes=lambda: False, api=lambda: cast(Api, server)
+    )
+    task = asyncio.create_task(followed.run())
+    try:
+        async with asyncio.timeout(10):
+            while (await reported.get()).priorities != {"own": 7}:
+                pass
+            server.answers.set()
+            asked = sorted([await server.asked.get() for _ in range(2)])
+            for _ in range(2):  # once they are judged nobody asks again
+                followed._changed.set()
+                await reported.get()
+        assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]
+        assert server.asked.empty()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -209,7 +209,7 @@ class InferenceObjects:
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
         self._remarks: dict[tuple[str, str], str] = {}
-        self._of_others: dict[tuple[str, str], tuple[int, str]] = {}  # objects of other pools, as judged
+        self._judged: dict[tuple[str, str], tuple[int, str]] = {}  # objects of other pools: generation, pool
         self._pools_path = ""
 
     async def run(self) -> None:
@@ -258,10 +258,14 @@ class InferenceObjects:
                         )
                     }
                     self._report(live_objects(usable.values(), rules.values()))
-                    present = {(path, name) for path, known in objectives for name in known.items}
-                    self._forget_gone(
-                        present | {(path, name) for path, known in rewrites for name in known.items}
-                    )
+                    present = {
+                        (path, name): (condition, item)
+                        for condition, followed in (("Ready", objectives), ("Accepted", rewrites))
+                        for path, reflector in followed
+                        for name, item in reflector.items.items()
+                    }
+                    self._forget_gone(present.keys())
+                    await self._judge_of_others(api, present)
         finally:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(1):
@@ -270,8 +274,8 @@ class InferenceObjects:
     def _forget_gone(self, present: Set[tuple[str, str]]) -> None:
         for gone in self._remarks.keys() - present:
             del self._remarks[gone]
-        for gone in self._of_others.keys() - present:
-            del self._of_others[gone]
+        for gone in self._judged.keys() - present:
+            del self._judged[gone]
 
     async def _is_usable(
         self,
@@ -285,7 +289,6 @@ class InferenceObjects:
         """Whether `item` counts here. A new fault is logged, and its condition written."""
         reference, name = item.spec.pool_ref, item.metadata.name
         if reference.name != self._pool:
-            await self._judge_of_another(api, path, condition, item)
             return False
         fault = (
             fault_of(item)
@@ -310,25 +313,32 @@ class InferenceObjects:
             await self._write(api, f"{path}/{name}", item, wanted)
         return not fault
 
-    async def _judge_of_another(self, api: Api, path: str, condition: str, item: Objective | Rewrite) -> None:
-        """An object of another pool is that pool's picker's to judge, unless there is no such pool. Looked at
+    async def _judge_of_others(
+        self, api: Api, present: Mapping[tuple[str, str], tuple[str, Objective | Rewrite]]
+    ) -> None:
+        """Objects of another pool are that pool's picker's to judge, unless there is no such pool. Looked at
         once for each version: the pool may come later, and its picker with it."""
-        name, pool = item.metadata.name, item.spec.pool_ref.name
-        if self._of_others.get((path, name)) == (item.metadata.generation, pool):
-            return
-        try:
-            body = await api.get(self._pools_path, {"fieldSelector": f"metadata.name={pool}"})
-            exists = bool(msgspec.json.decode(body, type=_Names).items)
-        except (KubernetesFault, msgspec.MsgspecError):
-            return
-        self._of_others[path, name] = item.metadata.generation, pool
-        if exists:
-            return
-        fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
-        _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
-        if self._publishes():
-            wanted = _Condition(condition, "False", "Invalid", fault, item.metadata.generation)
-            await self._write(api, f"{path}/{name}", item, wanted)
+        exists: dict[str, bool | None] = {}  # each pool is asked for once; None: no answer
+        for (path, name), (condition, item) in present.items():
+            pool, generation = item.spec.pool_ref.name, item.metadata.generation
+            if pool == self._pool or self._judged.get((path, name)) == (generation, pool):
+                continue
+            if pool not in exists:
+                try:
+                    body = await api.get(self._pools_path, {"fieldSelector": f"metadata.name={pool}"})
+                    exists[pool] = bool(msgspec.json.decode(body, type=_Names).items)
+                except (KubernetesFault, msgspec.MsgspecError):
+                    exists[pool] = None
+            if exists[pool] is None:
+                continue  # judged with the next change
+            self._judged[path, name] = generation, pool
+            if exists[pool]:
+                continue
+            fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
+            _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
+            if self._publishes():
+                wanted = _Condition(condition, "False", "Invalid", fault, generation)
+                await self._write(api, f"{path}/{name}", item, wanted)
 
     async def _write(self, api: Api, path: str, item: Objective | Rewrite, wanted: _Condition) -> None:
         if wanted in (item.status.conditions or ()):
