@@ -8,7 +8,7 @@ from metrics_page import samples
 from scripted_store import POOL
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.request import Band
+from picker_fleet.request import Band, Completion, Outcome
 from picker_fleet.telemetry.metrics import Metrics
 from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 
@@ -16,6 +16,12 @@ QUEUE = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_
 SATURATION = ("llm_d_epp_flow_control_pool_saturation", "inference_extension_flow_control_pool_saturation")
 RUNNING = ("llm_d_epp_request_running", "inference_objective_running_requests")
 READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
+
+
+FLOW_CONTROL = ("llm_d_epp_flow_control", "inference_extension_flow_control")
+COMPLETED = Completion(
+    "r", Outcome.COMPLETED, 200, "10.0.0.1:80", 9, 9, 3.0, 1.5, waited_s=0.5, target_model="llama-7b"
+)
 
 
 def reading(waiting: float, running: float, kv: float, *, known: bool = True) -> Reading:
@@ -111,3 +117,24 @@ def test_a_client_cannot_make_series_without_end() -> None:
     series = [key for key in found if key[0] == RUNNING[0]]
     assert len(series) == 1002
     assert found[RUNNING[0], "model_name=other"] == 2000
+
+
+def test_decisions_answers_and_waits_are_counted_under_the_references_names_too() -> None:
+    page, models = Page(), ("model_name=llama", "target_model_name=llama-7b")
+    page.metrics.answered("lean", "llama", "ok", 0.1, "llama-7b")
+    page.metrics.answered("http", "llama", "ok", 0.1, "llama-7b")
+    page.metrics.answered("http", "llama", "total_capacity", 0.1, "llama-7b")
+    page.metrics.completed(COMPLETED, "llama")
+    requests = ("llm_d_epp_request_total", "inference_objective_request_total")
+    assert page.values(requests, *models) == [3, 3]
+    errors = ("inference_objective_request_error_total",)
+    assert page.values(errors, "error_code=total_capacity", *models) == [1]
+    for prefix in ("llm_d_epp_request", "inference_objective_request"):
+        for name, seconds in (("duration_seconds", 3.0), ("ttft_seconds", 1.5)):
+            names = tuple(f"{prefix}_{name}_{part}" for part in ("count", "sum"))
+            assert page.values(names, "model_name=llama") == [1, seconds]
+    waited = tuple(f"{prefix}_request_queue_duration_seconds_sum" for prefix in FLOW_CONTROL)
+    assert page.values(waited, *models[:1], "success=true", *models[1:]) == [0.5, 0.5]
+    assert page.values(
+        ("epp_queue_latency_seconds_sum",), "model=llama", "success=true", "target_model=llama-7b"
+    ) == [0.5]

@@ -116,15 +116,15 @@ class Metrics:
         ) -> Histograms:
             return Histograms(page, f"epp_{name}", help_text, bounds, labels)
 
-        self._requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
-        self._refused = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
+        self.requests = counters("requests", "Decisions sent to Envoy, by code.", (*_MODEL, "code", "mode"))
+        self.refusals = counters("request_errors", "Decisions that were refusals.", (*_MODEL, "code"))
         self._decision = histograms(
             "decision_latency_seconds",
             "From a request's first message to its decision.",
             _DECISION,
             ("mode",),
         )
-        self._waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
+        self.waits = histograms("queue_latency_seconds", "Time in the queue.", _QUEUE, (*_MODEL, "success"))
         self._bypasses = counters("bypass", "Requests that bypassed the queue.", _MODEL)
         self._expired = counters("requests_expired", "Requests dropped past their TTL.", _MODEL)
         self._cancelled = counters(
@@ -148,8 +148,8 @@ class Metrics:
         self._tokens_out = counters(
             "output_tokens", "Completion tokens, as model servers count them.", ("model",)
         )
-        self._duration = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
-        self._first_byte = histograms(
+        self.durations = histograms("request_duration_seconds", "Until the last byte.", _DURATION, ("model",))
+        self.first_bytes = histograms(
             "time_to_first_token_seconds", "Until the answer's first byte.", _FIRST_BYTE, ("model",)
         )
 
@@ -204,9 +204,9 @@ class Metrics:
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
         """A decision was sent: `code` is `ok` or the RequestError's code."""
         labels = self._variant(model, target_model)
-        self._requests.add((*labels, code, mode))
+        self.requests.add((*labels, code, mode))
         if code != "ok":
-            self._refused.add((*labels, code))
+            self.refusals.add((*labels, code))
         self._decision.observe(seconds, (mode,))
 
     def completed(self, completion: Completion, model: str) -> None:
@@ -223,9 +223,9 @@ class Metrics:
         if completion.completion_tokens:
             self._tokens_out.add(label, completion.completion_tokens)
         if completion.duration_s is not None:
-            self._duration.observe(completion.duration_s, label)
+            self.durations.observe(completion.duration_s, label)
         if completion.first_byte_s is not None:
-            self._first_byte.observe(completion.first_byte_s, label)
+            self.first_bytes.observe(completion.first_byte_s, label)
         if completion.waited_s is not None:
             success = completion.outcome is Outcome.COMPLETED
             self.waited(model, completion.waited_s, success, completion.target_model)
@@ -241,7 +241,7 @@ class Metrics:
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         """A request waited `seconds` in the queue, and its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
-        self._waits.observe(seconds, labels)
+        self.waits.observe(seconds, labels)
 
     def bypassed(self, model: str, target_model: str = "") -> None:
         self._bypasses.add(self._variant(model, target_model))
@@ -539,6 +539,8 @@ def _escaped(text: str) -> str:
 class _Values:
     """Series of one number each. The text of a series is kept until its value changes or it is gone."""
 
+    _read: Callable[[], dict[Labels, float]] | None = None
+
     def __init__(self, page: Page, name: str, kind: str, help_text: str, labels: Labels) -> None:
         self._name = name
         self._writer = _Writer(name, kind, help_text, labels, page.labels)
@@ -557,7 +559,17 @@ class _Values:
                 labels = (OTHER,) * len(labels)
             self._values[labels] = self._values.get(labels, 0.0) + amount
 
+    def follow_all(self, read: Callable[[], dict[Labels, float]]) -> None:
+        """Call `read` for all series when the text is rendered: nobody pays for them in between."""
+        self._read = read
+
+    @property
+    def values(self) -> Mapping[Labels, float]:
+        return self._values
+
     def series(self) -> Iterator[bytes]:
+        if self._read is not None:
+            self._values = self._read()
         kept = self._texts
         self._texts = texts = {}
         for labels, value in list(self._values.items()):
@@ -588,30 +600,16 @@ class Gauges(_Values):
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, name, "gauge", help_text, labels)
-        self._read: Callable[[], dict[Labels, float]] | None = None
 
     def follow(self, read: Callable[[], float]) -> None:
         """Call `read` for the value when the text is rendered."""
         self._read = lambda: {(): read()}
-
-    def follow_all(self, read: Callable[[], dict[Labels, float]]) -> None:
-        """Call `read` for all series when the text is rendered: nobody pays for them in between."""
-        self._read = read
 
     def set(self, value: float) -> None:
         self._values = {(): value}
 
     def replace(self, values: dict[Labels, float]) -> None:
         self._values = values
-
-    @property
-    def values(self) -> Mapping[Labels, float]:
-        return self._values
-
-    def series(self) -> Iterator[bytes]:
-        if self._read is not None:
-            self.replace(self._read())
-        return super().series()
 
 
 class _Cell:
@@ -629,13 +627,14 @@ class Histograms:
     def __init__(
         self, page: Page, name: str, help_text: str, bounds: tuple[float, ...], labels: Labels = ()
     ) -> None:
-        self._name = name
+        self._name, self._help = name, help_text
         self._writer = _Writer(name, "histogram", help_text, labels, page.labels)
         self.head = self._writer.head
         self._bounds = bounds
         self._size = len(bounds) + 1
         self._edges = (*map(_number, bounds), "+Inf")
         self._cells: dict[Labels, _Cell] = {}
+        self._keeps_texts = True
         page.add(lambda: (self,))
 
     def observe(self, value: float, labels: Labels = ()) -> None:
@@ -648,8 +647,17 @@ class Histograms:
         cell.total += value
         cell.text = None
 
+    def also(self, page: Page, name: str, labels: Labels) -> None:
+        """Show the same on `page` under another name, with other names of the labels."""
+        copy = Histograms(page, name, self._help, self._bounds, labels)
+        copy._cells = self._cells
+        copy._keeps_texts = False
+
     def series(self) -> Iterator[bytes]:
         for labels, cell in list(self._cells.items()):
+            if not self._keeps_texts:
+                yield self._text(labels, cell)
+                continue
             if cell.text is None:
                 cell.text = self._text(labels, cell)
             yield cell.text

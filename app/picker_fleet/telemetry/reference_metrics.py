@@ -10,10 +10,22 @@ from statistics import fmean
 from typing import Final
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
-from picker_fleet.telemetry.metrics import OTHER, Family, Gauges, LabelCap, Labels, Metrics, Page, label_value
+from picker_fleet.telemetry.metrics import (
+    OTHER,
+    Counters,
+    Family,
+    Gauges,
+    LabelCap,
+    Labels,
+    Metrics,
+    Page,
+    label_value,
+)
 
 _FLOW_CONTROL: Final = ("llm_d_epp_flow_control", "inference_extension_flow_control")
 _POOL: Final = ("llm_d_epp", "inference_pool")
+_REQUEST: Final = ("llm_d_epp_request", "inference_objective_request")
+_MODEL: Final = ("model_name", "target_model_name")
 _MOST_QUEUE_SERIES = 1000
 _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
     "average_queue_size": lambda reading: reading.waiting,
@@ -71,6 +83,24 @@ class ReferenceMetrics:
             what: gauges(tuple(f"{prefix}_{what}" for prefix in _POOL), "Mean of the endpoints.", ("name",))
             for what in _AVERAGES
         }
+
+        for prefix in _REQUEST:
+            requests = Counters(page, prefix, "Decisions sent to Envoy.", _MODEL)
+            requests.follow_all(self._requests_by_model)
+            metrics.durations.also(page, f"{prefix}_duration_seconds", _MODEL[:1])
+            metrics.first_bytes.also(page, f"{prefix}_ttft_seconds", _MODEL[:1])
+        errors = Counters(
+            page, f"{_REQUEST[1]}_error", "Decisions that were refusals.", (*_MODEL, "error_code")
+        )
+        errors.follow_all(lambda: dict(metrics.refusals.values))
+        for prefix in _FLOW_CONTROL:
+            metrics.waits.also(page, f"{prefix}_request_queue_duration_seconds", (*_MODEL, "success"))
+
+    def _requests_by_model(self) -> dict[Labels, float]:
+        found: dict[Labels, float] = {}
+        for (model, target, *_), count in self._metrics.requests.values.items():
+            found[model, target] = found.get((model, target), 0.0) + count
+        return found
 
     def families(self) -> Iterator[Family]:
         """The families, with the figures of now."""
