@@ -1,7 +1,7 @@
-"""What the queue's bound costs and gives before real vLLM servers: requests/s and time to first token.
+"""What the queue's bound costs and gives before real vLLM servers: full batches, requests/s, first tokens.
 
 The variants take turns, so that the load of others on the machine meets all of them; the page gives ratios
-within a round to Envoy alone.
+within a round to Envoy alone. How full vLLM's batches are does not depend on the machine's speed.
 """
 
 import asyncio
@@ -50,6 +50,7 @@ class Sample:
     clients: int
     rate: float  # requests/s
     first_ms: list[int]
+    batch: float  # requests that a vLLM server generates a token for in a step
     load: float  # the machine's load average after it
 
 
@@ -70,11 +71,11 @@ async def measured(pair: Sequence[Server], rounds: int, folder: Path) -> list[Sa
                     await fleet.weigh(**choice.scorers)
                 name, url = (choice.name, fleet.envoy) if choice is not None else (_ALONE, envoy.url)
                 for clients in _REQUESTS:
-                    samples.append(await _run(fleet, url, name, clients))
+                    samples.append(await _run(fleet, pair, url, name, clients))
     return samples
 
 
-async def _run(fleet: Fleet, url: str, variant: str, clients: int) -> Sample:
+async def _run(fleet: Fleet, pair: Sequence[Server], url: str, variant: str, clients: int) -> Sample:
     left = _REQUESTS[clients]
     first_ms: list[int] = []
 
@@ -93,15 +94,24 @@ async def _run(fleet: Fleet, url: str, variant: str, clients: int) -> Sample:
                         first_ms.append(round(1000 * (time.perf_counter() - since)))
                         began = True
 
-    began_at = time.perf_counter()
+    before, began_at = await _generated(pair), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     rate = _REQUESTS[clients] / (time.perf_counter() - began_at)
+    tokens, steps = (then - now for now, then in zip(before, await _generated(pair), strict=True))
+    batch, load = tokens / steps, os.getloadavg()[0]
     print(
-        f"{variant}, {clients} clients: {rate:.1f}/s, load {os.getloadavg()[0]:.1f}",
+        f"{variant}, {clients} clients: {rate:.1f}/s, batches of {batch:.2f}, load {load:.1f}",
         file=sys.stderr,
         flush=True,
     )
-    return Sample(variant, clients, rate, first_ms, os.getloadavg()[0])
+    return Sample(variant, clients, rate, first_ms, batch, load)
+
+
+async def _generated(pair: Sequence[Server]) -> tuple[float, float]:
+    """Tokens that both servers have generated, and steps in which they did."""
+    names = ("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count")
+    tokens, steps = [sum([await server.counted(name) for server in pair]) for name in names]
+    return tokens, steps
 
 
 def page(samples: Sequence[Sample], rounds: int) -> str:
@@ -124,6 +134,7 @@ def page(samples: Sequence[Sample], rounds: int) -> str:
                 [
                     str(clients),
                     variant,
+                    f"{statistics.median(each.batch for each in own):.2f}",
                     f"{statistics.median(each.rate for each in own):.1f}",
                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
                     f"{statistics.median(percentile(each.first_ms, 0.5) for each in own):.0f}",
@@ -137,7 +148,8 @@ def page(samples: Sequence[Sample], rounds: int) -> str:
         f"{_TOKENS}; mode `lean`, two replicas, requests in flight as the only scorer, or beside those\n"
         f"of the Go picker ({', '.join(f'{name} {weight:g}' for name, weight in _GO_SCORERS.items())}).\n"
         f"A client sends its next request after an answer. Medians of {rounds} rounds; ratios are to Envoy\n"
-        "alone in the same round, with their range."
+        f"alone in the same round, with their range. Batch: requests that a server generates a token for in\n"
+        f"a step, at most {PLACES}; empty places make it smaller, and a slow machine does not."
     )
-    columns = ["clients", "variant", "requests/s", "ratio", "TTFT p50, ms", "p50 ratio", "p95 ratio"]
+    columns = ["clients", "variant", "batch", "requests/s", "ratio", "TTFT p50, ms", "p50 ratio", "p95 ratio"]
     return f"# The bound of the queue before a real vLLM\n\n{head}\n\n{table(columns, rows)}\n"
