@@ -119,6 +119,15 @@ def test_a_cycle_of_rewrites_is_named() -> None:
     assert found == {"first": "a to b to c to a", "second": "b to c to a to b", "third": "c to a to b to c"}
 
 
+def test_rewrites_that_lead_to_each_other_by_the_thousand_are_looked_through_at_once() -> None:
+    chain = [rule({f"m{n + 1}": 1}, f"m{n}") for n in range(5000)]
+    assert cycles([rewrite("chain", "1", *chain)]) == {}
+    ring = [rewrite(f"r{n}", "1", rule({f"m{(n + 1) % 1000}": 1}, f"m{n}")) for n in range(1000)]
+    found = cycles(ring)  # without a limit these take seconds
+    assert found["r0"].startswith("m0 to m1 to m2")
+    assert 10 < len(found) < 100
+
+
 @pytest.mark.parametrize(
     ("rules", "fault"),
     [

@@ -25,6 +25,7 @@ GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # the first that 
 _SETTLE_S = 0.05
 _LONGEST_NAME = 256
 _MOST_WEIGHT = 1_000_000
+_MOST_STEPS = 50_000  # of a search for cycles: some 20 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -136,24 +137,50 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
     """Rewrites with a model whose targets lead back to it over other rules, by name, and the models on the
-    way. They are in use all the same: a target is not rewritten again."""
+    way. They are in use all the same: a target is not rewritten again. Of thousands that lead to each other
+    the first are named: no more than `_MOST_STEPS` are looked at."""
     rewrites = list(rewrites)
-    targets = {
-        model: [name for name in split.names if name != model]  # a share that stays as it is is no cycle
-        for model, split in live_objects((), rewrites).splits.items()
-    }
-    found = {}
+    targets = _without_ends(
+        {
+            model: [name for name in split.names if name != model]  # a share that stays as it is is no cycle
+            for model, split in live_objects((), rewrites).splits.items()
+        }
+    )
+    found: dict[str, str] = {}
+    steps = 0
     for rewrite in rewrites:
-        for rule in rewrite.spec.rules or ():
-            for match in rule.matches or ():
-                way = _way_back(match.model.value, targets)
-                if way and rewrite.metadata.name not in found:
-                    found[rewrite.metadata.name] = " to ".join(way)[:_LONGEST_NAME]
+        for match in (match for rule in rewrite.spec.rules or () for match in rule.matches or ()):
+            if match.model.value not in targets or rewrite.metadata.name in found or steps > _MOST_STEPS:
+                continue
+            way, taken = _way_back(match.model.value, targets)
+            steps += taken
+            if way:
+                found[rewrite.metadata.name] = " to ".join(way)[:_LONGEST_NAME]
     return found
 
 
-def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> list[str]:
-    """The models from `model` over its targets to itself; none if they do not lead there."""
+def _without_ends(targets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """`targets` without the models that lead to none of these, of which there may be long chains."""
+    kept = {model: [name for name in names if name in targets] for model, names in targets.items()}
+    left = {model: len(names) for model, names in kept.items()}
+    sources: dict[str, list[str]] = {}
+    for model, names in kept.items():
+        for name in names:
+            sources.setdefault(name, []).append(model)
+    ends = [model for model, count in left.items() if not count]
+    while ends:
+        end = ends.pop()
+        del kept[end]
+        for source in sources.get(end, ()):
+            left[source] -= 1
+            if not left[source]:
+                ends.append(source)
+    return kept
+
+
+def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> tuple[list[str], int]:
+    """The models from `model` over its targets to itself, none if they do not lead there; and how many were
+    looked at."""
     came_from, open_ends = {model: ""}, [model]
     while open_ends:
         here = open_ends.pop()
@@ -163,11 +190,11 @@ def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> list[str]:
                 while here:
                     way.append(here)
                     here = came_from[here]
-                return way[::-1]
+                return way[::-1], len(came_from)
             if target not in came_from:
                 came_from[target] = here
                 open_ends.append(target)
-    return []
+    return [], len(came_from)
 
 
 def _is_model(name: str) -> bool:
