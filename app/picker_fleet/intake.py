@@ -162,8 +162,12 @@ def read_subset(hint: object) -> tuple[str, ...]:
     found: list[str] = []
     for entry in entries:
         with suppress(ValueError):
-            found.append(endpoint_address(str(entry).strip()))
+            found.append(_canonical(str(entry).strip()))
     return tuple(found)
+
+
+# A gateway's hints name the same endpoints again and again, hundreds in each request.
+_canonical = lru_cache(maxsize=10_000)(endpoint_address)
 
 
 def selected_endpoints(choice: bytes, addresses: Iterable[str]) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ class EndpointStates:
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
         self._open: list[str] = []  # addresses that take requests
+        self._is_open: frozenset[str] = frozenset()
         self._selected: dict[Selector, list[str]] = {}  # those of `_open` that have the labels
         self.samples = False  # picks look at a part
         # As of `_refreshed_s`.
@@ -117,10 +118,11 @@ class EndpointStates:
             further = [address for address in named if address not in self._common_addresses]
             return [*self.common, *map(self._state, further)] if further else self.common
         eligible: Sequence[str] = self._open
+        allowed = self._is_open
         if request.selector:
             eligible = self._with_labels(frozenset(request.selector.items()))
-        if request.subset is not None:
             allowed = frozenset(eligible)
+        if request.subset is not None:
             eligible = [address for address in request.subset if address in allowed]
         wanted = frozenset(eligible) if named else frozenset()
         looked_at = dict.fromkeys(address for address in named if address in wanted)
@@ -136,6 +138,7 @@ class EndpointStates:
         if self.samples:
             self._index.name_holders()
         self._open = [endpoint.address for endpoint in snapshot.endpoints if endpoint.ready]
+        self._is_open = frozenset(self._open)
         self._selected = {}
         self._latencies.retain(self._by_address.keys())
 
