@@ -1,7 +1,7 @@
 """What the queue's bound costs and gives before real vLLM servers: full batches, requests/s, first tokens.
 
 The variants take turns, so that the load of others on the machine meets all of them; the page gives ratios
-within a round to Envoy alone. How full vLLM's batches are does not depend on the machine's speed.
+within a round to Envoy alone.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.overhead.measure import percentile
 from bench.overhead.stack import Variant, stack
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import interval, table
 from bench.vllm.checks import Failed, Fleet, body, fleet_up, text
 from bench.vllm.engine import BASE, PLACES, Server
 
@@ -149,7 +149,32 @@ def page(samples: Sequence[Sample], rounds: int) -> str:
         f"of the Go picker ({', '.join(f'{name} {weight:g}' for name, weight in _GO_SCORERS.items())}).\n"
         f"A client sends its next request after an answer. Medians of {rounds} rounds; ratios are to Envoy\n"
         f"alone in the same round, with their range. Batch: requests that a server generates a token for in\n"
-        f"a step, at most {PLACES}; empty places make it smaller, and a slow machine does not."
+        f"a step, at most {PLACES}: fewer where places are empty, also because vLLM's own front end is slow."
     )
     columns = ["clients", "variant", "batch", "requests/s", "ratio", "TTFT p50, ms", "p50 ratio", "p95 ratio"]
-    return f"# The bound of the queue before a real vLLM\n\n{head}\n\n{table(columns, rows)}\n"
+    text = f"# The bound of the queue before a real vLLM\n\n{head}\n\n{table(columns, rows)}\n"
+    return text if rounds == 1 else f"{text}\n{_pooled(samples)}"
+
+
+def _pooled(samples: Sequence[Sample]) -> str:
+    """Requests/s by Envoy alone of all rounds and clients together."""
+    rows = []
+    for choice in _CHOICES:
+        pairs = [
+            (own.rate / alone.rate, own.batch)
+            for clients in _REQUESTS
+            for own, alone in zip(
+                *(
+                    [each for each in samples if (each.variant, each.clients) == (variant, clients)]
+                    for variant in (choice.name, _ALONE)
+                ),
+                strict=True,
+            )
+        ]
+        mean, low, high = interval([ratio for ratio, _ in pairs])
+        batch = statistics.mean(batch for _, batch in pairs)
+        rows.append([choice.name, f"{mean:.2f}", f"{low:.2f} to {high:.2f}", f"{batch:.2f}"])
+    columns = ["variant", "requests/s by Envoy alone", "95 % interval", "mean batch"]
+    return (
+        f"Both numbers of clients together, geometric mean of {len(pairs)} pairs:\n\n{table(columns, rows)}\n"
+    )
