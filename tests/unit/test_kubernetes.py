@@ -223,6 +223,29 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 
 
+@pytest.mark.timeout(540)
+def test_the_chart_configures_pools_as_the_replica_reads_them(renderer: str, tmp_path: Path) -> None:
+    names = ["llm", "a-pool-of-the-longest-name-that-anybody-has-ever-given-to-a-pool"]
+    for first, further in (names, names[::-1]):
+        pools = {"name": first, "further": [{"name": further, "port": 9004}]}
+        trees = rendered(renderer, tmp_path, {"inferencePool": pools})
+        file = tmp_path / "picker.yaml"
+        file.write_text(of(trees, "ConfigMap")["data"]["picker.yaml"])
+        arguments = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--config", type=Path)
+        chart_flags.add_flags(parser)
+        flags = parser.parse_args([str(file) if word.endswith(".yaml") else word for word in arguments[1:]])
+        flags.unknown = []
+        settings, _ = chart_flags.settings(flags, {})
+        (other,) = (pool for name, pool in config.pools_of(settings).items() if name != settings.pool)
+        assert other.discovery.kubernetes is not None
+        assert (other.discovery.kubernetes.pool, other.discovery.kubernetes.namespace) == (
+            further,
+            "inference",
+        )
+
+
 def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:
     """Each object by kind and name; of a ConfigMap what the configuration in it says."""
     found = {(tree["kind"], tree["metadata"]["name"]): tree for tree in trees}

@@ -23,18 +23,22 @@ labels:
 {{- define "picker.adminPort" -}}
 {{ if .Values.inferencePool.name }}9090{{ else }}{{ include "picker.port" .Values.config.admin.listen }}{{ end }}
 {{- end }}
+{{- /* The pool's name in the fleet, NAMESPACE.NAME: as `--pool-name` makes it of a long one (chart_flags.py). */}}
+{{- define "picker.poolKey" -}}
+{{- if gt (len .) 64 }}{{ trunc 55 . }}-{{ sha256sum . | trunc 8 }}{{ else }}{{ . }}{{ end }}
+{{- end }}
 {{- define "picker.config" -}}
 {{- $values := .Values.inferencePool }}
 {{- $namespace := .Release.Namespace }}
 {{- $config := deepCopy (ternary $values.config .Values.config (ne $values.name "")) }}
 {{- if and $values.name $values.further }}
 {{- $pools := get $config "pools" | default dict }}
-{{- $own := printf "%s.%s" $namespace $values.name }}
+{{- $own := include "picker.poolKey" (printf "%s.%s" $namespace $values.name) }}
 {{- if not (hasKey $pools $own) }}{{ $_ := set $pools $own nil }}{{ end }}
 {{- range $values.further }}
-{{- $discovery := dict "kubernetes" (dict "pool" (required "a pool of inferencePool.further needs a name" .name) "namespace" $namespace) }}
-{{- $section := dict "discovery" $discovery "listen" (printf "0.0.0.0:%v" (required "a pool of inferencePool.further needs a port" .port)) }}
-{{- $_ := set $pools (printf "%s.%s" $namespace .name) (merge $section (.config | default dict)) }}
+{{- $discovery := dict "kubernetes" (dict "pool" (required "a pool of inferencePool.further needs a name" (get . "name")) "namespace" $namespace) }}
+{{- $section := dict "discovery" $discovery "listen" (printf "0.0.0.0:%v" (required "a pool of inferencePool.further needs a port" (get . "port"))) }}
+{{- $_ := set $pools (include "picker.poolKey" (printf "%s.%s" $namespace .name)) (merge $section (get . "config" | default dict)) }}
 {{- end }}
 {{- $_ := set $config "pools" $pools }}
 {{- end }}
