@@ -324,11 +324,12 @@ class Intake:
         return min(limit, own) if limit and own else limit or own
 
     def _target(self, model: str, request_id: str) -> str:
-        """What `model` is sent as; a request that comes again under its id gets the same."""
-        shares = self._targets.get(model)
-        target = model if shares is None else shares.of(request_id)
-        rewrite = self._rewrites.get(target, self._any_rewrite)
-        return target if rewrite is None else rewrite.of(request_id)
+        """What `model` is sent as, by a live rewrite or else as configured; a request that comes again under
+        its id gets the same."""
+        shares = self._rewrites.get(model, self._any_rewrite)
+        if shares is None:
+            shares = self._targets.get(model)
+        return model if shares is None else shares.of(request_id)
 
     def _ttl(self, text: str) -> float:
         """Seconds that a request may wait by its header; without one, the configured ones, and never more."""

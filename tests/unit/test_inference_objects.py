@@ -101,6 +101,25 @@ def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> Non
     assert [ask(gate, model)[0] for model in ("m", "n", "x")] == ["old", "new", "rest"]
 
 
+@pytest.mark.parametrize(
+    ("rules", "target"),
+    [
+        ([], "configured"),
+        ([rule({"live": 1}, "m")], "live"),
+        ([rule({"rest": 1})], "rest"),
+        ([rule({"again": 1}, "configured")], "configured"),
+        ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
+    ],
+)
+def test_rewrites_count_before_configured_targets_and_no_target_is_rewritten_again(
+    rules: list[dict[str, Any]], target: str
+) -> None:
+    gate = intake({"models": [{"name": "m", "target_models": [{"name": "configured", "weight": 1}]}]})
+    found = live_objects([], [rewrite("r", "1", *rules)])
+    gate.use_live(found.priorities, found.splits, found.anything)
+    assert ask(gate, "m")[0] == target
+
+
 def test_rewrites_that_name_each_other_are_one_step() -> None:
     found = live_objects([], [rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b"))])
     gate = intake()
