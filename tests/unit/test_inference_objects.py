@@ -187,11 +187,17 @@ class ObjectsOfTwoPools:
             await self.answers.wait()
             return b'{"items": []}'
         of = {"own": "own", **{f"o{number}": f"gone-{number % 2}" for number in range(100)}}
-        items = [
-            {"metadata": {"name": name}, "spec": {"priority": 7, "poolRef": {"name": pool}}}
-            for name, pool in of.items()
-            if "llm-d.ai" in path and path.endswith("/inferenceobjectives")
-        ]
+        items = []
+        if path.endswith("/inferenceobjectives"):
+            newer = "llm-d.ai" in path
+            items = [
+                {"metadata": {"name": name}, "spec": {"priority": 7, "poolRef": {"name": pool}}}
+                for name, pool in of.items()
+                if newer
+            ]
+            # One that is in both groups, and has a fault in the newer one.
+            both = {"priority": 2**31 if newer else 5, "poolRef": {"name": "own"}}
+            items.append({"metadata": {"name": "both"}, "spec": both})
         return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
 
     async def lines(self, *_: object) -> AsyncGenerator[bytes, None]:
@@ -202,7 +208,7 @@ class ObjectsOfTwoPools:
         pass
 
 
-async def test_objects_of_other_pools_keep_those_of_this_one_from_nothing() -> None:
+async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_others() -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
         "own", None, report=reported.put_nowait, publishes=lambda: False, api=lambda: cast(Api, server)

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from picker_fleet.endpoints.kubernetes_api import Api, Collection, KubernetesFault, Metadata, Reflector
+from picker_fleet.endpoints.kubernetes_api import Api, Collection, Kind, KubernetesFault, Metadata, Reflector
 from picker_fleet.traffic_split import Split
 from picker_fleet.units import has_control
 
@@ -217,6 +217,15 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
     return LiveObjects(priorities, splits, anything)
 
 
+def _of_first_group(followed: Sequence[tuple[str, Reflector[Kind]]]) -> dict[str, tuple[str, Kind]]:
+    """Each object by name, with its path, of the first group that has one of that name."""
+    found: dict[str, tuple[str, Kind]] = {}
+    for path, reflector in followed:
+        for name, item in reflector.items.items():
+            found.setdefault(name, (path, item))
+    return found
+
+
 class InferenceObjects:
     """Follows the objects of the pool `pool`; `report` is called with what they amount to after each change.
 
@@ -266,20 +275,18 @@ class InferenceObjects:
                     self._changed.clear()
                     usable = {
                         name: objective
-                        for path, reflector in reversed(objectives)
-                        for name, objective in reflector.items.items()
+                        for name, (path, objective) in _of_first_group(objectives).items()
                         if await self._is_usable(api, path, "Ready", objective, objective_fault)
                     }
+                    named = _of_first_group(rewrites)
                     in_cycles = cycles(
                         rewrite
-                        for _, reflector in rewrites
-                        for rewrite in reflector.items.values()
+                        for _, rewrite in named.values()
                         if rewrite.spec.pool_ref.name == self._pool and not rewrite_fault(rewrite)
                     )
                     rules = {
                         name: rewrite
-                        for path, reflector in reversed(rewrites)
-                        for name, rewrite in reflector.items.items()
+                        for name, (path, rewrite) in named.items()
                         if await self._is_usable(
                             api, path, "Accepted", rewrite, rewrite_fault, in_cycles.get(name, "")
                         )
