@@ -35,6 +35,8 @@ async def _checked(running: Sequence[Server], mode: str, folder: Path, *, adapte
         for name, check in ADAPTER_CHECKS if adapters else BASE_CHECKS:
             try:
                 holds, seen = True, await check(fleet)
+            except httpx.RequestError as fault:
+                holds, seen = False, f"{type(fault).__name__}: {fault}, {fault.request.url}"
             except (Failed, httpx.HTTPError, TimeoutError, KeyError) as fault:
                 holds, seen = False, f"{type(fault).__name__}: {fault}"
             rows.append((name, mode, holds, seen))

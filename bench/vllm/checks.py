@@ -57,10 +57,10 @@ class Fleet:
     async def ask(self, prompt: str, *, model: str = BASE, tokens: int = 4, **more: Any) -> httpx.Response:
         return await self.client.post(self.envoy + _COMPLETIONS, json=body(prompt, model, tokens, **more))
 
-    async def endpoint(self, server: Server) -> dict[str, Any]:
-        """What the first replica knows of a server."""
-        rows = (await self.client.get(f"{self._admins[0]}/api/v1/endpoints")).json()
-        return next((row for row in rows if row["address"] == server.address), {})
+    async def endpoint(self, server: Server) -> list[dict[str, Any]]:
+        """What each replica knows of a server: each reads the servers' pages by itself."""
+        pages = [(await self.client.get(f"{admin}/api/v1/endpoints")).json() for admin in self._admins]
+        return [next((row for row in rows if row["address"] == server.address), {}) for rows in pages]
 
     async def state(self) -> dict[str, Any]:
         found: dict[str, Any] = (await self.client.get(f"{self._admins[0]}/api/v1/state")).json()
@@ -90,7 +90,11 @@ class Fleet:
         found = []
         for prompt in prompts:
             await _until("the requests before are settled", settled)
-            answer = await self.ask(prompt, model=model)
+            try:
+                answer = await self.ask(prompt, model=model)
+            except httpx.TimeoutException:
+                where = {place: count for place, count in (await self.state())["in_flight"].items() if count}
+                raise Failed(f"no answer for {model}; in flight {where}; {await _known_of(self)}") from None
             if answer.status_code != 200:
                 raise Failed(f"status {answer.status_code}: {answer.text[:200]}")
             found.append(answer.headers[_SERVED])
@@ -159,7 +163,7 @@ async def fleet_up(
 
 
 async def _all_ready(fleet: Fleet) -> bool:
-    rows = [await fleet.endpoint(server) for server in fleet.servers]
+    rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
     return all(row.get("status") == "ready" and row.get("scraped_s_ago") is not None for row in rows)
 
 
@@ -213,11 +217,11 @@ async def _goes_elsewhere(
     await fleet.weigh(**{scorer: 3.0})
 
     async def known() -> bool:
-        return float((await fleet.endpoint(busy)).get(figure) or 0) >= least
+        return min(float(row.get(figure) or 0) for row in await fleet.endpoint(busy)) >= least
 
     async with _busy(fleet, busy, load):
         await _until(f"the picker sees {figure} of the loaded vLLM", known)
-        seen = float((await fleet.endpoint(busy))[figure])
+        seen = float((await fleet.endpoint(busy))[0][figure])
         went = await fleet.served_by([text(20) for _ in range(_FEW)])
         if went != [other.address] * _FEW:
             raise Failed(f"{went.count(busy.address)} went to the loaded one; {await _known_of(fleet)}")
@@ -227,7 +231,7 @@ async def _goes_elsewhere(
 async def _known_of(fleet: Fleet) -> str:
     """What the picker knows of its endpoints now, for a check that fails."""
     names = ("waiting", "running", "kv_utilisation", "adapters", "scraped_s_ago", "scrape_fault")
-    rows = [await fleet.endpoint(server) for server in fleet.servers]
+    rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
     return "known now: " + "; ".join(str({name: row.get(name) for name in names}) for row in rows)
 
 
@@ -235,7 +239,7 @@ async def _spread(fleet: Fleet) -> str:
     """The control: at rest both servers are chosen."""
 
     async def idle() -> bool:
-        rows = [await fleet.endpoint(server) for server in fleet.servers]
+        rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
         return all(row["waiting"] == 0 and row["kv_utilisation"] == 0 for row in rows)
 
     await _until("the load on the server is gone", idle)
@@ -396,7 +400,7 @@ async def adapters_are_read(fleet: Fleet) -> str:
     ):
 
         async def known(pairs: tuple[tuple[Server, str], ...] = pairs) -> bool:
-            rows = [(await fleet.endpoint(server), adapter) for server, adapter in pairs]
+            rows = [(row, adapter) for server, adapter in pairs for row in await fleet.endpoint(server)]
             return all(row.get("adapters") == [adapter] for row, adapter in rows)
 
         async with contextlib.AsyncExitStack() as loads:
