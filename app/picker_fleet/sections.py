@@ -46,7 +46,7 @@ from picker_fleet.units import (
     starting_with,
 )
 
-# Namespaces that mean something else already: the picker's notes to itself, and the subset hint.
+# Namespaces with another meaning: the picker's own metadata, and the subset hint.
 _OTHER_NAMESPACES = ("picker", "picker.request", "picker.usage", "envoy.lb.subset_hint")
 
 

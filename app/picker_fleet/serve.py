@@ -216,15 +216,17 @@ def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
 
 
 def new_incarnation() -> str:
-    """An id no replica has had: the end of the host's name and a random part, fresh at each start.
+    """An id that no replica has had: the end of the host's name, and a random part that is new at each start.
 
-    Each waiting request's record in Redis has it, so it is short; `about` tells the whole name.
+    It is short because the record of each waiting request in Redis has it; `about` has the whole name.
     """
     return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_LARGE_BLOCK_BYTES = 512 * 1024  # larger than what honest requests are made of, smaller than what hurts
+_LARGE_BLOCK_BYTES = (
+    512 * 1024
+)  # larger than most requests, smaller than the bodies that fill a replica's memory
 _KEPT_BYTES = 8 * 1024 * 1024  # of free memory at the heap's end
 
 
@@ -252,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
-    """The settings, and what is to be said of the flags that they come from."""
+    """The settings, and warnings about the flags that they come from."""
     if chart_flags.given(args):
         return chart_flags.settings(args, os.environ)
     if args.config is None:
@@ -272,8 +274,8 @@ def _give_large_blocks_back() -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library has another heap
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        # Which else is 128 KiB from now on: each large prompt would take its memory from the system anew, and
-        # one of 400 KB cost 40 % more CPU.
+        # Setting the other threshold lowers this one to 128 KiB. Then each large prompt would take its memory
+        # from the system anew, and one of 400 KB cost 40 % more CPU.
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 

@@ -103,7 +103,7 @@ class Scrapers:
             if len(there) == count:
                 break
             expected.add(replica)
-            self._seen_s.setdefault(replica, now_s)  # it has its time to publish
+            self._seen_s.setdefault(replica, now_s)  # its silence is counted from now
             if self._is_there(replica):
                 there.append(replica)
         for other in self._seen_s.keys() - expected:
@@ -116,7 +116,7 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # scrapers publish once a look, or hardly less
+_SILENT_LOOKS = 3  # scrapers publish about once in the time between two looks
 # A replica gives scraping 1 % of a core (endpoints/scraper.py), enough for about 16 endpoints whose page
 # takes its server 8 ms.
 _ENDPOINTS_A_SCRAPER = 16

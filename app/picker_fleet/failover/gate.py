@@ -208,7 +208,7 @@ class FailoverGate:
     # Requests
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        # A request that comes with an age had a place that was lost; it has waited since.
+        # A request with an age was placed before, and lost its place; it counts as waiting since it arrived.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)
         try:
             placement = None
@@ -553,7 +553,7 @@ class FailoverGate:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # parts of a place would be of no use
+                lost = float(math.floor(lost + RESIDUE))  # requests cannot use a part of a place
             if lost > 0:
                 _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
                 outage.gate.release(lost)
@@ -585,12 +585,14 @@ class FailoverGate:
             if outage.resync is resync:
                 self.redis_lost("failed", "it was lost again")
             return
-        if outage.resync is resync:  # else Redis was lost meanwhile, and may even answer again
+        if (
+            outage.resync is resync
+        ):  # otherwise Redis was lost meanwhile, and this resync is not the present one
             self.finish_resync(outage, resync)
             _log.info("the shared state is back; told it of %d requests in flight", running)
 
     def finish_resync(self, outage: Outage, resync: Resync) -> None:
-        """Redis has all that runs; so what has ended can be settled."""
+        """Redis now has every request in flight, so those that have ended can be settled."""
         self._shared.renew_owned_streams()
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
@@ -599,7 +601,7 @@ class FailoverGate:
         self._heartbeat_now()
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether Redis can lack nothing that runs any more."""
+        """Whether Redis has every request in flight, those of the other replicas included."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False

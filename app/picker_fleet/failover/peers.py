@@ -16,10 +16,10 @@ from typing import Protocol
 from picker_fleet.failover.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
 
-_PAUSE_S = 0.2  # after a peer that had nothing and said so at once
+_PAUSE_S = 0.2  # before a peer that had nothing is asked again
 _IDLE_S = 10.0  # without waiting requests, connections to peers are closed after so long
 _COMPARED = 30_000  # requests, at most
-TRANSFER_WAIT_S = 0.5  # for so long a peer that has nothing keeps the question open
+TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class BudgetTransfer:
     async def _ask(self, address: str) -> None:
         minimum, maximum = self._gate.shortage()
         if minimum <= 0:
-            await asyncio.sleep(_PAUSE_S)  # a paused fleet: the budget is there, and nothing is admitted
+            await asyncio.sleep(_PAUSE_S)  # the fleet is paused: there is budget, but nothing is admitted
             return
         began_s = self._clock()
         granted = await self._client.ask(address, minimum, maximum)

@@ -9,7 +9,7 @@ from picker_fleet.units import is_loopback
 
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"
-_UP_STEP_S = 10  # the time up is told in such steps, so that the info of an idle replica seldom changes
+_UP_STEP_S = 10  # the uptime is rounded to this, so that the info of an idle replica seldom changes
 _ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation (RFC 5737)
 
 

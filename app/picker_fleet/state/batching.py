@@ -57,7 +57,7 @@ _DECISIONS = ("admit", "place")
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # of the library, for one message: more means that somebody flushes it on purpose
+_MAX_LOADS = 5  # of the library for one message; more loads mean that something keeps flushing it
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
 
@@ -411,8 +411,8 @@ class BatchingClient:
             self._send(unanswered, state=MessageState.RESENT)
         else:
             self._pending.put_back(self._drop(), self._fault)
-            # The new server may be as silent as the last, and then nobody would know whether it has the ends
-            # that were sent to it: they wait for its first answer. All else goes out.
+            # Ends wait for the first answer of the new server: if it stayed silent, nobody would know whether
+            # it has them. Everything else is sent at once.
             others = [name for name in NAMES if name not in ENDS]
             self._send(self._pending.take(others) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
@@ -445,8 +445,8 @@ class BatchingClient:
             self._timer = None
         if not self._open or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return
-        # Ends are in one message at most, so that it is known which of them Redis cannot have seen
-        # (`unsent`).
+        # At most one message in flight carries ends, so that `unsent` can name those that Redis cannot have
+        # seen.
         exclusive = not any(message.exclusive for message in self._in_flight)
         calls = self._pending.take() if exclusive else self._pending.take(_DECISIONS, single=False)
         if calls:
@@ -471,7 +471,7 @@ class BatchingClient:
         message, now_s = self._in_flight[0], self._loop.time()
         self.last_reply_s = now_s
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
-            # What it grants may be another replica's by now: the leases may have ended.
+            # Its grants may belong to another replica by now, since the leases may have ended.
             self._pause_detector.mark_resumed()
             why = "this replica stood still"
             self._count_errors()
@@ -555,7 +555,7 @@ class BatchingClient:
         self._failure_detector.record_reply_time(took_s)
         self._fault = ""
         if self._pending and (message.exclusive or self._timer is None or not self._in_flight):
-            # Not before those who wait for these replies have had their turn to submit more.
+            # Callers that wait for these replies may submit more first.
             self._loop.call_soon(self._send_pending)
 
     def _on_lost(self, why: str) -> None:

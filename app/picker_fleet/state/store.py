@@ -61,7 +61,7 @@ class SweepReply:
     expired: int
     reclaimed: int
     more: bool
-    given_up: int = 0  # requests that ended before their lease, unheard of
+    given_up: int = 0  # requests whose end nobody reported, reclaimed before their lease ran out
     suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more of them
 
 
