@@ -128,7 +128,6 @@ def test_only_a_finite_number_is_a_score(text: object) -> None:
     assert finite_score("0.30000000000000004") == "0.30000000000000004"
 
 
-METHODS = ("get", "post", "patch")
 PATH_EXAMPLES = {"flow": "gold", "workload_id": "chat", "request_id": "4f1d-9c", "address": "10.0.0.1:8000"}
 UNAVAILABLE = StateUnavailable("the shared state did not answer within 2 s")
 

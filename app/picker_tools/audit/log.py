@@ -20,7 +20,7 @@ from picker_fleet.errors import PickerError
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import Address, find_primary
 
-TURN, GUARD = "turn", "guard"
+GUARD = "guard"
 ENDS = frozenset({
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
     "expired", "abandoned", "preempted", "evicted",

@@ -254,10 +254,6 @@ class FlowQueues:
     def all(self) -> list[FlowQueue]:
         return list(self._flow_queues.values())
 
-    def servable(self, band: int) -> int:
-        """How many flow queues of the band have a request that may be served."""
-        return self._servable[band]
-
     def above(self, priority: int) -> list[int]:
         """The bands of a higher priority in which a request may be served."""
         return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]

@@ -32,7 +32,6 @@ if "serve" in line and "LD_PRELOAD" not in os.environ:
                       FAKETIME_DONT_FAKE_MONOTONIC="1")
     os.execv(sys.executable, line)
 """
-ADMIN_ANSWERS_S = 2.0
 
 
 @pytest.fixture
