@@ -45,7 +45,7 @@ end
 -- that g is worth. A head past the cap, or one scored by its workload's average, is in `static` by -score. The better
 -- of the two first heads is served. A first head in `growing` that is past its cap moves to `static` before that. This
 -- is exact: its key overstates its score, so if it does not win with the key it would not win with the true score.
-local order = {}
+local order, queue = {}, {}
 do
   local function constant_score(r)
     return settings.criticality_weight * r.criticality / 5
@@ -53,34 +53,49 @@ do
   end
 
   local function cap_us() return settings.wait_cap_ms * 1000 end
+  local function by_average(r) return settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' end
+  -- Put r into one part of the index, or (nil, nil) into none. Only while requests are moved to a new order may it be
+  -- in a part that does not follow from the settings.
+  local function set_index(r, flow_queue, growing_key, static_key)
+    local never_grows = settings.wait_weight == 0 or by_average(r)
+    local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
+    if growing_key or not never_grows or pool.refiling == 1 then read_ahead.set_score(growing, r.id, growing_key) end
+    if static_key or never_grows or now_us - r.arrived >= cap_us() or pool.refiling == 1 then
+      read_ahead.set_score(static, r.id, static_key)
+    end
+  end
+
   -- Index a head by its current score.
   local function index(r, flow_queue)
-    local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
     local g, waited = constant_score(r), nil
-    if settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' then
+    if by_average(r) then
       waited = math.min(workloads.wait_ms(r.workload) / settings.wait_cap_ms, 1)
     elseif settings.wait_weight == 0 or now_us - r.arrived >= cap_us() then
       waited = 1
     end
     if waited then
-      write_now('ZREM', growing, r.id)
-      write_now('ZADD', static, -(settings.wait_weight * waited + g), r.id)
+      set_index(r, flow_queue, nil, -(settings.wait_weight * waited + g))
     else
-      write_now('ZREM', static, r.id)
-      write_now('ZADD', growing, r.arrived - cap_us() / settings.wait_weight * g, r.id)
+      set_index(r, flow_queue, r.arrived - cap_us() / settings.wait_weight * g, nil)
     end
   end
 
-  local function unindex(band, flow_queue, id)
-    return write_now('ZREM', key.growing[band][flow_queue], id) or write_now('ZREM', key.static[band][flow_queue], id)
+  local heads = {} -- line -> its oldest waiting request, as far as this call knows them
+  function order.reset()
+    if next(heads) then heads = {} end
   end
 
-  -- The oldest waiting request of a line. Ids without one are dropped: the previous version has served them.
+  -- The oldest waiting request of a line, or nil. Ids without one are dropped: the previous version has served them.
   local function line_head(line)
+    local known = heads[line]
+    if known and known.state == STATE_QUEUED then return known end
     for _ = 1, STRAYS do
-      local id = read('ZRANGE', line, 0, 0)[1]
+      local id = read_ahead.first_member(line)
       local r = id and record.read(id)
-      if not id or (r and r.state == STATE_QUEUED) then return r end
+      if not id or (r and r.state == STATE_QUEUED) then
+        heads[line] = r
+        return r
+      end
       drop_stray('ZREM', line, id)
     end
   end
@@ -96,25 +111,37 @@ do
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
     local line = key.line(r.band, flow_queue, r.workload)
-    write_now('ZADD', line, r.arrived, r.id)
-    local first = read('ZRANGE', line, 0, 1)
-    local head = first[1] == r.id and r or line_head(line)
-    if head == r and first[2] then unindex(r.band, flow_queue, first[2]) end
-    if head then index(head, flow_queue) end -- an arrival changes the rate of the head's workload
+    local head = line_head(line)
+    read_ahead.discard(line)
+    defer_write('ZADD', line, r.arrived, r.id)
+    if not head or r.arrived < head.arrived or (r.arrived == head.arrived and r.id < head.id) then
+      if head then set_index(head, flow_queue) end
+      head, heads[line] = r, r
+    end
+    index(head, flow_queue) -- an arrival changes the rate of the head's workload
+  end
+
+  -- Take r out of a line; its next head is indexed. Returns whether r was in it.
+  local function leave(line, r, flow_queue)
+    local head = line_head(line)
+    local was_head = head and head.id == r.id
+    if was_head then
+      read_ahead.remove(line, r.id)
+      heads[line] = nil
+      head = line_head(line)
+      -- An older line may hold requests of another workload whose key is spelled alike.
+      if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
+        index(head, flow_queue)
+      end
+    end
+    return was_head or write_now('ZREM', line, r.id)
   end
 
   function order.remove(r, flow_queue)
-    local was_head = unindex(r.band, flow_queue, r.id)
+    set_index(r, flow_queue)
     if r.workload == '' then return end
-    local line = key.line(r.band, flow_queue, r.workload)
-    if not write_now('ZREM', line, r.id) then
-      line = key.older_line(r.band, flow_queue, r.workload)
-      write_now('ZREM', line, r.id)
-    end
-    local head = was_head and line_head(line)
-    -- An older line may hold requests of another workload whose key is spelled alike.
-    if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
-      index(head, flow_queue)
+    if not leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) then
+      leave(key.older_line(r.band, flow_queue, r.workload), r, flow_queue)
     end
   end
 
@@ -122,23 +149,45 @@ do
   -- MOST_CAPPED requests that have waited to the cap, and serves the best of those; the next call continues.
   local MOST_CAPPED = 256
   function order.head(band, flow_queue)
+    local growing, static = key.growing[band][flow_queue], key.static[band][flow_queue]
     for _ = 1, MOST_CAPPED do
-      local growing = read('ZRANGE', key.growing[band][flow_queue], 0, 0, 'WITHSCORES')
-      local static = read('ZRANGE', key.static[band][flow_queue], 0, 0, 'WITHSCORES')
-      local r = growing[1] and record.read(growing[1])
-      if growing[1] and not (r and r.state == STATE_QUEUED) then
-        drop_stray('ZREM', key.growing[band][flow_queue], growing[1])
+      local id, grows_from = read_ahead.first_scored(growing)
+      local best, best_score = read_ahead.first_scored(static)
+      local r = id and record.read(id)
+      if id and not (r and r.state == STATE_QUEUED) then
+        drop_stray('ZREM', growing, id)
       elseif r and now_us - r.arrived >= cap_us() then
         index(r, flow_queue)
-      elseif r or static[1] then
-        local grown = r and (now_us - tonumber(growing[2])) / cap_us() * settings.wait_weight
-        if grown and (not static[1] or grown > -tonumber(static[2])) then return r.id end
-        return static[1]
+      elseif r or best then
+        local grown = r and (now_us - grows_from) / cap_us() * settings.wait_weight
+        if grown and (not best or grown > -best_score) then return id end
+        return best
       else
         return nil
       end
     end
-    return read('ZRANGE', key.static[band][flow_queue], 0, 0)[1]
+    return read_ahead.first_scored(static)
+  end
+
+  -- Append the first `count` heads of a flow queue to `found`.
+  function order.first_heads(band, flow_queue, count, found)
+    local front, known = read_ahead.scored_front(key.growing[band][flow_queue]), #found
+    for i = 1, math.min(2 * count, #front), 2 do found[known + (i + 1) / 2] = front[i] end
+  end
+
+  -- Read the records of those that are heads once `ids` have been served.
+  function order.prefetch_followers(ids)
+    local found, count = {}, 0
+    for _, id in ipairs(ids) do
+      local r = record.read(id)
+      local line = r and r.workload ~= '' and key.line(r.band, queue.flow_queue(r), r.workload)
+      local follower = line and read_ahead.second_member(line)
+      if follower then
+        count = count + 1
+        found[count] = follower
+      end
+    end
+    record.prefetch(found, count)
   end
 
   -- A workload's rate falls without arrivals too: index its head again. For the sweep.
@@ -185,7 +234,6 @@ end
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; for several servers: Jin, Chase, Kaur, SFQ(D), 2004): a flow queue
 -- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. There is one tag per flow
 -- queue, so a request that leaves early leaves no gap. docs/fairness.md has the proofs.
-local queue = {}
 local reset_lengths
 do
   -- What serving r costs its flow queue. Weights and costs that an older version has admitted, or that nobody has
@@ -216,6 +264,7 @@ do
   function reset_lengths()
     if next(lengths) then lengths = {} end
     if next(ordered) then ordered = {} end
+    order.reset()
   end
 
   function queue.length(band, flow_queue)
@@ -309,7 +358,7 @@ do
   end
 
   local function deactivate(band, flow_queue, tag)
-    read_ahead.reposition(key.flows[band], flow_queue)
+    read_ahead.set_score(key.flows[band], flow_queue)
     defer_write('ZADD', key.finish[band], tag, flow_queue)
     if band > 0 or PREEMPTIBLE[0] then preemption.remove_candidate(band, flow_queue) end
   end
@@ -318,6 +367,7 @@ do
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
     local requests = key.queue[band][flow_queue]
+    if settings.ordering == ORDERING_WORKLOAD_AWARE then queue.length(band, flow_queue) end -- r is rarely the first
     local emptied, left = read_ahead.remove(requests, id), lengths[requests]
     if left then
       lengths[requests], emptied = left - 1, left == 1
@@ -375,7 +425,7 @@ do
     if emptied then
       deactivate(band, flow_queue, tag + share)
     else
-      read_ahead.reposition(key.flows[band], flow_queue, tag + share)
+      read_ahead.set_score(key.flows[band], flow_queue, tag + share)
     end
     if settings.band_policy == BAND_POLICY_WEIGHTED then
       if turn_of then pool.bv = math.max(pool.bv, pool[BAND_TAG[band]]) end
@@ -410,7 +460,7 @@ do
   -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits. It
   -- returns without a claim to the turns it missed.
   function queue.throttle(band, flow_queue, tag)
-    read_ahead.reposition(key.flows[band], flow_queue)
+    read_ahead.set_score(key.flows[band], flow_queue)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('parked', band, flow_queue, tag)
   end
@@ -506,7 +556,7 @@ do
   -- Read ahead for up to `count` turns: the next flow queues, and the records that are served if each gets its part.
   function queue.prefetch(count)
     read_ahead.expect(count)
-    if count < 2 or settings.ordering == ORDERING_WORKLOAD_AWARE then return end
+    if count < 2 then return end
     local in_order, at = bands_in_order(), 1
     while at < #in_order and pool[QUEUED[in_order[at]]] == 0 do at = at + 1 end
     local band, ids = in_order[at], {}
@@ -514,9 +564,14 @@ do
     local each, odd = math.floor(2 * count / #flow_queues), 2 * count % #flow_queues
     for i = 1, #flow_queues, 2 do
       local part = i < odd and each + 1 or each
-      read_ahead.first_members(requests[flow_queues[i]], part, ids)
+      if settings.ordering == ORDERING_WORKLOAD_AWARE then
+        order.first_heads(band, flow_queues[i], part, ids)
+      else
+        read_ahead.first_members(requests[flow_queues[i]], part, ids)
+      end
     end
     record.prefetch(ids, #ids)
+    if settings.ordering == ORDERING_WORKLOAD_AWARE then order.prefetch_followers(ids) end
   end
 
   -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
@@ -532,7 +587,7 @@ do
             or read_ahead.first_member(key.queue[band][flow_queue])
           if id then return id, tag, band, flow_queue end
           strays = strays + 1 -- nobody waits in it
-          read_ahead.reposition(key.flows[band], flow_queue)
+          read_ahead.set_score(key.flows[band], flow_queue)
           flow_queue, tag = read_ahead.first_scored(key.flows[band])
         end
       end

@@ -211,7 +211,7 @@ do -- a chunk may have 200 locals
   -- Write one member or field at once. Returns whether ZREM or HDEL has removed anything.
   local pair = {} -- reused by each call
   function write_now(command, name, a, b)
-    flush_deferred(name)
+    flush(name)
     pair[1], pair[2] = a, b
     local member = command == 'ZADD' and b or a
     local current = present[name]
@@ -257,9 +257,10 @@ do -- a chunk may have 200 locals
   end
 
   -- Read-ahead of what dispatch takes from the front of sorted sets: of a band, its flow queues; of a flow queue, its
-  -- requests. A front holds members from index `at` on, and is `whole` if the set has no others.
+  -- requests or the heads of its lines; of a line, its requests. A front holds members from index `at` on, and is
+  -- `whole` if the set has no others.
   local expected = 1 -- requests that may be served
-  local moved_members, gone_members = {}, {} -- reused by each call
+  local moved_members, gone_members, unread_members = {}, {}, {} -- reused by each call
   -- Write what has changed. A front of members lost those before `at`: they are removed by rank. In a front of scored
   -- members each that moved has its last score, or false if it left.
   local function write_front(name, front)
@@ -283,12 +284,29 @@ do -- a chunk may have 200 locals
     write_values('ZREM', name, gone_members, gone)
   end
 
+  local function note_scored_originals(name, front)
+    local scores, count = front.scores, 0
+    if not next(scores) then return end
+    for i = 1, #front, 2 do
+      if scores[front[i]] ~= nil then note_original(name, front[i], front[i + 1]) end
+    end
+    local former, current = originals_of(name)
+    for member in pairs(scores) do
+      if former[member] == nil then
+        count = count + 1
+        unread_members[count] = member
+      end
+    end
+    if count > 0 then note_originals('ZREM', name, unread_members, count) end
+    for member, score in pairs(scores) do current[member] = score end
+  end
+
   -- Write a front's changes and forget it; writes deferred to the set afterwards come after them.
   function read_ahead.discard(name)
     local front = fronts[name]
     if not front then return end
     if front.scores then
-      for i = 1, front.at - 1, 2 do note_original(name, front[i], front[i + 1]) end
+      note_scored_originals(name, front)
     elseif front.at > 1 then
       note_originals('ZREM', name, front, front.at - 1)
     end
@@ -321,7 +339,7 @@ do -- a chunk may have 200 locals
   -- The same, of what Redis had before: for a caller that keeps count of what it has deferred.
   function read_stored(command, name, ...) return redis.call(command, name, ...) end
 
-  -- Sets whose members only leave. One member more than wanted is read, to know whether the front is whole.
+  -- Sets whose members leave from the front. One member more than wanted is read, to know whether the front is whole.
   local function read_members(name, more)
     local front = read('ZRANGE', name, 0, more)
     front.at, front.whole = 1, #front <= more
@@ -335,6 +353,13 @@ do -- a chunk may have 200 locals
     local member = front and front[front.at]
     if member or (front and front.whole) then return member end
     return read_members(name, 1)[1]
+  end
+
+  -- The member behind the first, or nil.
+  function read_ahead.second_member(name)
+    local front = fronts[name]
+    if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
+    return front[front.at + 1]
   end
 
   -- Append the first `count` members to `found`.
@@ -357,8 +382,8 @@ do -- a chunk may have 200 locals
     return nil
   end
 
-  -- Sets whose members come back with a higher score. Those that did are in `back` from `first` to `last`, their scores
-  -- in `scores`; equal scores are ordered by member, as in Redis.
+  -- Sets whose members get other scores. `scores` has those that changed, false for one that left. Of those that belong
+  -- to the front, the order is in `back` from `first` to `last`; equal scores are ordered by member, as in Redis.
   local function precedes(score, member, other_score, other)
     return score < other_score or (score == other_score and member < other)
   end
@@ -392,22 +417,35 @@ do -- a chunk may have 200 locals
     return other, other_score
   end
 
-  -- Give a member the higher `score`, or remove it (nil).
-  function read_ahead.reposition(name, member, score)
+  local function take_from_back(front, member)
+    local back, last = front.back, front.last
+    for i = front.first, last do
+      if back[i] == member then
+        for following = i, last do back[following] = back[following + 1] end
+        front.last = last - 1
+        return
+      end
+    end
+  end
+
+  -- Give a member, or a new one, this `score`, or remove it (nil).
+  function read_ahead.set_score(name, member, score)
     local front = fronts[name]
-    if front and front[front.at] == member then
-      front.at = front.at + 2
-    elseif front and front.back[front.first] == member then
-      front.first = front.first + 1
-    else
-      read_ahead.discard(name)
+    if not front then
       if score then defer_write('ZADD', name, score, member) else defer_write('ZREM', name, member) end
       return
     end
-    local scores, first, last = front.scores, front.first, front.last
+    local scores, back, at = front.scores, front.back, front.at
+    if back[front.first] == member then
+      front.first = front.first + 1
+    elseif scores[member] then
+      take_from_back(front, member)
+    end
     scores[member] = score or false
+    while front[at] and scores[front[at]] ~= nil do at = at + 2 end
+    front.at = at
     if not score or not (front.whole or precedes(score, member, front.end_score, front.end_member)) then return end
-    local back = front.back
+    local first, last = front.first, front.last
     local i = last
     while i >= first and precedes(score, member, scores[back[i]], back[i]) do
       back[i + 1] = back[i]
