@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -89,6 +89,9 @@ bench-sizing: $(VENV)/.installed ## how much of a Valkey a fleet takes; 50 whole
 
 bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets of specification 000
 	$(BIN)/python -m bench.targets $(ARGS)
+
+bench-starts: $(VENV)/.installed ## from the start of a replica to ready: 20 starts, median and p95
+	$(BIN)/python -m bench.starts $(ARGS)
 
 bench-seat: $(VENV)/.installed ## how soon changes of a cluster are in force (ARGS='--go FILE': beside a Go picker)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \

@@ -281,6 +281,7 @@ local function begin(pool_key)
   pool.read(failed)
   reset_endpoints()
   timers.reset()
+  order.reset()
   reset_workloads()
 end
 

@@ -80,24 +80,43 @@ do
     end
   end
 
-  local heads = {} -- line -> its oldest waiting request, as far as this call knows them
+  -- The heads of lines are kept for the next call while nobody else changes the pool: each arrival needs one.
+  local MOST_HEADS = 256
+  local heads, known_heads = {}, 0 -- line -> what `index` needs of its head
+  local function forget_heads() heads, known_heads = {}, 0 end
   function order.reset()
-    if next(heads) then heads = {} end
+    if known_heads == 0 then return end
+    if not cache_is_valid or known_heads > MOST_HEADS or settings.ordering ~= ORDERING_WORKLOAD_AWARE then
+      forget_heads()
+    end
   end
 
-  -- The oldest waiting request of a line, or nil. Ids without one are dropped: the previous version has served them.
-  local function line_head(line)
-    local known = heads[line]
-    if known and known.state == STATE_QUEUED then return known end
+  local function keep_head(line, r)
+    local head = heads[line]
+    if not r then
+      if head then heads[line], known_heads = nil, known_heads - 1 end
+      return
+    end
+    if not head then
+      head, known_heads = {}, known_heads + 1
+      heads[line] = head
+    end
+    head.id, head.arrived, head.criticality, head.workload, head.band = r.id, r.arrived, r.criticality, r.workload, r.band
+  end
+
+  -- Read the oldest waiting request of a line, or nil. Ids without one are dropped: the previous version has served
+  -- them.
+  local function read_head(line)
     for _ = 1, STRAYS do
       local id = read_ahead.first_member(line)
       local r = id and record.read(id)
       if not id or (r and r.state == STATE_QUEUED) then
-        heads[line] = r
+        keep_head(line, r)
         return r
       end
       drop_stray('ZREM', line, id)
     end
+    keep_head(line, nil)
   end
 
   -- The score of r in its flow queue.
@@ -111,24 +130,27 @@ do
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
     local line = key.line(r.band, flow_queue, r.workload)
-    local head = line_head(line)
+    local head = heads[line] or read_head(line)
     read_ahead.discard(line)
     defer_write('ZADD', line, r.arrived, r.id)
     if not head or r.arrived < head.arrived or (r.arrived == head.arrived and r.id < head.id) then
       if head then set_index(head, flow_queue) end
-      head, heads[line] = r, r
+      keep_head(line, r)
+      head = r
     end
     index(head, flow_queue) -- an arrival changes the rate of the head's workload
   end
 
   -- Take r out of a line; its next head is indexed. Returns whether r was in it.
   local function leave(line, r, flow_queue)
-    local head = line_head(line)
-    local was_head = head and head.id == r.id
+    local was_head = read_ahead.first_member(line) == r.id
+    if not was_head then -- unless strays are before it
+      local head = read_head(line)
+      was_head = head and head.id == r.id
+    end
     if was_head then
       read_ahead.remove(line, r.id)
-      heads[line] = nil
-      head = line_head(line)
+      local head = read_head(line)
       -- An older line may hold requests of another workload whose key is spelled alike.
       if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
         index(head, flow_queue)
@@ -156,6 +178,7 @@ do
       local r = id and record.read(id)
       if id and not (r and r.state == STATE_QUEUED) then
         drop_stray('ZREM', growing, id)
+        forget_heads()
       elseif r and now_us - r.arrived >= cap_us() then
         index(r, flow_queue)
       elseif r or best then
@@ -167,6 +190,11 @@ do
       end
     end
     return read_ahead.first_scored(static)
+  end
+
+  function order.drop_stray(id, band, flow_queue)
+    for _, part in ipairs({key.growing, key.static}) do write_now('ZREM', part[band][flow_queue], id) end
+    forget_heads()
   end
 
   -- Append the first `count` heads of a flow queue to `found`.
@@ -193,7 +221,7 @@ do
   -- A workload's rate falls without arrivals too: index its head again. For the sweep.
   function order.refresh(r, flow_queue)
     if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end
-    local head = line_head(key.line(r.band, flow_queue, r.workload))
+    local head = read_head(key.line(r.band, flow_queue, r.workload))
     if head and head.id == r.id then index(r, flow_queue) end
   end
 end
@@ -264,7 +292,6 @@ do
   function reset_lengths()
     if next(lengths) then lengths = {} end
     if next(ordered) then ordered = {} end
-    order.reset()
   end
 
   function queue.length(band, flow_queue)
@@ -411,7 +438,7 @@ do
     local requests = key.queue[band][flow_queue]
     read_ahead.discard(requests)
     drop_stray('ZREM', requests, id)
-    for _, index in ipairs({key.growing, key.static}) do write_now('ZREM', index[band][flow_queue], id) end
+    order.drop_stray(id, band, flow_queue)
     lengths[requests] = read('ZCARD', requests)
     if lengths[requests] == 0 then deactivate_if_empty(band, flow_queue) end
   end

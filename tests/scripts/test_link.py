@@ -248,6 +248,22 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         assert await it.at_rest()
 
 
+async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fleet: OpenFleet) -> None:
+    # An operator's list that is on its way when the replica falls asleep.
+    async with valkey_fleet("a") as (_, a):
+        link = a.store._client
+        epoch = link.connection_epoch
+        listed = asyncio.ensure_future(a.store.reads.flow_queues(10))
+        while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
+            await asyncio.sleep(0)
+        link._in_flight[0].sent_s -= 10
+        link._in_flight[0].paused_s -= 10
+        # It is answered on a new connection: reading twice does no harm.
+        async with asyncio.timeout(DEADLINE_S):
+            assert list((await listed).queues) == []
+        assert link.connection_epoch > epoch
+
+
 async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     fleet: OpenFleet, redis_url: str
 ) -> None:

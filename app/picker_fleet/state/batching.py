@@ -54,6 +54,7 @@ _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or a 
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("settle", "renew")  # nobody waits for their replies, unless they are urgent
 _DECISIONS = ("admit", "place")
+_REPEATABLE = ("view_", "claim_queue_snapshot")  # beginnings of scripts' names
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
@@ -96,6 +97,11 @@ class Call:
     @property
     def answered(self) -> bool:
         return all(item.answer.done() for item in self.items)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run any number of times: a view, whose asker has a deadline."""
+        return self.name.startswith(_REPEATABLE)
 
     def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
         """Give each item its part of `reply`, then the head of a batched one to `on_batch`."""
@@ -169,9 +175,13 @@ class Pending:
             self._single.clear()
         return calls
 
-    def put_back(self, calls: list[Call], why: str) -> None:
-        """Put the durable items of `calls` back where they came from; the others fail."""
+    def put_back(self, calls: list[Call], why: str, *, views: bool = False) -> None:
+        """Put the durable items of `calls` back where they came from, and with `views` the calls that views
+        make; the others fail."""
         for call in reversed(calls):  # so that what is kept stays in order
+            if views and call.repeatable and not call.answered:
+                self._single.appendleft(call)
+                continue
             kept = [item for item in call.items if item.durable and not item.answer.done()]
             if kept:
                 self._batched.setdefault(call.name, deque()).extendleft(reversed(kept))
@@ -215,8 +225,9 @@ class MessageState(enum.Enum):
                                 └── connection lost ──▶ dropped
 
     SENT, RETRYING and RESENT are dropped when Redis is unavailable, or when this replica was paused for long.
-    Dropped: durable items are pending again, the others fail with StateUnavailable. RESENT carries what was
-    unanswered of all messages in flight, on a new connection.
+    Dropped: durable items are pending again, the others fail with StateUnavailable; views are asked again
+    unless Redis is unavailable. RESENT carries what was unanswered of all messages in flight, on a new
+    connection.
     """
 
     SENT = enum.auto()
@@ -410,7 +421,7 @@ class BatchingClient:
             self._in_flight.clear()
             self._send(unanswered, state=MessageState.RESENT)
         else:
-            self._pending.put_back(self._drop(), self._fault)
+            self._pending.put_back(self._drop(), self._fault, views=True)
             # Ends wait for the first answer of the new server: if it stayed silent, nobody would know whether
             # it has them. Everything else is sent at once.
             others = [name for name in NAMES if name not in ENDS]
@@ -475,7 +486,7 @@ class BatchingClient:
             self._pause_detector.mark_resumed()
             why = "this replica stood still"
             self._count_errors()
-            self._pending.put_back(self._drop(), why)
+            self._pending.put_back(self._drop(), why, views=True)
             self._lose(why)
             return
         call = message.awaiting.popleft()
