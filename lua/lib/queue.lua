@@ -101,7 +101,8 @@ do
       head, known_heads = {}, known_heads + 1
       heads[line] = head
     end
-    head.id, head.arrived, head.criticality, head.workload, head.band = r.id, r.arrived, r.criticality, r.workload, r.band
+    head.id, head.arrived, head.criticality = r.id, r.arrived, r.criticality
+    head.workload, head.band = r.workload, r.band
   end
 
   -- Read the oldest waiting request of a line, or nil. Ids without one are dropped: the previous version has served
