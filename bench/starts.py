@@ -103,6 +103,7 @@ def main() -> int:
         _start(config)  # reads the files into the page cache
         starts = [_start(config) for _ in range(options.starts)]
     page = _page(starts)
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "starts.md").write_text(page, encoding="utf-8")
     print(page)
     return 0 if _quantile([each.cpu_s for each in starts], 0.95) <= _WANTED_S else 1
