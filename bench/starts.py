@@ -6,7 +6,6 @@ clock, by CPU time, and for how long its main thread was ready to run while othe
 """
 
 import argparse
-import math
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.overhead.measure import percentile
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import table
 from bench.rig.server import server
@@ -64,11 +64,6 @@ def _start(config: Path) -> Start:
         replica.communicate(timeout=_DEADLINE_S)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def _page(starts: Sequence[Start]) -> str:
     here = describe_machine("bench.starts", sys.argv[1:])
     columns = {
@@ -78,7 +73,7 @@ def _page(starts: Sequence[Start]) -> str:
         "neither ran nor waited": [max(each.clock_s - each.cpu_s - each.waited_s, 0.0) for each in starts],
     }
     rows = [
-        [what, *(f"{_quantile(found, share):.2f}" for share in (0.5, 0.95, 0.0, 1.0))]
+        [what, *(f"{percentile(found, share):.2f}" for share in (0.5, 0.95, 0.0, 1.0))]
         for what, found in columns.items()
     ]
     return f"""\
@@ -106,7 +101,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "starts.md").write_text(page, encoding="utf-8")
     print(page)
-    return 0 if _quantile([each.cpu_s for each in starts], 0.95) <= _WANTED_S else 1
+    return 0 if percentile([each.cpu_s for each in starts], 0.95) <= _WANTED_S else 1
 
 
 if __name__ == "__main__":

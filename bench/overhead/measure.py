@@ -167,7 +167,7 @@ def _reading(outcome: Outcome, cpu: CpuTime, calm_us: list[int]) -> Reading:
     )
 
 
-def percentile(values: Sequence[int], share: float) -> int:
+def percentile(values: Sequence[float], share: float) -> float:
     """The smallest of `values` that at least `share` of them do not exceed; 0 of none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
