@@ -12,6 +12,7 @@ Its attributes and methods take effect at once, on connections old and new:
                                             # after the server has acted
         between.lose_script_replies = 3     # the same, of connections whose last request called a script and
                                             # that have passed on `spared` such replies before
+        between.refuse("OOM full", times=3) # that many commands (all, if None) are answered with this error
         between.drop_messages = True        # published messages are swallowed, and nothing else
         between.cut()                       # every connection is reset
         between.strand()                    # every connection is half-open for good; new ones work
@@ -19,8 +20,13 @@ Its attributes and methods take effect at once, on connections old and new:
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from urllib.parse import urlsplit
+
+import hiredis
 
 LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
@@ -48,6 +54,7 @@ class Proxy:
         self.dropped = 0
         self.requests_flow, self.replies_flow = asyncio.Event(), asyncio.Event()
         self.stalled = False
+        self.error, self.errors_left = "", 0.0
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,6 +87,10 @@ class Proxy:
         await self.replies_flow.wait()
         if self._passes_one:
             self.hold(True)
+
+    def refuse(self, error: str, times: int | None = None) -> None:
+        """Answer that many commands (all, if None) with `error`, and pass none of them on."""
+        self.error, self.errors_left = error, math.inf if times is None else times
 
     @property
     def open(self) -> int:
@@ -161,9 +172,15 @@ class _Link:
 
     async def _requests(self) -> None:
         reader, writer = self._client[0], self._server[1]
+        refused = hiredis.Reader()  # reads commands as it does replies
         while data := await reader.read(_CHUNK):
             await self._proxy.requests_flow.wait()
-            if not self._gone:
+            if self._proxy.errors_left > 0:
+                refused.feed(data)
+                while refused.gets() is not False:
+                    self._proxy.errors_left -= 1
+                    self._client[1].write(f"-{self._proxy.error}\r\n".encode())
+            elif not self._gone:
                 self._subscribed = self._subscribed or _SUBSCRIBE in data.upper()
                 self._calls = _CALL in data.upper()
                 writer.write(data)
@@ -251,6 +268,11 @@ def frame_end(data: bytes, at: int) -> int:
             if after < 0:
                 return -1
     return after
+
+
+def proxy_to(url: str) -> AbstractAsyncContextManager[Proxy]:
+    """A `Proxy` to the Redis at `url`."""
+    return proxy(urlsplit(url).port or 6379)
 
 
 @contextlib.asynccontextmanager

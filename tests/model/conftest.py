@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 from fakeredis import FakeRedis
-from script_backends import url_of, valkey
+from script_backends import real_server
 from script_side import TEXT, ScriptSide
 
 TIMEOUT_S = 10
@@ -20,7 +20,7 @@ def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             yield ScriptSide(client, server)
         return
     with (
-        valkey(tmp_path_factory.mktemp(server)) as port,
-        redis.Redis.from_url(url_of(port), socket_timeout=TIMEOUT_S, **TEXT) as client,
+        real_server(tmp_path_factory.mktemp(server)) as valkey,
+        redis.Redis.from_url(valkey.url, socket_timeout=TIMEOUT_S, **TEXT) as client,
     ):
         yield ScriptSide(client, server)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import redis
 from direct_calls import DirectPool
-from script_backends import fakeredis, url_of, valkey
+from script_backends import fakeredis, real_server
 from script_fleet import OpenFleet, running
 
 _POOLS = itertools.count(1)
@@ -16,8 +16,8 @@ _POOLS = itertools.count(1)
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The server the promises are made on. Where it is missing, the tests fail."""
-    with valkey(tmp_path_factory.mktemp("valkey")) as port:
-        yield url_of(port)
+    with real_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server.url
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,8 @@ def direct(client: redis.Redis, pool: str) -> DirectPool:
 
 @pytest.fixture(scope="session")
 def fakeredis_url() -> Iterator[str]:
-    with fakeredis() as port:
-        yield url_of(port)
+    with fakeredis() as url:
+        yield url
 
 
 @pytest.fixture(params=["valkey", "fakeredis"])

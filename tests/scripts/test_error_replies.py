@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from failover_bench import gate_over
 from metrics_page import samples
+from proxy import Proxy, proxy_to
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from script_backends import LOOPBACK, Wire, url_of, valkey, wire
+from redis_servers import LOOPBACK, Server
+from script_backends import real_server
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
@@ -37,11 +39,10 @@ REFUSING = {  # what makes a real server refuse, the kind of its error, and what
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """A Valkey of its own, and its folder: what is done to it would disturb others."""
-    folder = tmp_path_factory.mktemp("valkey")
-    with valkey(folder) as port:
-        yield port, folder
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own: what is done to it would disturb others."""
+    with real_server(tmp_path_factory.mktemp("valkey")) as it:
+        yield it
 
 
 class Watched:
@@ -79,7 +80,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched(
-    url: str, pool: str, between: Wire | None = None, **settings: Any
+    url: str, pool: str, between: Proxy | None = None, **settings: Any
 ) -> AsyncIterator[Watched]:
     through = {} if between is None else {"a": between.url}
     async with running(url, pool, "a", upper_per=1, listening=True, through=through, **settings) as fleet:
@@ -97,7 +98,7 @@ async def watched(
 async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_moment(
     valkey_url: str, pool: str, error: str
 ) -> None:
-    async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
+    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between) as it:
         # An arrival meets the error once.
         between.refuse(f"{error} for a moment", times=1)
         arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
@@ -113,7 +114,7 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
 async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
-    async with wire(valkey_url) as between, watched(valkey_url, pool, between) as it:
+    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between) as it:
         # Every call meets the error.
         between.refuse(f"{error} for good")
         arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
@@ -154,12 +155,11 @@ async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("why", ["OOM", "MISCONF"])
 async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
-    server: tuple[int, Path], pool: str, why: str
+    server: Server, pool: str, why: str
 ) -> None:
-    port, folder = server
-    async with watched(url_of(port), pool) as it:
+    async with watched(server.url, pool) as it:
         # A Redis that takes no writes.
-        async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, folder):
+        async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, server.folder):
             # When requests come, again and again, each is told so, and when to come back.
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
@@ -227,13 +227,12 @@ async def busy(redis: Redis) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("why", [why for why, (kind, *_) in REFUSING.items() if kind != "full"])
 async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_outage(
-    server: tuple[int, Path], pool: str, why: str
+    server: Server, pool: str, why: str
 ) -> None:
-    port, _ = server
-    async with Redis(host=LOOPBACK, port=port) as redis:
+    async with Redis.from_url(server.url) as redis:
         await redis.execute_command("ACL", "SETUSER", "picker", "on", ">secret", "~*", "&*", "+@all")
-        user = f"redis://picker:secret@{LOOPBACK}:{port}/0"
-        async with running(url_of(port), pool, "a", upper_per=1, through={"a": user}) as fleet:
+        user = server.url.replace("//", "//picker:secret@")
+        async with running(server.url, pool, "a", upper_per=1, through={"a": user}) as fleet:
             (replica,) = fleet.replicas
             it = Watched(fleet, replica)
             await it.begin()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from decision_ledger import events_of
-from script_backends import wire
+from proxy import proxy_to
 from script_fleet import OpenFleet, ask, until
 
 from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
@@ -47,7 +47,7 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
 async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:
     # A waiter whose connection to Redis answers nothing any more.
     async with (
-        wire(redis_url) as between,
+        proxy_to(redis_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=0.75) as it,
     ):
         a, b = it.replicas
@@ -55,11 +55,11 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
         waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), stream_owned=False))
         await until(lambda: a.gate.waiting == 1)
         await it.until_logged("queued", "q")
-        between.mute()
+        between.vanished = True
         # When its time is up, it is answered, and Redis learns of it when it returns.
         with pytest.raises(ExpiredTtl):
             await waiter
-        between.unmute()
+        between.vanished = False
         await it.until_logged("expired", "q")
         await b.settle("runs")
         await until(it.at_rest)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from packed import doubles
-from script_backends import wire
+from proxy import proxy_to
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
 
 from picker_fleet.state import accounting_token
@@ -91,12 +91,12 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
         await CALLS[name](it.replicas[0])
         expected = await it.dump()
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
-    async with wire(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as it:
+    async with proxy_to(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as it:
         # When the reply is lost after the script ran, and the link asks again
-        between.lose_reply()
+        between.lose_replies = 1
         await CALLS[name](it.replicas[0])
         # The state is the same as if nothing had happened.
-        assert between.lost
+        assert between.lost == 1
         found, wanted = _counts(await it.dump()), _counts(expected)
         if name in TURNED_AWAY:
             wanted["workloads"]["w"][0] += 1
@@ -121,11 +121,11 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
     # A queued request whose owner loses the reply that brought the grant.
-    async with wire(redis_url) as between, fleet("a", upper_per=1, through={"a": between.url}) as it:
+    async with proxy_to(redis_url) as between, fleet("a", upper_per=1, through={"a": between.url}) as it:
         (a,) = it.replicas
         await a.admit("runs")
         await a.admit("waits")
-        between.lose_reply()
+        between.lose_replies = 1
         assert await a.settle("runs") == ["unknown"]
         assert a.notifications == []
         # When it beats, the grant is in its inbox still, and is placed once.

@@ -3,10 +3,10 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
-from script_backends import url_of, valkey, wire
+from proxy import proxy_to
+from redis_servers import Server
 from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
 
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
@@ -14,7 +14,6 @@ from picker_fleet.request import Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import Decision
-from picker_tools.local_fleet.network import free_port
 
 E1 = addresses(1)[0]
 
@@ -123,10 +122,10 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
         assert (await a.admit("r")).status == "placed"
 
 
-async def test_a_server_that_starts_after_the_replica_is_found(pool: str, tmp_path: Path) -> None:
+async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey: Server) -> None:
     # A replica whose Redis is not there.
-    port = free_port()
-    a = Replica(url_of(port), pool, "a", silence_s=2.0)
+    valkey.kill()
+    a = Replica(valkey.url, pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
         # When it asks, it is told in time that the shared state is away.
@@ -136,10 +135,10 @@ async def test_a_server_that_starts_after_the_replica_is_found(pool: str, tmp_pa
         assert a.store.fault
         assert set(a.lost) == {"refused"}
         # When the server starts, calls work.
-        with valkey(tmp_path, port):
-            await until(lambda: _publishes(a))
-            assert await a.admit("r1") == Decision("placed", E1)
-            assert a.store.fault is None
+        await asyncio.to_thread(valkey.revive)
+        await until(lambda: _publishes(a))
+        assert await a.admit("r1") == Decision("placed", E1)
+        assert a.store.fault is None
         running.cancel()
 
 
@@ -155,16 +154,16 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (
-        wire(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.5) as it,
+        proxy_to(redis_url) as between,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as it,
     ):
         a, b = it.replicas
         # A request in flight and a connection that takes everything and answers nothing.
         await a.admit("r1")
-        between.mute()
+        between.vanished = True
         # When calls are made, each fails in time, but the settlement waits.
         settled = a.store.settle("r1", Outcome.COMPLETED)
-        for _ in range(3):
+        for _ in range(2):
             for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
                 async with asyncio.timeout(DEADLINE_S):
                     with pytest.raises(StateUnavailable):
@@ -173,7 +172,7 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
         # And whatever the calls have done is nothing: others go on
         assert (await b.admit("r3")).status == "queued"
         # When the server answers again, it is delivered, and what it frees is granted.
-        between.unmute()
+        between.vanished = False
         assert await settled == "settled llama"
         await b.beat()
         assert b.notifications == [("granted", "r3")]
@@ -183,10 +182,10 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
     # Calls on the way to a server that does not answer, durable ones too.
-    async with wire(redis_url) as between:
+    async with proxy_to(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
-            between.mute()
+            between.vanished = True
             waiting = asyncio.create_task(a.admit("r1"))
             settled = a.store.settle("r0", Outcome.COMPLETED)
             # The replica stops
@@ -199,7 +198,10 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
     # One in flight on a server that cannot write its file.
-    async with wire(valkey_url) as between, valkey_fleet("a", upper_per=1, through={"a": between.url}) as it:
+    async with (
+        proxy_to(valkey_url) as between,
+        valkey_fleet("a", upper_per=1, through={"a": between.url}) as it,
+    ):
         (a,) = it.replicas
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
@@ -268,14 +270,14 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     fleet: OpenFleet, redis_url: str
 ) -> None:
     async with (
-        wire(redis_url) as between,
-        fleet("a", through={"a": between.url}, silence_s=1.5) as it,
+        proxy_to(redis_url) as between,
+        fleet("a", through={"a": between.url}, silence_s=1.0) as it,
     ):
         (a,) = it.replicas
         await a.admit("r1")
         await a.admit("r2")
         # A server that takes everything and answers nothing, and an end that is on its way.
-        between.mute()
+        between.vanished = True
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
         await until(lambda: _is(a.store._client.waiting and not a.store.unsent_ends()))
@@ -296,7 +298,7 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
             await deciding
         assert a.store.unsent_ends() == ["r2"]
         # When the server answers again, it takes both.
-        between.unmute()
+        between.vanished = False
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == ["settled llama"] * 2
         assert a.store.unsent_ends() == []

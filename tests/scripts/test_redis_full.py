@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from failover_bench import gate_over
-from script_backends import url_of, valkey
+from redis_servers import Server
+from script_backends import real_server
 from script_fleet import Fleet, Replica, ask, ended, running, until
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
@@ -18,9 +19,9 @@ UPPER = 2
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with valkey(tmp_path_factory.mktemp("valkey")) as port:
-        yield port
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with real_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
 
 
 class Clients:
@@ -60,8 +61,8 @@ class Clients:
             await asyncio.sleep(0)
 
 
-async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: int, pool: str) -> None:
-    async with running(url_of(server), pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
+async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: Server, pool: str) -> None:
+    async with running(server.url, pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
         gate.update_peers({"a": {"degraded": False}})
@@ -101,8 +102,8 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         await until(it.at_rest)
 
 
-async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: int, pool: str) -> None:
-    async with running(url_of(server), pool, "a", upper_per=1, listening=True) as it:
+async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Server, pool: str) -> None:
+    async with running(server.url, pool, "a", upper_per=1, listening=True) as it:
         (a,) = it.replicas
         # One that waits on a server that has no room since.
         await a.gate.admit(ask("runs"), stream_owned=False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
-from script_backends import url_of, valkey
+from redis_servers import Server, redis_server
 
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
 from picker_fleet.scheduling.route_stream import (
@@ -23,7 +23,6 @@ from picker_fleet.scheduling.route_stream import (
     pack,
     unpack,
 )
-from picker_tools.local_fleet.network import free_port
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)
@@ -80,8 +79,8 @@ def prompt(name: str, blocks: int = 4) -> tuple[bytes, ...]:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with valkey(tmp_path_factory.mktemp("valkey")) as port:
-        yield url_of(port)
+    with redis_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -219,23 +218,21 @@ async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, clie
         await until(lambda: replica.completions(B) == 1)
 
 
-async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(
-    tmp_path_factory: pytest.TempPathFactory, stream: str
-) -> None:
-    port = free_port()
-    one, other = Replica(url_of(port), stream, "one"), Replica(url_of(port), stream, "other")
+async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: Server, stream: str) -> None:
+    valkey.kill()
+    one, other = Replica(valkey.url, stream, "one"), Replica(valkey.url, stream, "other")
     async with running(one, other, caught_up=False):
         one.routes.add_route(A, prompt("m"))
         one.routes.add_completion(A, 1.0)
         await until(lambda: one.completions(A) == 1)
         assert other.completions(A) == 0
 
-        with valkey(tmp_path_factory.mktemp("late"), port):
-            await wait_caught_up(one, other)
-            one.routes.add_completion(B, 1.0)
-            await until(lambda: other.completions(B) >= 1)
-            one.routes.add_route(B, prompt("n"))
-            await until(lambda: other.index.match(prompt("n")) == {B: 4})
+        await asyncio.to_thread(valkey.revive)
+        await wait_caught_up(one, other)
+        one.routes.add_completion(B, 1.0)
+        await until(lambda: other.completions(B) >= 1)
+        one.routes.add_route(B, prompt("n"))
+        await until(lambda: other.index.match(prompt("n")) == {B: 4})
 
 
 async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
@@ -261,7 +258,7 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
 
 
 async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
-    replica = Replica(url_of(free_port()), stream, "r")
+    replica = Replica("redis://127.0.0.1:1/0", stream, "r")
     for n in range(5000):
         replica.routes.add_route(A, prompt(str(n), 1))
         replica.routes.add_completion(A, float(n))
