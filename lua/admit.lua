@@ -30,7 +30,7 @@ local function adopt(r, attempt, candidates, turn, picks)
       r.state = STATE_QUEUED
       tag = queue.insert(r)
     end
-    notifications.withdraw(r.owner, r.id) -- of an earlier request of this id
+    notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
     record.put(r)
     log_event('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
@@ -38,8 +38,8 @@ local function adopt(r, attempt, candidates, turn, picks)
   log_event('adopted', r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
-    -- Two streams know its endpoint, and nobody can tell which of them Envoy still uses: a replica that was suspended
-    -- may bring a request given up long ago. So neither can cancel it; only its end or its lease ends it.
+    -- Two streams know its endpoint, and the pool cannot tell which of them Envoy still uses: a suspended replica may
+    -- send a request again that Envoy gave up long ago. So neither stream can cancel it. Its end or its lease ends it.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then r.attempt = '' end
     record.put(r)
     return 'placed ' .. r.endpoints .. ' adopted'
@@ -108,7 +108,7 @@ local function arrive(r, turn, picks)
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
   if reply then return reply end
-  -- With the queue off nobody waits for a limit.
+  -- With the queue off, a request that only a limit stops is refused instead of queued.
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
     return refuse(r, REFUSED_SATURATED)
   end
@@ -119,7 +119,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- At most as many flows as requests wait, so this is checked in long queues only.
+  -- No more flows than requests can wait, so flows are counted only when the queue is that long.
   if not GUARANTEED[r.band] and pool.queued >= (settings.max_flows or math.huge)
     and queue.count_flow_queues() >= settings.max_flows and queue.length(r.band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)
@@ -129,7 +129,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
   r.state = STATE_QUEUED
-  notifications.withdraw(r.owner, r.id) -- of an earlier request of this id
+  notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end
@@ -159,7 +159,7 @@ local function admit(args)
     if known then
       replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
     else
-      -- Its workload counts it before the decision, so refused requests count in the rate too (specs 000, 001).
+      -- The workload counts it before the decision, so the rate includes refused requests (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)

@@ -2,10 +2,10 @@
 -- Cancel requests on behalf of the stream that brought them.
 --
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a replica that lost a request never
--- harms its adopter (G7); nobody can cancel one that was placed when it was adopted. Repeating a call changes nothing
--- (G6). An expiry does not take away a grant that was given in time (G5). A grant its owner has no use for is given
--- back, and nothing else of that id: after a failover that lost the last writes, the queue may hold requests that were
--- served, and each would block its part of the stock for a lease.
+-- harms its adopter (G7). A request that was placed before its adoption cannot be cancelled. Repeating a call changes
+-- nothing (G6). An expiry does not take away a grant that was given in time (G5). `unclaimed` ends only a grant: after
+-- a failover that lost the last writes, the queue may grant a request that was served before, and its stock would be
+-- blocked until the lease ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);

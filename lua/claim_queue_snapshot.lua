@@ -1,7 +1,7 @@
 -- include: storage
--- The flow queues as one replica has read them for all; or the right to read them.
+-- Get the snapshot of all flow queues that one replica reads for the fleet, or the right to read it.
 --
--- Guarantees: while one replica reads, no other is asked to, for as long as its claim is valid.
+-- Guarantees: while the claim of one replica is valid, no other gets the right to read.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] how long a claim is valid, ms

@@ -2,15 +2,16 @@
 -- A replica reports that it lives, and learns what it must know: whether the pool is the one it knew, who publishes,
 -- the bounds, and the notifications that a lost wake-up has left in its inbox.
 --
--- Guarantees: a notification other than a grant is in the reply of one heartbeat, whether or not a wake-up or another
--- reply has brought it before, and never once a new request of its id waits. A grant stays until it is placed.
+-- Guarantees: a notification other than a grant is in the reply of exactly one heartbeat, even if a wake-up or another
+-- reply brought it before; in none if a new request of its id has been queued since. A grant is repeated until it is
+-- placed.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] its replica info, JSON; '': as in its last heartbeat
--- args[3] silence_ms: a replica that is silent for so long is gone, as for dispatch and sweep
--- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds;
---   none from a caller that signs nothing
+-- args[3] silence_ms: a replica that is silent for so long counts as gone
+-- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds; ''
+--   from a caller that signs nothing
 -- args[5] and args[6] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
@@ -19,7 +20,7 @@
 --   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does
 --   not sign was active within the hour), now_us}; numbers that may have fractions are strings
 
--- A replica may have any number of requests that end at once; the rest come with its next heartbeats.
+-- Notifications that one reply carries; the rest come with the next heartbeats.
 local INBOX_LIMIT = 256
 local function read_inbox(inbox)
   local count = read('HLEN', inbox)
@@ -28,8 +29,8 @@ local function read_inbox(inbox)
   return read('HRANDFIELD', inbox, INBOX_LIMIT, 'WITHVALUES')
 end
 
--- The fleet's signing keys, newest first, with a new one each day. Replicas keep them too and offer them, so a lost
--- pool gets them back. A signature is valid for at least six days.
+-- Returns the fleet's signing keys, newest first; a new one is added each day. Replicas keep and offer them, so a pool
+-- that was lost gets them back. A signature is valid for at least six days.
 local KEY_LIFE_MS = 86400000
 local KEYS_KEPT = 8
 local function merge_signing_keys(kept, offered)
@@ -55,9 +56,9 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
--- How many replicas are live, and the least of their ids. All are read when their number has changed, when one joins,
--- and once a second for the whole fleet, since other versions of this library let replicas join, too. So in a fleet
--- that stays the same the cost of a heartbeat does not grow with the replicas.
+-- Returns how many replicas are live, and the least of their ids. The list is read when the number has changed, when a
+-- replica joins, and once a second, since another version of this library may have let a replica join. The other
+-- heartbeats only count, so their cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
   local known, since = key.live, '(' .. (now_ms - silence_ms)
@@ -85,14 +86,14 @@ local function heartbeat(args)
   note_original(key.replicas, owner, last)
   last = tonumber(last or 0)
   local was_known = last > now_ms - silence_ms and 1 or 0
-  -- A version that cannot sign tokens, and may change loads without a counter, beats on whole milliseconds.
-  -- One that knows three bands beats at half milliseconds.
+  -- The fraction of a millisecond tells versions apart: 0 cannot sign tokens and may change loads without a counter;
+  -- 0.5 knows three bands only.
   write_now('ZADD', key.replicas, bands.beat_ms(now_ms), owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then
     defer_write('HDEL', key.orphan_cursors, owner)
-    if args[5] then pool.note_possible_loss() end -- it was away; a new one brings nothing
+    if args[5] then pool.note_possible_loss() end -- it was away; a new replica has nothing to restore
   end
   local members = live_replicas(was_known == 0, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',

@@ -1,6 +1,5 @@
 -- include: dispatch
--- Set what the fleet shares by decision rather than by counting: settings and endpoints. The first call creates the
--- pool. What now fits is dispatched.
+-- Set the settings and the endpoints of the pool. The first call creates the pool. What now fits is dispatched.
 --
 -- Guarantees: an endpoint that leaves keeps its count until its last request ends.
 --

@@ -1,15 +1,15 @@
 -- include: dispatch
--- Change the published endpoints from one version to the next. What now fits is dispatched. In a large pool this costs
--- what the change is large, where publish costs what the pool is.
+-- Change the published endpoints from one version to the next. What now fits is dispatched. The cost grows with the
+-- number of changed endpoints; that of publish grows with the number of all.
 --
--- Guarantees: as publish, which a call for the whole new list would have left the same. Nothing is changed where
--- another version is published.
+-- Guarantees: those of publish, and the same result as publish with the whole new list. If another version than the
+-- one named is published, nothing changes.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] endpoints version that the changes begin from      args[3] the one that they lead to
--- then pairs: endpoint, JSON {labels, draining}, or '' where it is no longer published; limits of endpoints are part
---   of the settings, and changed by publish
+-- args[2] endpoints version before the changes      args[3] endpoints version after them
+-- then pairs: endpoint, JSON {labels, draining}, or '' if it is no longer published (limits of endpoints are settings,
+--   which publish changes)
 --
 -- Returns {epoch, notifications, attempts, served, changed (1; 0: another version is published)}
 

@@ -2,11 +2,12 @@
 -- Renew the leases of requests that are alive. One whose record is lost (FLUSHALL, or a lease that ran out while nobody
 -- could report) is restored to the stock from its accounting token.
 --
--- Guarantees: a request that is renewed is never reclaimed. The endpoint that serves it is the one that is counted.
--- What has ended is not restored while its tombstone lasts, except a later request of the same id that the caller
+-- Guarantees: a renewed request is not reclaimed. The endpoint that serves it is the one that is counted. A request
+-- that has ended is not restored while its tombstone lasts, except a later request of the same id that the caller
 -- admitted. A token restores no more than an admission grants, and only on an endpoint the pool knows (G1). A token
--- from an access log may come from anybody who has seen it: it restores nothing whose end was counted, only what the
--- pool may lack (pool.may_lack_records), what was given up unheard, and for a lease what was admitted without Redis.
+-- from an access log proves less, since a client may have copied it: it restores a request only while the pool may lack
+-- its record (pool.may_lack_records), or if it was given up without a report of its end, or for a lease after an
+-- admission without Redis.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
@@ -18,7 +19,7 @@
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 
-local MOST = 1e12 -- sums of so much stay exact
+local MOST = 1e12 -- sums of such numbers stay exact
 local HIGHEST_LIMIT = 65535
 
 -- The band of a token; nil if there is none. Whole numbers only.
@@ -82,7 +83,7 @@ local function restore(id, attempt, served, token, ago_ms)
   return 'restored'
 end
 
--- Envoy used a fallback: the count follows.
+-- Envoy used a fallback: count the request on the endpoint that serves it.
 local function move(r, served)
   local old = endpoints.first(r.endpoints)
   if not is_address(served) or served == old then return end

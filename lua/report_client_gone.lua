@@ -1,9 +1,9 @@
 -- include: dispatch
--- Note requests whose client has gone, as an access-log entry without an accounting token says. Such an entry proves
--- nothing, but it is the only report of a client that leaves before Envoy has read the picker's answer. The sweep then
--- looks for the request on its endpoint's next metrics pages (sweep.lua).
+-- Note requests whose client has gone according to an access-log entry without an accounting token. Such an entry is no
+-- proof, but the only report of a client that leaves before Envoy has read the picker's answer. The sweep then compares
+-- the endpoint's next metrics pages with the pool's count (sweep.lua).
 --
--- Guarantees: changes nothing but what the sweep looks at.
+-- Guarantees: changes only the list of suspects that the sweep reads.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then the ids of requests

@@ -22,6 +22,7 @@ local function correct_charge(r, actual)
   local change = (actual - r.cost) * share / r.cost
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
+
 local hosts, workload_ids = {}, {} -- reused by each call
 local function settle(args)
   local ids, count = column(args, SETTLE_ITEM, 1)

@@ -1,37 +1,39 @@
 -- include: dispatch upkeep
--- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts, idle workloads, and waiting
--- requests whose order time or a new policy has changed. Any replica may call it at any time.
+-- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts (placed requests that ended
+-- without a report), idle workloads, and waiting requests whose order has changed with time or with a new policy. Any
+-- replica may call it at any time.
 --
--- Guarantees: runs at most once per interval, whichever replica calls; a bounded amount of work per call; a call that
--- leaves work says so and may be repeated at once.
+-- Guarantees: one run per interval, whichever replica calls; a bounded amount of work per call. A call that leaves work
+-- says so, and may be repeated at once.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] interval_ms   args[3] grace_ms: how long a silent replica's queued requests wait for adoption
 -- args[4] idle_ms: an idle workload is forgotten after this
--- args[5] unseen_ms: a placed request without a renewal for so long may be a ghost
+-- args[5] unseen_ms: a placed request may be a ghost after so long without a renewal
 --
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
 --   endpoints whose metrics pages may show ghosts}
 
-local CHUNK = 32 -- requests that a call ends, orphans or reads at most
-local REFILED = 16 -- requests that it moves to a new order: each leaves one and enters another
-local LIGHT = 500 -- entries that are only dropped
-local WALKS = 150 -- calls per interval that continue the scan of waiting requests, at most
-local DOWN_MS = 10000
+-- Limits of one call.
+local CHUNK = 32 -- requests that it ends, orphans or reads
+local REFILED = 16 -- requests that it moves to a new order, which costs a removal and an insertion each
+local LIGHT = 500 -- entries of one kind that it only drops
+local WALKS = 150 -- calls per interval that continue the scan of waiting requests
+local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
 local TRANSIT_MS = 1000 -- from the placement of a request until its endpoint's page counts it
-local MOST_RECENT = 1000 -- requests a call counts by endpoint, at most; beyond, ghosts end with their lease
+local MOST_RECENT = 1000 -- requests that it counts by endpoint; if there are more, ghosts end with their lease
 local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
 
 local function is_running(r) return r and (r.state == STATE_PLACED or r.state == STATE_GRANTED) end
 
--- Give up a request whose end was not reported. It may run all the same; its next renewal restores it.
+-- Give up a request whose end was not reported. If it still runs, its next renewal restores it.
 local function reclaim(r, note)
   if r.state == STATE_PLACED then tombstones.give_up(r.id) end
   finish_request(r, 'reclaimed', note)
 end
 
--- Returns how many.
+-- Returns how many requests were given up.
 local function reclaim_expired_leases(limit)
   local reaped = 0
   for _ = 1, STRAYS do
@@ -150,8 +152,8 @@ local function reclaim_ghosts(unseen_ms, limit)
 end
 
 -- Orphan the queued requests of one silent replica, so that another replica can adopt them. Scans at most `limit`
--- requests a call; `orphans` keeps the cursor. Requests the scan misses are orphaned when dispatched, or expire.
--- Returns whether there is more to scan. At the end of the scan the replica is forgotten.
+-- requests a call; the cursor is kept in `key.orphan_cursors`. Requests that the scan misses are orphaned by dispatch
+-- when their turn comes, or expire. Returns whether there is more to scan. At the end the replica is forgotten.
 local function orphan_silent_replica(grace_ms, limit)
   local silent = read('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
   if not silent then return false end
@@ -167,7 +169,7 @@ local function orphan_silent_replica(grace_ms, limit)
   defer_write('ZREM', key.replicas, silent)
   defer_write('HDEL', key.replica_info, silent)
   defer_write('HDEL', key.orphan_cursors, silent)
-  defer_unlink(key.inbox[silent]) -- with what this call has put there
+  defer_unlink(key.inbox[silent]) -- and with it what this call has put there
   return false
 end
 
@@ -207,7 +209,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.rate = pool.rate == 0 and rate or (pool.rate + rate) / 2
 end
 
--- Times that another server's clock, ahead of this one, has written before a failover: they end when they would by now.
+-- Lower times that lie too far ahead, as if written now. The former primary's clock may have been ahead of this one's.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = bands.beat_ms(now_ms + life_ms)

@@ -5,8 +5,8 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
--- args[2] JSON {setting: value}, named as publish has them; null removes a change
--- args[3] JSON the same changes in the words of the operator, for display; overlaid likewise
+-- args[2] JSON {setting: value}, named as in publish; null removes a change
+-- args[3] JSON the same changes as the operator wrote them, for display; merged likewise
 --
 -- Returns {epoch, notifications, attempts, served, tuned version}; version '' while the pool is unknown
 

@@ -1,8 +1,8 @@
 -- include: queue
--- What an operator reads: rows as text, their fields separated by byte 31, which no field contains.
+-- What the admin API reads: rows as text, their fields separated by byte 31, which no field contains.
 --
--- Guarantees of each function: it reads only, and at most VIEW_LIMIT rows a call, however long the queue is. Of a read
--- page by page, a member that keeps its place comes once.
+-- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. If one
+-- reads page by page, a member that keeps its score is in exactly one page.
 --
 -- All: keys[1] epp:{POOL}:pool
 --
@@ -24,7 +24,7 @@ local function comes_before(a, b) -- as a sorted set orders members: by their by
   return #a < #b
 end
 
--- The rank of the first member behind (score, member), whether that is still there or not.
+-- The rank of the first member behind (score, member). That member may have left the set.
 function view.rank_behind(sorted, score, member)
   if score == '' then return 0 end
   local rank = read('ZRANK', sorted, member)
@@ -61,8 +61,9 @@ function view.add_flow_queues(reply, band, throttled, flow_queues)
   end
 end
 
--- Those in order (0) or the throttled ones (1).
+-- The set of flow queues that are in order (0) or throttled (1).
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
+
 local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
@@ -89,9 +90,9 @@ end
 
 -- A page of flow queues: band by band in the order of their start tags, then the throttled ones.
 --
--- args[1] whether to begin with the throttled ones (0 or 1), and args[2] with the band of which priority
--- args[3] start tag and args[4] flow queue behind which to begin; '' and '': the first of these
--- args[5] rows wanted   args[6] the priority of the only band, '' all
+-- args[1] 1 to begin with the throttled ones, else 0   args[2] the priority of the band to begin with
+-- args[3] start tag and args[4] flow queue behind which to begin there; '' and '': at its first
+-- args[5] rows wanted   args[6] the priority of the only band wanted; '': all
 -- Returns {now_us, {throttled, priority, number of flow queues ... of each band}, flow queue row...}
 local function view_flows(args)
   local first_throttled, first_priority = tonumber(args[1]), tonumber(args[2])
@@ -188,8 +189,7 @@ end
 --
 -- args[1] request id
 -- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, rank
---   among the
---   overdue, end of its lease (ms)}; '' where it has none
+--   among the overdue, end of its lease (ms)}; '' where it has none
 local function view_request(args)
   local id = args[1]
   local r = record.read(id)

@@ -1,8 +1,8 @@
 -- include: queue endpoints
--- The transitions of requests that several functions share: placement, end, timers and dispatch. And the frame of every
--- call: `run` performs all of it or, if it fails before its end, nothing.
+-- The transitions of requests that several functions share: placement, end, timers and dispatch; and what begins and
+-- ends every call. `run` performs all of a call or, if the call fails before it writes its result, nothing.
 
--- Give back what a granted or placed request takes.
+-- Give back the stock, the endpoint and the lease of a granted or placed request.
 local function release(r)
   local limited = r.limit > 0
   defer_write('ZREM', key.inflight, r.id)
@@ -62,9 +62,10 @@ local function place_request(r, candidates, turn, picks)
   return 'placed ' .. picked .. ' ' .. seen
 end
 
--- Place a granted request. If every endpoint it may use is at its limit, or its flow is, it returns to its place in the
--- queue, uncharged. Its flow queue then waits until one of the flow's requests ends or one of those endpoints has room;
--- if no endpoint has any, dispatch waits, and the flow queue may stay in the order.
+-- Place a granted request. If every endpoint that it may use is at its limit, or at the limit of its flow, the request
+-- returns to its place in the queue, and its charge is refunded. Its flow queue is throttled until a request of the
+-- flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops anyway, and the
+-- flow queue stays in order.
 local function place_granted(r, candidates, turn, picks)
   notifications.withdraw(r.owner, r.id)
   local reply, limited, closed = place_request(r, candidates, turn, picks)
@@ -131,6 +132,7 @@ local function run_timers(limit)
   end
   return ran, expired
 end
+
 local live = {} -- owner -> whether its last heartbeat is recent
 local function is_live(owner)
   if live[owner] == nil then
@@ -138,7 +140,11 @@ local function is_live(owner)
   end
   return live[owner]
 end
-local GUARD_CREDIT = 1 - 1e-9 -- ten times a tenth is not quite one
+
+local GUARD_CREDIT = 1 - 1e-9 -- of 1: the sum of ten times 0.1 is slightly less
+
+-- Grant r its start: out of the queue, into the stock, its owner notified. `turn_of`: the flow queue whose turn it was;
+-- nil if the starvation guard chose r.
 local function grant(r, tag, take, turn_of)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag
@@ -151,7 +157,7 @@ local function grant(r, tag, take, turn_of)
     credit = credit - 1
   end
 
-  -- At most one credit is saved. What a share that does not divide 1 adds beyond that counts for the next.
+  -- At most one credit is saved, and the fraction by which the last addition exceeded it.
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
@@ -162,7 +168,7 @@ end
 
 -- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
 -- served (G5). One whose replica is silent is orphaned, so that another can adopt it (G7).
-local DISPATCH_LIMIT = 24 -- every call that frees room ends with a dispatch, so the next one continues
+local DISPATCH_LIMIT = 24 -- requests per call; every call ends with a dispatch, so the next one continues
 local function dispatch()
   if next(live) then live = {} end
   local served, attempts = 0, 0
@@ -173,7 +179,7 @@ local function dispatch()
   if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
-    -- As many as have ended are likely to fit; requests of other costs make it a guess.
+    -- As many as have ended in this call are likely to fit; if costs differ, this is an estimate.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
   local places = room > 0 and settings.caps and endpoints.free_slots() or math.huge
@@ -215,8 +221,9 @@ local function commit()
   commit_log()
   notifications.publish()
 end
+
 local committing = false
--- A write failed after others were done. The rest follows; what fails twice is left out and reported.
+-- A write failed after others were done. Write the rest; a command that fails twice is skipped, and its error raised.
 local function commit_again()
   local server, failed = redis, nil
   redis = {call = function(...)
@@ -229,6 +236,7 @@ local function commit_again()
   redis = server
   if failed then error(failed, 0) elseif not done then error(why, 0) end
 end
+
 local epoch, epoch_text -- of the pool in the last call
 -- Every call that may change the queue ends here. Returns the start of each reply: epoch of the pool, notifications for
 -- the caller, attempts to dispatch, and how many of them were served.
@@ -255,7 +263,7 @@ local function for_each_item(args, size, answer)
   return finish_call(replies)
 end
 
--- The n-th of every `size` arguments that is not empty, and how many. The table is reused by the next call.
+-- The n-th of every `size` arguments, without empty ones, and how many. The table is reused by the next call.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0
@@ -268,6 +276,7 @@ local function column(args, size, n)
   end
   return found, count
 end
+
 local in_progress = false -- still true if the last call failed
 local function begin(pool_key)
   local failed = in_progress

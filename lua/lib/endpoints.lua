@@ -1,8 +1,8 @@
 -- include: pool
--- The live load of every endpoint, and the choice among them. An endpoint that takes nothing new (draining, marked, or
--- gone while requests still run there) has a load above UNPICKABLE, so its count stays exact. `limits` counts the
--- requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit; nil where no
--- endpoint has one, and then nothing here depends on it.
+-- The live load of every endpoint, and the choice among them. The load of an endpoint is its number of requests in
+-- flight; plus UNPICKABLE if it takes nothing new (draining, marked, or unpublished while requests still run there).
+-- `limits` counts the requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit;
+-- nil if no endpoint has one.
 
 local endpoints = {}
 local reset_endpoints
@@ -11,10 +11,11 @@ do -- a chunk may have 200 locals
   local loads, loads_known = {}, 0
   local MOST_LOADS = 1000 -- requests may name any number of unknown ones
   local changed_loads = {}
-  local all_counted -- what `counted` returns
-  local window, window_left -- the least loaded, and how many choices they suffice for
+  local all_counted -- what `counted` returned in this call
+  local window, window_left -- the least loaded endpoints, and for how many choices they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
-  local SMALL = 8 -- fewer endpoints than this are all in the window, which then suffices for any number
+  local SMALL = 8 -- least size of a window; one that is smaller has all endpoints, for any number of choices
+
   -- The first of 'a,b,c'. The same lists come again and again, so the result is kept.
   local firsts, firsts_known = {}, 0
   function endpoints.first(list)
@@ -62,6 +63,7 @@ do -- a chunk may have 200 locals
 
   -- Whether an endpoint is published, or still runs requests from when it was.
   function endpoints.is_known(address) return load_of(address) >= 0 end
+
   local function set_load(address, load)
     loads[address], changed_loads[address] = load, true
   end
@@ -90,7 +92,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Whether an endpoint is published as draining. Most descriptions are published again and again.
+  -- Whether a description says draining. The same ones are published again and again, so the result is kept.
   local draining_by_text, texts_known = {}, 0
   function endpoints.is_draining(description)
     local draining = draining_by_text[description]
@@ -112,7 +114,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read the candidates for `picks` requests: the picks + want least loaded contain the best of each.
+  -- Read the candidates for `picks` requests: the `picks` + `want` least loaded ones include the best of each request.
   local function read_window(picks, want)
     local most = math.max(picks + want, SMALL)
     local flat, count = redis.call('ZRANGE', key.load, 0, most - 1, 'WITHSCORES'), 0
@@ -126,7 +128,7 @@ do -- a chunk may have 200 locals
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
 
-  -- Requests in flight of limited flows by their fields of `limits`, as far as this call knows them; the changed ones.
+  -- Requests in flight of limited flows, by their fields of `limits`, as far as this call knows them; which changed.
   local limit_counts, changed_limits = {}, {}
   local function flow_counts(fields)
     local counts, asked = {}, {}
@@ -158,6 +160,7 @@ do -- a chunk may have 200 locals
   end
 
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
   function endpoints.is_ready(address) return is_pickable(load_of(address)) end
 
@@ -195,13 +198,13 @@ do -- a chunk may have 200 locals
     return left - (read('ZCARD', key.inflight) - placed)
   end
 
-  -- Whether an endpoint that has a limit takes one more.
+  -- Whether an endpoint has a limit and takes one more request.
   function endpoints.has_free_slot(address)
     local cap, load = settings.caps[address], load_of(address)
     return cap and is_pickable(load) and load < cap
   end
 
-  -- Those of `among` below their limit, and those that are at it but would take one more.
+  -- Of the endpoints `among` that take new requests: those below their limit, and those at it.
   function endpoints.split_by_limit(among)
     local caps, free, closed = settings.caps, {}, {}
     for _, address in ipairs(among) do
@@ -214,7 +217,7 @@ do -- a chunk may have 200 locals
     return free, closed
   end
 
-  -- Those on which the flow of r is below its limit; and whether any takes new requests at all.
+  -- Those of `among` on which the flow of r is below its limit; and whether any of `among` takes new requests at all.
   local function below_limit(r, among)
     local able, fields, free = {}, {}, {}
     for _, address in ipairs(among) do
@@ -230,7 +233,7 @@ do -- a chunk may have 200 locals
     return free, true
   end
 
-  -- The cost of an endpoint where candidates have scores: its part of the live load less its score; the lowest wins.
+  -- The cost of an endpoint among candidates with scores: its share of the live load, minus its score. The lowest wins.
   local function cost_function(among, scores)
     local most = 1
     for _, address in ipairs(among) do
@@ -240,8 +243,8 @@ do -- a chunk may have 200 locals
     return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
   end
 
-  -- The loads that a choice was made from, as short as possible: those of the named candidates in their order, empty
-  -- where an endpoint was not eligible; without named candidates, those of the chosen ones.
+  -- The loads that a choice was made from, joined by commas: those of the named candidates in their order, '' for one
+  -- that was not eligible; without named candidates, those of the chosen ones.
   local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
   local function load_text(load)
     if not is_pickable(load) then return '' end
@@ -272,10 +275,10 @@ do -- a chunk may have 200 locals
     return table.concat(load_fields, ',', 1, count)
   end
 
-  -- Choose endpoints, best first; equal ones take turns by `turn`. `candidates` is '*' (all), 'a,b,c' (the least loaded
-  -- of them) or 'a=0.7,b=0.5' (scores without live load). `picks` is how many requests this call may still place.
-  -- Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a limit
-  -- prevents it, and the endpoints that are at their own limit.
+  -- Choose endpoints, the best first; `turn` rotates among equal ones. `candidates` is '*' (all), 'a,b,c' (the least
+  -- loaded of them) or 'a=0.7,b=0.5' (scores without live load). `picks` is how many requests this call may still
+  -- place. Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a
+  -- limit prevents it, and the endpoints that are at their own limit.
   local best_ones, their_costs = {}, {} -- reused by each choice
   function endpoints.pick(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
@@ -361,7 +364,7 @@ do -- a chunk may have 200 locals
     for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
   end
 
-  -- Remove `down` marks that nobody has confirmed for `down_ms`: the next request tries the endpoint.
+  -- Remove `down` marks that no replica has confirmed for `down_ms`; the next request tries the endpoint.
   function endpoints.expire_down_marks(down_ms)
     local marks = read('HGETALL', key.marks)
     for i = 1, #marks, 2 do
@@ -386,6 +389,7 @@ do -- a chunk may have 200 locals
     local field = endpoint and joined(r.flow, endpoint) or r.flow
     limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
   end
+
   local scored_addresses = {} -- load, address, and so on: filled again by each call
   function endpoints.commit()
     local count = 0

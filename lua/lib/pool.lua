@@ -2,11 +2,11 @@
 -- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
 -- The only clock: that of Redis, corrected for its steps. Clocks of replicas are never compared.
 --
--- TIME may be set forward or back by hours. The pool's time is TIME plus an offset, stored in the field `clock` with a
--- moment that is at most a quarter of a second old. It never goes back, except by that much when another server takes
--- over. If it would advance by more than STEP_US since the last call, either TIME was set or nobody called: it stays
--- where it was. The next heartbeat adds the time that really passed, which its replica has measured (`advance_clock`).
--- So nothing is due early by more than STEP_US.
+-- TIME may be set forward or back by hours. The pool's time is TIME plus an offset. The field `clock` stores the offset
+-- and a recent value of the pool's time, at most a quarter of a second old. The pool's time never goes back, except by
+-- that much when another server takes over. If it would advance by more than STEP_US since the last call, either TIME
+-- was set or nobody called, so it stays where it was. The next heartbeat adds the time that really passed, as its
+-- replica has measured it (`advance_clock`). So nothing is due early by more than STEP_US.
 
 local now_us, now_ms
 local steady_clock, advance_clock, clock_change
@@ -21,7 +21,7 @@ do
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
   end
 
-  -- Set now. `text` is the stored offset and moment, unless they are `known` already.
+  -- Set now. `text` is the stored offset and time; it is read only if they are not `known` already.
   function steady_clock(known, text)
     local time = redis.call('TIME')
     local time_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -44,7 +44,8 @@ do
     set(us)
   end
 
-  -- The text to store in `clock`; nil if nothing has changed. The caller changes a counter with it, so others notice.
+  -- The text to store in `clock`; nil if nothing has changed. The caller changes a counter with it, so that others read
+  -- it.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
     saved_us, moved = now_us, false
@@ -54,13 +55,13 @@ end
 -- [/clock]
 
 -- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
--- costs a tenth of a field for each; those of bands beside the three in another. And the settings, decoded only when
--- they have changed.
+-- costs a tenth of a field for each; bands.lua packs those of bands from 3 on in another. And the settings, decoded
+-- only if they have changed.
 local settings, settings_text -- of the last call; a library outlives its calls
 -- Whether what this library keeps between calls is still true: nobody else has changed the counters or published
 -- endpoints. Each call that changes settings, endpoints, their loads or the clock changes a counter (`pool.touched`).
--- It holds for REMEMBERED_MS at most, since a demoted primary misses changes, and not while an older version is active
--- that changes an endpoint's load alone.
+-- The cache is valid for REMEMBERED_MS at most, since a demoted primary misses changes, and not while an older version
+-- is active, which may change a load without a counter.
 local cache_is_valid
 local BESIDE_MS = 3600000 -- for so long after it was last seen, an older version counts as active
 local REMEMBERED_MS = 1000
@@ -108,7 +109,7 @@ do -- a chunk may have 200 locals
       local numbers = all and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, all)} or {}
       for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
       -- Doubles never end in byte 31; the numbers of a server without `struct` do.
-      if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end
+      if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end -- fewer counters
       counters_text, saved = text, all == text and numbers or {} -- short ones are written in full
       calm_text = all and string.sub(all, 8 * BUSY + 1)
       bands.read(bands_text)
@@ -132,6 +133,7 @@ do -- a chunk may have 200 locals
 
   -- Whether a version that writes fewer counters was active in the last hour.
   function pool.has_older_version() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
+
   function pool.commit()
     if not pool.known then return end
     local counters, names, values, changed = pool, COUNTERS, saved, 0
@@ -168,12 +170,13 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Records of running requests may be missing for a while after this server did not make the last change itself (it
--- was lost, restarted or was no primary) or after a replica came back. Running requests are reported again, at the
--- latest with their next renewal.
-local LONGER_MS = 10000 -- than a lease; no journal reports later than that
+-- Records of running requests may be missing if this server did not make the last change itself (it was lost, restarted
+-- or not the primary), or if a replica was away and has come back. Replicas report running requests again, at the
+-- latest with their next renewal; then nothing is missing any more.
+local LONGER_MS = 10000 -- how much later than a lease a journal may still report
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
+
 -- Give back the stock of a request. Sums of fractions leave a residue, which must not count as a request.
 local RESIDUE = 1e-6
 function pool.release(taken)
@@ -181,8 +184,8 @@ function pool.release(taken)
   pool.stock = left > RESIDUE and left or 0
 end
 
--- The stock that a request of `cost` takes under the bound `most`. Claiming tokens costs a client nothing, so a request
--- takes at most `claim_share` of the bound. With the queue off nothing is taken: requests are placed as they arrive.
+-- The stock that a request of `cost` takes under the bound `most`: at most `claim_share` of the bound, since a client
+-- may claim any number of tokens. With the queue off it takes nothing: requests are placed as they arrive.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   most = most * (settings.claim_share or 1)
@@ -196,7 +199,7 @@ function pool.update_bounds()
   pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
 end
 
--- The bound if all endpoints were ready: no request takes more.
+-- The upper bound that the pool has when all endpoints are ready. A restored request takes no more than it allows.
 function pool.largest_bound()
   return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
 end
@@ -256,8 +259,8 @@ local function log_flow_queue(event, band, flow_queue, tag)
   log_event(event, subject, tag)
 end
 
--- Notifications for the replicas that own requests. They stay in each inbox until the replica takes them; a wake-up is
--- published as a hint. The calling replica finds its own in the reply instead.
+-- Notifications for the replicas that own requests. They stay in a replica's inbox until it takes them; a wake-up is
+-- published as a hint. The calling replica gets its own in the reply instead.
 local notifications = {}
 function notifications.add(owner, id, what)
   -- Only live replicas are granted requests. Nobody would empty the inbox of one that is gone.
@@ -274,9 +277,11 @@ function notifications.add(owner, id, what)
 end
 
 function notifications.withdraw(owner, id) defer_write('HDEL', key.inbox[owner], id) end
+
 function notifications.publish()
   for owner, text in pairs(notifications.for_others) do redis.call('PUBLISH', key.wake(owner), text) end
 end
+
 notifications.for_caller, notifications.for_others = {}, {}
 local function reset_notifications(caller)
   notifications.caller = caller
@@ -284,17 +289,17 @@ local function reset_notifications(caller)
   if next(notifications.for_others) then notifications.for_others = {} end
 end
 
--- From now on the sweep moves all requests in chunks to where they belong.
+-- The order of requests has changed: the sweep moves all of them to their new places, chunk by chunk.
 function pool.file_anew()
   pool.refiling = 1
   defer_write('HSET', key.pool, 'walk', '0')
 end
 
--- Put settings in force: the configuration, overlaid by what was changed live.
+-- Put settings in force: the published configuration, overlaid by live changes.
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  -- These decide the order.
+  -- These decide the order of requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]

@@ -1,9 +1,9 @@
 -- include: registry
 -- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests by the ordering in
--- force. With it the timers of waiting requests and the candidates for preemption.
+-- force. Also the timers of waiting requests and the candidates for preemption.
 --
--- Timers: when the next event of each waiting request is due. The time of the earliest, or a moment before it, is kept:
--- until then Redis is not asked.
+-- Timers: when the next event of each waiting request is due. The time of the earliest, or an earlier time, is kept
+-- between calls. Until then Redis is not asked.
 
 local timers = {}
 do
@@ -21,6 +21,7 @@ do
   end
 
   function timers.stop(id) defer_write('ZREM', key.timers, id) end
+
   local function first_ms(reader)
     return tonumber(reader('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
   end
@@ -41,10 +42,11 @@ end
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
 -- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest request of each
 -- workload competes: the head of the workload's line. An anonymous request is a workload of its own. Below the cap all
--- scores grow at the same speed, so `growing` orders heads by a key that time does not change: arrival less the time
--- that g is worth. A head past the cap, or one scored by its workload's average, is in `static` by -score. The better
--- of the two first heads is served. A first head in `growing` that is past its cap moves to `static` before that. This
--- is exact: its key overstates its score, so if it does not win with the key it would not win with the true score.
+-- scores grow at the same speed, so `growing` orders heads by a key that time does not change: the arrival minus the
+-- wait that adds as much to a score as g does. A head past the cap, or one scored by its workload's average, is in
+-- `static`, ordered by -score. The better of the two first heads is served. Before that, a first head in `growing` that
+-- is past the cap moves to `static`. Others past the cap may stay in `growing`: their keys overstate their scores, so
+-- one that is not first by its key would not win by its score either.
 local order, queue = {}, {}
 do
   local function constant_score(r)
@@ -54,8 +56,9 @@ do
 
   local function cap_us() return settings.wait_cap_ms * 1000 end
   local function by_average(r) return settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' end
-  -- Put r into one part of the index, or (nil, nil) into none. Only while requests are moved to a new order may it be
-  -- in a part that does not follow from the settings.
+
+  -- Put r into one part of the index, or (nil, nil) into none. A part that r cannot be in by the settings is not
+  -- written, except while requests are moved to a new order, when it may still be there.
   local function set_index(r, flow_queue, growing_key, static_key)
     local never_grows = settings.wait_weight == 0 or by_average(r)
     local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
@@ -84,6 +87,7 @@ do
   local MOST_HEADS = 256
   local heads, known_heads = {}, 0 -- line -> what `index` needs of its head
   local function forget_heads() heads, known_heads = {}, 0 end
+
   function order.reset()
     if known_heads == 0 then return end
     if not cache_is_valid or known_heads > MOST_HEADS or settings.ordering ~= ORDERING_WORKLOAD_AWARE then
@@ -105,8 +109,8 @@ do
     head.workload, head.band = r.workload, r.band
   end
 
-  -- Read the oldest waiting request of a line, or nil. Ids without one are dropped: the previous version has served
-  -- them.
+  -- Read the oldest waiting request of a line, or nil. Ids of requests that no longer wait are dropped; the previous
+  -- version leaves some.
   local function read_head(line)
     for _ = 1, STRAYS do
       local id = read_ahead.first_member(line)
@@ -120,14 +124,13 @@ do
     keep_head(line, nil)
   end
 
-  -- The score of r in its flow queue.
+  -- The score of r in its flow queue. Under edf, requests with the same deadline (ms) are ordered by arrival.
   function order.score(r)
-    -- Within a ms by arrival.
     if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
   end
 
-  -- The index of workload-aware. Removing what it does not contain does nothing.
+  -- Add r to the index of workload-aware.
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
     local line = key.line(r.band, flow_queue, r.workload)
@@ -145,14 +148,14 @@ do
   -- Take r out of a line; its next head is indexed. Returns whether r was in it.
   local function leave(line, r, flow_queue)
     local was_head = read_ahead.first_member(line) == r.id
-    if not was_head then -- unless strays are before it
+    if not was_head then -- it still may be: strays may come before it
       local head = read_head(line)
       was_head = head and head.id == r.id
     end
     if was_head then
       read_ahead.remove(line, r.id)
       local head = read_head(line)
-      -- An older line may hold requests of another workload whose key is spelled alike.
+      -- A line of the previous version may also hold another workload, since two names can spell one key there.
       if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
         index(head, flow_queue)
       end
@@ -160,6 +163,7 @@ do
     return was_head or write_now('ZREM', line, r.id)
   end
 
+  -- Take r out of the index of workload-aware; nothing happens if it is not in it.
   function order.remove(r, flow_queue)
     set_index(r, flow_queue)
     if r.workload == '' then return end
@@ -204,7 +208,7 @@ do
     for i = 1, math.min(2 * count, #front), 2 do found[known + (i + 1) / 2] = front[i] end
   end
 
-  -- Read the records of those that are heads once `ids` have been served.
+  -- Read the records of the requests that become heads once `ids` have been served.
   function order.prefetch_followers(ids)
     local found, count = {}, 0
     for _, id in ipairs(ids) do
@@ -219,7 +223,7 @@ do
     record.prefetch(found, count)
   end
 
-  -- A workload's rate falls without arrivals too: index its head again. For the sweep.
+  -- Index the head of r's workload again, since the workload's rate falls with time. For the sweep.
   function order.refresh(r, flow_queue)
     if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end
     local head = read_head(key.line(r.band, flow_queue, r.workload))
@@ -227,9 +231,9 @@ do
   end
 end
 
--- The candidates for preemption when the queue is full: the backlogged flow queues of each band, by the time of
--- their last preemption; of Critical only where that is preemptible. `preempted` remembers those that have drained,
--- while there is pressure.
+-- The candidates for preemption when the queue is full: the backlogged flow queues of each preemptible band, ordered by
+-- the time of their last preemption. While there is pressure, `preempted` keeps that time of flow queues that have
+-- drained.
 local preemption = {}
 do
   function preemption.add_candidate(band, flow_queue)
@@ -265,13 +269,13 @@ end
 -- queue, so a request that leaves early leaves no gap. docs/fairness.md has the proofs.
 local reset_lengths
 do
-  -- What serving r costs its flow queue. Weights and costs that an older version has admitted, or that nobody has
-  -- checked, are clamped to what the arithmetic bears.
   local function clamp(number, least, most)
     if number >= least and number <= most then return number end
     return number > most and most or least -- NaN: the least
   end
 
+  -- What serving r costs its flow queue. Weights and costs of requests that an older version admitted are not checked,
+  -- so they are clamped to numbers that the sums bear.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = clamp(r.cost, 0, MOST_COST)
@@ -281,6 +285,7 @@ do
 
   function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
   function queue.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
+
   -- The flow queue that r is in. While requests are moved to a new order it may be that of the former policy.
   local function current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
@@ -288,6 +293,7 @@ do
     local other = flow_queue == '' and r.flow or ''
     return read('ZSCORE', flow_queues[other], r.id) and other or flow_queue
   end
+
   local lengths = {} -- of flow queues, by the key of their requests, as far as this call knows them
   local ordered = {} -- the flow queues that this call knows to be ordered, likewise
   function reset_lengths()
@@ -333,9 +339,9 @@ do
   end
 
   -- The start tag of a flow queue that becomes backlogged with r and was last charged up to `finish`. One that owes
-  -- nothing starts at v, ahead of all that have been served since. A client with a new flow for each request would thus
-  -- hold v and keep the others waiting. So newcomers are counted like one flow of weight 1 (`new`); when they are
-  -- NEWCOMERS shares ahead of v, the next ones start a share later, as if they had been served once.
+  -- nothing starts at v, before all that have been served since. A client that makes a new flow for each request would
+  -- thus always be served first. So all such newcomers together are charged like one flow of weight 1 (`new`). While
+  -- `new` is NEWCOMERS shares or more ahead of v, newcomers start one share after v, as if they had been served once.
   local NEWCOMERS = 100
   local function start_tag(r, finish)
     local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
@@ -346,7 +352,7 @@ do
     return v
   end
 
-  -- Order a backlogged flow queue. A band that had none has no claim to the turns it missed.
+  -- Put a backlogged flow queue in order. A band that had none does not catch up on turns that it missed.
   local function activate(band, flow_queue, tag)
     local flows, name = key.flows[band], BAND_TAG[band]
     if pool[name] < pool.bv and read('ZCARD', flows) == 0 then pool[name] = pool.bv end
@@ -409,7 +415,7 @@ do
     return emptied
   end
 
-  -- A throttled flow queue no longer waits for endpoints.
+  -- Forget the endpoints that a throttled flow queue waits for.
   function queue.clear_blockers(band, flow_queue)
     local name = joined(band, flow_queue)
     local blockers = read('HGET', key.blockers, name)
@@ -434,7 +440,7 @@ do
     if take_out(r, flow_queue) then deactivate_if_empty(r.band, flow_queue) end
   end
 
-  -- Take out an id that is no queued request.
+  -- Take out an id that belongs to no queued request.
   function queue.drop_stray(id, band, flow_queue)
     local requests = key.queue[band][flow_queue]
     read_ahead.discard(requests)
@@ -462,8 +468,8 @@ do
     return share
   end
 
-  -- Change what a flow queue was charged by `difference`. Without a tag it had none above v; then its tag is at most
-  -- `floor` before the change. Returns its tag.
+  -- Change what a flow queue was charged by `difference`. A flow queue without a stored tag owes nothing; its tag
+  -- before the change is v, or `floor` if that is less. Returns the new tag.
   function queue.correct(r, flow_queue, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
       local tag = read('ZSCORE', place, flow_queue)
@@ -485,8 +491,8 @@ do
     pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
-  -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits. It
-  -- returns without a claim to the turns it missed.
+  -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits.
+  -- When it returns it does not catch up on turns that it missed.
   function queue.throttle(band, flow_queue, tag)
     read_ahead.set_score(key.flows[band], flow_queue)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
@@ -509,7 +515,8 @@ do
     return true
   end
 
-  -- A throttled flow queue waits for one of the endpoints `closed`; the first 16 will do, since the sweep tries it too.
+  -- Let a throttled flow queue wait for room on one of the endpoints `closed`. Only the first 16 are noted: the sweep
+  -- puts throttled flow queues back in order as well.
   function queue.wait_for_endpoints(band, flow_queue, tag, closed)
     if #closed == 0 then return end
     local name, added = joined(band, flow_queue), {}
@@ -533,14 +540,14 @@ do
     log_event('held', r)
   end
 
-  -- Of a request that is in no flow queue.
+  -- Change the band of a request that is in no flow queue.
   function queue.change_band(r, band)
     if r.band > LAST_NAMED then bands.count_request(r.band, -1) end
     r.band = band
     record.put(r)
   end
 
-  -- Move r to where the policy now in force puts it. For the sweep.
+  -- Move r to the place that the policy in force gives it. For the sweep.
   function queue.reorder(r)
     local flow_queue = current_flow_queue(r)
     local band = bands.allowed(r.band)
@@ -557,7 +564,7 @@ do
     end
   end
 
-  -- The bands, next one first.
+  -- The bands in the order in which they are served.
   local function bands_in_order()
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return BANDS end
     local by_tag = {unpack(BANDS)}
@@ -568,7 +575,7 @@ do
     return by_tag
   end
 
-  -- An endpoint at its limit has room again: order the flow queue that waits for it and would be next.
+  -- An endpoint at its limit has room again: put the first flow queue that waits for it back in order.
   function queue.endpoint_has_room(address)
     for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do
@@ -581,7 +588,8 @@ do
     end
   end
 
-  -- Read ahead for up to `count` turns: the next flow queues, and the records that are served if each gets its part.
+  -- Read ahead for up to `count` turns: the next flow queues, and the records of as many requests of each as are served
+  -- if all are served equally often.
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 then return end
@@ -622,7 +630,8 @@ do
     end
   end
 
-  -- The most overdue request whose flow queue is not throttled, and its start tag; nil if there is none near the front.
+  -- The most overdue request whose flow queue is not throttled, and the start tag of that; nil if none is among the
+  -- first GUARD_LOOKS_AT.
   local GUARD_LOOKS_AT = 16
   function queue.most_overdue()
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do

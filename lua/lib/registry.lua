@@ -1,17 +1,17 @@
 -- include: pool
--- What the pool knows of requests (records, tombstones), of workloads, and of the answers of each flow.
+-- What the pool stores of requests (records, tombstones), of workloads, and of the answers of each flow.
 --
--- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`),
--- granted or placed. Fields contain no control characters (replicas refuse them), so none ends a string early. There
--- may be millions of waiting requests; their records leave out endpoints, stock and tag. Each record is read once a
--- call.
+-- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`), granted or
+-- placed. Fields contain no control characters (replicas refuse them), so none ends a string early. There may be
+-- millions of waiting requests, so their records leave out endpoints, stock and tag. A call reads each record once.
 
 local record = {}
 local reset_records
 do -- a chunk may have 200 locals
   local known = {} -- id -> record, or false if there is none
-  local tables, used = {}, 0 -- of earlier calls; new tables of this size would be a call's largest cost
+  local tables, used = {}, 0 -- reused by later calls: making them anew would be a call's largest cost
   local changed_ids, changed_count = {}, 0
+
   function record.new(id)
     used = used + 1
     local r = tables[used]
@@ -28,13 +28,13 @@ do -- a chunk may have 200 locals
     changed_ids[changed_count] = id
   end
 
-  -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped as if it did not exist.
+  -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped, and the request is unknown.
   local function parse(id, text)
     local r = record.new(id)
     if not (pcall(unpack_record, r, text) and bands.exists(r.band)) then
       strays, known[id] = strays + 1, false
       mark_changed(id)
-      defer_write('ZADD', key.unheard, now_ms, id) -- it may run
+      defer_write('ZADD', key.unheard, now_ms, id) -- it may run, and is then restored
       return nil
     end
     known[id] = r
@@ -71,8 +71,11 @@ do -- a chunk may have 200 locals
   -- Requests that were restored from their accounting token have no deadline; all others have one.
   record.NO_DEADLINE = 0
   function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
+
+  -- Let this call find r, without writing it.
   function record.know(r) known[r.id] = r end
-  -- Both are written at the end of the call, once for each id, as the record is then.
+
+  -- `put` and `remove` take effect in Redis at the end of the call, once for each id, as the record is then.
   function record.put(r)
     known[r.id] = r
     mark_changed(r.id)
@@ -82,6 +85,7 @@ do -- a chunk may have 200 locals
     known[r.id] = false
     mark_changed(r.id)
   end
+
   local packed, removed = {}, {} -- reused by each call: id, text, id, text ...; ids
   function record.commit()
     local packs, removals = 0, 0
@@ -99,6 +103,7 @@ do -- a chunk may have 200 locals
     write_values('HSET', key.requests, packed, packs)
     write_values('HDEL', key.requests, removed, removals)
   end
+
   local KEPT = 16 -- larger tables are replaced instead of cleared
   function reset_records()
     local count = 0
@@ -111,12 +116,12 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Tombstones: requests whose end was reported while some replica was without Redis. A replica that has kept one in its
--- journal and missed the end must not restore it (renew). `unheard`: requests in flight that were given up without a
--- report; those may run, and their next renewal restores them. Both are scored by the time, ms.
+-- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
+-- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were given up
+-- without a report of their end; they may run, and their next renewal restores them. The scores of both are times, ms.
 local tombstones = {}
 do
-  local LATE_MS = 2000 -- how inexact a replica's times of an admission or a renewal may be
+  local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
   local GIVEN_UP_MS = 3600000 -- how long a request that was given up may come back
   local LIMIT = 100000 -- of each kind; the oldest are dropped first
   function tombstones.put(id, ended_ms)
@@ -130,8 +135,10 @@ do
   end
 
   function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
-  -- Whether the request has ended. `seen_ms`: the caller admitted it itself and last saw it alive then, so it may be a
-  -- later request of the same id. nil: reported by others, whose accounting token may be an old one.
+
+  -- Whether the request has ended. `seen_ms`: when the caller, which admitted the request itself, last saw it alive; if
+  -- that is after the end, it is a later request of the same id. nil: another reports it, maybe with an old accounting
+  -- token.
   function tombstones.covers(id, seen_ms)
     local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
@@ -169,6 +176,7 @@ do
   local MOST_KNOWN = 256
   local known_count = 0
   local registered -- how many there are, once this call has asked
+
   local function unpack_workload(text) return {struct.unpack(WORKLOAD, text)} end
   function parse_workload(id, text)
     local known, w = false, nil
@@ -200,7 +208,10 @@ do
   local function workload(id)
     return known_workloads[id] or parse_workload(id, read('HGET', key.workloads, id))
   end
-  local slot -- of the rate window, now
+
+  local slot -- the current sixth of a rate window, by number; nil until this call needs it
+
+  -- Move the counts of arrivals to the current slot.
   local function slide(w)
     slot = slot or math.floor(now_ms / (settings.window_ms / 6))
     if slot > w[6] then
@@ -219,7 +230,7 @@ do
     return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
   end
 
-  -- Whether the registry takes one more; it is then counted.
+  -- Whether the registry takes one more workload; if so, it is counted.
   local function has_room()
     registered = registered or read('HLEN', key.workloads)
     if settings.max_workloads and registered >= settings.max_workloads then return false end
@@ -228,6 +239,7 @@ do
   end
 
   function workloads.wait_ms(id) return workload(id)[4] end
+
   -- Count an arrival. Returns its workload, or '' if that is new and the registry is full.
   function workloads.arrived(id)
     if id == '' then return '' end
@@ -247,7 +259,7 @@ do
     changed_workloads[id] = w
   end
 
-  -- A granted request waits again: it counts as dispatched when it is dispatched for good. The average keeps its wait.
+  -- A granted request waits again, and will be dispatched again. The average wait keeps the wait until this grant.
   function workloads.sent_back(id)
     if id == '' then return end
     local w = workload(id)
@@ -263,8 +275,8 @@ do
     changed_workloads[id] = w
   end
 
-  -- The request just counted was refused. A workload without earlier requests stays only while half of the registry is
-  -- free, so refused requests with invented ids do not crowd out workloads that are served.
+  -- The request just counted was refused. A workload without earlier requests is then kept only while half of the
+  -- registry is free, so that refused requests with invented ids do not crowd out workloads that are served.
   function workloads.refused(id)
     if id == '' then return end
     workloads.ended(id)
@@ -324,7 +336,9 @@ do
     local text = read('HGET', key.answers, flow)
     return text and parse_answer(text) or settings.default_answer
   end
-  local learned, learned_by, new_flows -- flow -> entry as this call has changed it; which call; new flows
+
+  local learned, learned_by, new_flows -- flow -> its entry as a call has changed it; that call; its number of new flows
+
   function answers.learn(flow, tokens)
     if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end
     local text = learned[flow] or read_stored('HGET', key.answers, flow)

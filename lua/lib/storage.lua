@@ -1,13 +1,13 @@
--- The keys of a pool, and how a call reads and writes them. Only counters, records and loads are cached elsewhere, each
--- by the file that owns it.
+-- The keys of a pool, and how a call reads and writes them. The file that owns counters, records, workloads or loads
+-- caches those itself.
 --
 -- Write-behind: `defer_write` keeps a write until the end of the call. One command then carries all values of a key,
--- and a call that fails earlier leaves nothing. Read-ahead: the fronts of the sorted sets that dispatch serves are read
--- once. `read` flushes both for its key first, so a call always sees its own writes. `undo_writes` restores what was
--- flushed early.
+-- and a call that fails earlier has written nothing. Read-ahead: the first members of the sorted sets that dispatch
+-- serves are read once and changed in memory. `read` flushes both for its key first, so a call always sees its own
+-- writes. `undo_writes` restores what was flushed before a call failed.
 
--- Lua and Redis functions as locals: a lookup among the globals, which Redis guards, takes three steps. A library has
--- only `redis` while it loads, so the first call fetches the others.
+-- Lua and Redis functions as locals: Redis guards the globals, so a lookup there takes three steps. While a library
+-- loads it has only `redis`, so the first call fetches the others.
 local function builtins()
   return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next
 end
@@ -119,6 +119,7 @@ do -- a chunk may have 200 locals
   local originals = {} -- key -> member or field -> its score or value before this call, false if there was none
   local present, is_hash = {}, {} -- key -> the same as it is now; whether the key is a hash
   local fronts = {} -- key -> members that were read ahead, see below
+
   -- One command with the first `n` of `values`, or as many commands as that takes.
   function write_values(command, name, values, n)
     if n == 0 then return end
@@ -137,11 +138,12 @@ do -- a chunk may have 200 locals
     return former, present[name]
   end
 
-  -- Tell what a sorted set's member has (its score, or nil) before this call changes it, so that it is not read again.
+  -- Note the score that a member has (nil: none) before this call changes it, so that undoing need not read it.
   function note_original(name, member, value)
     local former, current = originals_of(name)
     if former[member] == nil then former[member], current[member] = value or false, value or false end
   end
+
   local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- among the arguments
   local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- arguments per member
   local READ = {ZADD = 'ZMSCORE', ZREM = 'ZMSCORE', HSET = 'HMGET', HDEL = 'HMGET'}
@@ -208,6 +210,7 @@ do -- a chunk may have 200 locals
   end
 
   function defer_unlink(name) unlinked[#unlinked + 1] = name end
+
   -- Write one member or field at once. Returns whether ZREM or HDEL has removed anything.
   local pair = {} -- reused by each call
   function write_now(command, name, a, b)
@@ -216,7 +219,7 @@ do -- a chunk may have 200 locals
     local member = command == 'ZADD' and b or a
     local current = present[name]
     local was = current and current[member]
-    -- Most members that are added are new. Only the score of one that is not is read, to be restored.
+    -- Most members that are added are new. The score is read only of one that is not, to be restored.
     if was == nil and command == 'ZADD' and redis.call('ZADD', name, 'NX', a, b) == 1 then
       note_original(name, b)
       present[name][b] = a
@@ -261,8 +264,9 @@ do -- a chunk may have 200 locals
   -- `whole` if the set has no others.
   local expected = 1 -- requests that may be served
   local moved_members, gone_members, unread_members = {}, {}, {} -- reused by each call
-  -- Write what has changed. A front of members lost those before `at`: they are removed by rank. In a front of scored
-  -- members each that moved has its last score, or false if it left.
+
+  -- Write what has changed in a front. Of a front without scores, the members before `at` have left; they are removed
+  -- by rank. In a front with scores, `scores` has the new score of each member that changed, or false if it left.
   local function write_front(name, front)
     local scores = front.scores
     if not scores then
@@ -336,7 +340,7 @@ do -- a chunk may have 200 locals
     return redis.call(command, name, ...)
   end
 
-  -- The same, of what Redis had before: for a caller that keeps count of what it has deferred.
+  -- The same without this call's deferred writes, for a caller that keeps count of what it has deferred.
   function read_stored(command, name, ...) return redis.call(command, name, ...) end
 
   -- Sets whose members leave from the front. One member more than wanted is read, to know whether the front is whole.
@@ -465,7 +469,7 @@ do -- a chunk may have 200 locals
   end
 end
 
--- A stray is a member whose request or flow queue is missing. The function that finds one drops it and goes on.
+-- A stray is a member whose request or flow queue is missing. Whichever function finds one drops it and goes on.
 local strays = 0
 local STRAYS = 16 -- dropped in one place before the call goes on without it
 local function drop_stray(command, name, member)

@@ -1,12 +1,14 @@
 -- include: queue
--- What the sweep keeps in order in the queue: tags, preemption history, strays. Each step is bounded by `limit`.
+-- The sweep's maintenance of the queue: tags, preemption history, strays. `limit` bounds each step.
 
 local upkeep = {}
 do
   local MOST_TAG = 2 ^ 62
   local HEALED = 100 -- tags of a set per call
   local function is_sound(tag) return tag > -MOST_TAG and tag < MOST_TAG end
-  -- Replace tags that are not finite, or higher than years of sums can reach, by v or the lowest sound tag.
+
+  -- Replace tags that are not finite, or higher than years of use can make them, by v or, if v is such a tag, by the
+  -- lowest sound tag.
   function upkeep.heal_tags(band)
     local flows = key.flows[band]
     local least = read('ZRANGEBYSCORE', flows, '(' .. exact(-MOST_TAG), '(' .. exact(MOST_TAG), 'WITHSCORES',
@@ -28,10 +30,10 @@ do
   end
 
   -- Tags only grow, and so does the rounding error of their sums. When v passes REBASED_AT, all tags of the band are
-  -- lowered by the same amount, which keeps their order. Running requests remember higher tags, which `queue.correct`
-  -- allows for. Not while an older version is active: it would take such a tag for the flow queue's own.
+  -- lowered by the same amount, which keeps their order. Records of running requests keep their higher tags; the
+  -- `floor` of `queue.correct` allows for that. An older version does not, so nothing is lowered while one is active.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
-  local MOST_REBASED = 30000 -- tags; if there are more, it waits
+  local MOST_REBASED = 30000 -- tags; a band with more is left until it has fewer
   local function lower(set, by)
     local found = read('ZRANGE', set, 0, -1, 'WITHSCORES')
     for i = 1, #found, 2 do defer_write('ZADD', set, found[i + 1] - by, found[i]) end
@@ -68,7 +70,8 @@ do
     for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
   end
 
-  local MOST_IDLE = 10000 -- finish tags of a band, and preemption times, that are kept
+
+  local MOST_IDLE = 10000 -- finish tags, and preemption times, that are kept for each band
   -- Remove the lowest members beyond MOST_IDLE. The first `from` are being removed already. Returns how many.
   local function drop_lowest(set, from, limit)
     local surplus = math.min(read_stored('ZCARD', set) - from - MOST_IDLE, limit)
@@ -80,8 +83,9 @@ do
     return surplus
   end
 
-  -- Drop finish tags at or below v, which say nothing. While the pool is idle no flow queue has a claim, so v moves to
-  -- the highest of them. Of too many, the lowest go: each owes at most one charge. Returns whether there may be more.
+  -- Drop finish tags at or below v, which have no effect. In an idle pool no flow queue owes anything, so v moves to
+  -- the highest of them. If there are too many, drop the lowest; each is at most one charge above v. Returns whether
+  -- there may be more.
   function upkeep.drop_finish_tags(band, limit)
     local v, finish = pool[V[band]], key.finish[band]
     flush(finish)
