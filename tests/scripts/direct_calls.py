@@ -86,8 +86,8 @@ class DirectPool:
         return set(self.client.hkeys(f"{self.prefix}requests"))
 
     def keys(self) -> list[bytes]:
-        return list(self.client.scan_iter(match=self.prefix + "*"))
+        return list(self.client.keys(f"{self.prefix}*"))
 
     def clear(self) -> None:
-        for key in self.keys():
-            self.client.delete(key)
+        if keys := self.keys():
+            self.client.delete(*keys)

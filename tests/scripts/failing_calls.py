@@ -1,6 +1,6 @@
 """The library with a `redis.call` that fails once, at a call of choice, and all that a pool holds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -22,6 +22,13 @@ redis.register_function{{function_name='fail_at_{version}', callback=function(ke
 end}}
 redis.register_function{{function_name='made_{version}', callback=function() return made end}}
 """
+# How the values of each type are read.
+_READS: Mapping[bytes, tuple[Any, ...]] = {
+    b"hash": ("HGETALL",),
+    b"zset": ("ZRANGE", 0, -1, "WITHSCORES"),
+    b"stream": ("XRANGE", "-", "+"),
+    b"string": ("GET",),
+}
 
 
 class FailingPool(DirectPool):
@@ -49,21 +56,32 @@ class FailingPool(DirectPool):
 
     def everything(self) -> Mapping[bytes, Any]:
         """All keys of the pool with their values; of the decision log, its entries without their ids."""
-        reads: dict[bytes, Callable[[bytes], Any]] = {
-            b"hash": self.client.hgetall,
-            b"zset": lambda key: dict(self.client.zrange(key, 0, -1, withscores=True)),
-            b"stream": lambda key: [fields for _, fields in self.client.xrange(key)],
-            b"string": self.client.get,
-        }
-        return {key: reads[self.client.type(key)](key) for key in self.keys()}
+        keys = self.keys()
+        kinds = dict(zip(keys, self._of_each("TYPE", keys), strict=True))
+        found: dict[bytes, Any] = {}
+        for kind, (command, *rest) in _READS.items():
+            those = [key for key in keys if kinds[key] == kind]
+            found |= zip(those, self._of_each(command, those, *rest), strict=True)
+        logs = {key: [fields for _, fields in found[key]] for key in keys if kinds[key] == b"stream"}
+        return found | logs
 
     def save(self) -> dict[bytes, bytes]:
         """The pool as it stands, for `restore`."""
-        return {key: self.client.dump(key) or b"" for key in self.keys()}
+        keys = self.keys()
+        return dict(zip(keys, self._of_each("DUMP", keys), strict=True))
 
     def restore(self, saved: Mapping[bytes, bytes]) -> None:
         self.clear()
-        for key, value in saved.items():
-            self.client.restore(key, 0, value)
+        with self.client.pipeline(transaction=False) as restoring:
+            for key, value in saved.items():
+                restoring.restore(key, 0, value)
+            restoring.execute()
         # What the library remembers of this pool is of what it was.
         self.client.fcall(self.library.function("state"), 1, "epp:{another}:pool", 1000)
+
+    def _of_each(self, command: str, keys: Sequence[bytes], *rest: Any) -> list[Any]:
+        """The reply to `command` for each of the keys."""
+        with self.client.pipeline(transaction=False) as asking:
+            for key in keys:
+                asking.execute_command(command, key, *rest)
+            return asking.execute()

@@ -246,15 +246,19 @@ class Fleet:
 
     async def dump(self) -> dict[str, Any]:
         """Every key of the pool and its value, without what only tells the time or counts log entries."""
-        found: dict[str, Any] = {}
-        async for key in self.redis.scan_iter(match=self.keys.prefix + "*"):
-            name = key.removeprefix(self.keys.prefix)
-            kind = await self.redis.type(key)
-            if kind == "hash":
-                found[name] = await self.redis.hgetall(key)
-            elif kind == "zset":
-                pairs = await self.redis.zrange(key, 0, -1, withscores=True)
-                found[name] = dict(map(tuple, pairs))
+        keys = await self.redis.keys(self.keys.prefix + "*")
+        async with self.redis.pipeline(transaction=False) as asking:
+            for key in keys:
+                asking.type(key)
+            kinds = dict(zip(keys, await asking.execute(), strict=True))
+            read = [key for key in keys if kinds[key] in ("hash", "zset")]
+            for key in read:
+                asking.hgetall(key) if kinds[key] == "hash" else asking.zrange(key, 0, -1, withscores=True)
+            values = await asking.execute()
+        found = {
+            key.removeprefix(self.keys.prefix): value if kinds[key] == "hash" else dict(map(tuple, value))
+            for key, value in zip(read, values, strict=True)
+        }
         pool = found.get("pool", {})
         pool.pop("swept_ms", None)
         pool.pop("clock", None)

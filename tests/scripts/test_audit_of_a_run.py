@@ -13,7 +13,7 @@ from script_fleet import Fleet, OpenFleet, Replica, until
 from picker_fleet.bands import Band
 from picker_fleet.cli import main
 from picker_fleet.request import Outcome
-from picker_tools.audit.log import LogStream
+from picker_tools.audit.log import Entry, LogStream
 from picker_tools.audit.report import Report
 
 FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
@@ -37,15 +37,16 @@ class Storm:
         self._random = random.Random(seed)
         self._owners: dict[str, Replica] = {}
         self._count = 0
+        self._log_read = "-"  # up to where
+        self._happened: set[str] = set()  # every event, and by what requests were granted
+        self._last: dict[str, str] = {}  # request -> its last event
 
     async def blow(self, steps: int, until_seen: Collection[str] = ()) -> None:
         """Make `steps` steps, and as many more as it takes until the log has every event of `until_seen`, and
         grants by each of those named there ("turn", "guard")."""
         for step in range(MOST_STEPS):
-            log = await self._fleet.log() if step >= steps else []
-            if step >= steps and set(until_seen) <= {
-                word for entry in log for word in (entry.event, entry.by)
-            }:
+            await self._read_log()
+            if step >= steps and set(until_seen) <= self._happened:
                 return
             if step % 10 == 0:
                 await self._fleet.replicas[0].sweep()
@@ -121,16 +122,22 @@ class Storm:
 
     async def _some(self, event: str, most: int) -> list[str]:
         """Requests whose last event was `event` (or one that led to the same place)."""
-        last: dict[str, str] = {}
-        for entry in await self._fleet.log():
-            if entry.event not in ("corrected", "adopted"):
-                last[entry.request] = entry.event
+        await self._read_log()
+        last = self._last
         same = {"placed": ("placed", "bypassed"), "queued": ("queued", "requeued")}.get(event, (event,))
         over = ("queued", "requeued", "granted", "placed", "bypassed", "held")
         for request in [each for each in self._owners if last.get(each) not in over]:
             del self._owners[request]
         found = [each for each in self._owners if last[each] in same]
         return self._random.sample(found, min(most, len(found)))
+
+    async def _read_log(self) -> None:
+        """Take in what the log has got since the last time."""
+        for number, fields in await self._fleet.redis.xrange(self._fleet.keys.log, min=self._log_read):
+            entry, self._log_read = Entry.parse(fields), f"({number}"
+            self._happened |= {entry.event, entry.by}
+            if entry.event not in ("corrected", "adopted"):
+                self._last[entry.request] = entry.event
 
 
 def violations_of(report: Report) -> list[str]:

@@ -111,7 +111,8 @@ class Mixed(DirectPool):
         rows = self.call("view_inflight", "", "", 51)
         placed = [row.decode().split("\x1f") for row in rows[2::2]]
         hosts = [row[13].split(",")[0] for row in placed if row[1] == "placed"]
-        assert [self.loads().get(each, 0) for each in ENDPOINTS] == [hosts.count(each) for each in ENDPOINTS]
+        loads = self.loads()
+        assert [loads.get(each, 0) for each in ENDPOINTS] == [hosts.count(each) for each in ENDPOINTS]
 
     def forget_the_former(self) -> None:
         """As if that version had gone an hour ago."""
