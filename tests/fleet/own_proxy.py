@@ -1,4 +1,4 @@
-"""The nginx of `examples/nginx` before a running fleet: its own file, with this fleet's addresses."""
+"""The proxies of `examples/` before a running fleet: the examples' own files, with this fleet's addresses."""
 
 import re
 import shutil
@@ -6,14 +6,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "nginx"
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 _READY_S = 30.0
 # Paths that nginx otherwise takes from how it was built.
 _OWN_FOLDER = """
@@ -33,13 +33,13 @@ _OWN_TEMP = """
 
 @contextmanager
 def nginx(fleet: Any, folder: Path) -> Iterator[str]:
-    """The URL of a running nginx; killed at the end."""
-    binary = shutil.which("nginx") or "/usr/sbin/nginx"
-    assert Path(binary).exists(), "nginx is missing: install Debian's nginx-light"
+    """The URL of a running nginx; ended with the block."""
+    binary = _debian("nginx", "nginx-light")
     folder.mkdir(exist_ok=True)
     folder.chmod(0o755)
     port = free_port()
-    text = (EXAMPLE / "nginx.conf").read_text()
+    example = _EXAMPLES / "nginx"
+    text = (example / "nginx.conf").read_text()
     pickers = "".join(
         f"server {each['http']} max_fails=1 fail_timeout=1s;\n" for each in fleet.state["replicas"]
     )
@@ -49,9 +49,37 @@ def nginx(fleet: Any, folder: Path) -> Iterator[str]:
     file = folder / "nginx.conf"
     file.write_text(_OWN_FOLDER.format(folder=folder) + text)
     for part in ("model_server.conf", "settle.conf"):
-        shutil.copy(EXAMPLE / part, folder)
+        shutil.copy(example / part, folder)
     command = [binary, "-p", str(folder), "-c", str(file), "-e", str(folder / "error.log")]
-    checked = subprocess.run([*command, "-t"], capture_output=True, text=True, timeout=30, check=False)
+    with _serving(command, [*command, "-t"], port) as url:
+        yield url
+
+
+@contextmanager
+def haproxy(fleet: Any, folder: Path) -> Iterator[str]:
+    """The URL of a running HAProxy; ended with the block."""
+    binary = _debian("haproxy", "haproxy")
+    folder.mkdir(exist_ok=True)
+    port = free_port()
+    text = (_EXAMPLES / "haproxy" / "haproxy.cfg").read_text()
+    pickers = "".join(
+        f"    server {number} {each['http']}\n" for number, each in enumerate(fleet.state["replicas"])
+    )
+    text = _replaced(text, r"(?:    server \w 127\.0\.0\.1:900\d\n)+", pickers)
+    text = _replaced(text, r"bind 127\.0\.0\.1:8080", f"bind {LOOPBACK}:{port}")
+    text = _replaced(text, r"/etc/haproxy", str(folder))
+    script = (_EXAMPLES / "haproxy" / "picker.lua").read_text()
+    file = folder / "haproxy.cfg"
+    file.write_text(_replaced(text, r"/run/haproxy-", f"{folder}/"))
+    (folder / "picker.lua").write_text(_replaced(script, r"/run/haproxy-", f"{folder}/"))
+    command = [binary, "-db", "-q", "-f", str(file)]
+    with _serving(command, [*command, "-c"], port) as url:
+        yield url
+
+
+@contextmanager
+def _serving(command: Sequence[str], check: Sequence[str], port: int) -> Iterator[str]:
+    checked = subprocess.run(check, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr
     process = subprocess.Popen(command)
     try:
@@ -65,14 +93,20 @@ def nginx(fleet: Any, folder: Path) -> Iterator[str]:
 def _wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
     end, tick = time.monotonic() + _READY_S, threading.Event()
     while time.monotonic() < end:
-        assert process.poll() is None, "nginx ended"
+        assert process.poll() is None, "the proxy ended"
         try:
             socket.create_connection((LOOPBACK, port), timeout=1).close()
         except OSError:
             tick.wait(0.02)
         else:
             return
-    raise AssertionError("nginx does not accept connections")
+    raise AssertionError("the proxy does not accept connections")
+
+
+def _debian(program: str, package: str) -> str:
+    binary = shutil.which(program) or f"/usr/sbin/{program}"
+    assert Path(binary).exists(), f"{program} is missing: install Debian's {package}"
+    return binary
 
 
 def _replaced(text: str, pattern: str, by: str) -> str:

@@ -1,4 +1,4 @@
-"""nginx before the pickers (`examples/nginx`): placement, refusals, ends of each kind, what clients try."""
+"""Other proxies before the pickers (`examples/`): placement, refusals, all kinds of ends, clients' attempts."""
 
 import asyncio
 import base64
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from fleet_load import Caller, at_rest, decisions, fresh
-from own_nginx import nginx
+from own_proxy import haproxy, nginx
 
 CONFIG = {
     "decision_log": {"enabled": True},
@@ -32,9 +32,16 @@ def here(shared_fleet: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def url(here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with nginx(here, tmp_path_factory.mktemp("nginx")) as running:
-        yield running
+def urls(here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The URL of each proxy."""
+    folder = tmp_path_factory.mktemp("proxies")
+    with nginx(here, folder / "nginx") as one, haproxy(here, folder / "haproxy") as other:
+        yield {"nginx": one, "haproxy": other}
+
+
+@pytest.fixture(params=["nginx", "haproxy"])
+def url(urls: dict[str, str], request: pytest.FixtureRequest) -> str:
+    return urls[request.param]
 
 
 @pytest.fixture
@@ -115,7 +122,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) 
 
 
 async def test_a_refusal_has_its_status_and_its_body(client: httpx.AsyncClient, url: str, here: Any) -> None:
-    unnamed = await client.post("/v1/completions", json=ask(), headers=[RED])
+    unnamed = await client.post("/v1/completions", json=ask(model="unknown"), headers=[RED])
     assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "bad_request")
     elsewhere = await client.post("/v1/load_lora_adapter", json=ask(), headers=[RED, MODEL])
     assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (404, "unknown_path")
@@ -149,18 +156,36 @@ SPOOFED = [
 ]
 
 
-@pytest.mark.parametrize(("proxy", "flow"), [("nginx", "red"), ("envoy", "llama")])
-async def test_no_header_of_a_client_reaches_the_check(here: Any, url: str, proxy: str, flow: str) -> None:
-    asked = url if proxy == "nginx" else here.url
-    # The Envoy of `picker up` trusts its user with these.
-    spoofed = [pair for pair in SPOOFED if proxy == "nginx" or "-inference-" not in pair[0]]
+async def test_no_header_of_a_client_reaches_the_check(here: Any, url: str) -> None:
+    assert await ends_of(here, url, [RED, MODEL, *SPOOFED]) == [("red", "completed")]
+
+
+async def test_no_header_of_a_client_of_envoy_reaches_the_check(here: Any) -> None:
+    # The Envoy of `picker up` trusts its user with the flow and the objective.
+    spoofed = [pair for pair in SPOOFED if "-inference-" not in pair[0]]
+    assert await ends_of(here, here.url, [RED, MODEL, *spoofed]) == [("llama", "completed")]
+
+
+async def ends_of(here: Any, url: str, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """How a request with these headers ends; its client sees nothing of the picker's."""
     before = len(await ends(here))
-    async with httpx.AsyncClient(base_url=asked, trust_env=False, timeout=60.0) as client:
-        answer = await client.post("/v1/completions", json=ask(), headers=[RED, MODEL, *spoofed])
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
+        answer = await client.post("/v1/completions", json=ask(), headers=headers)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith(("x-picker", "x-gateway"))]
     await settled(here)
-    assert (await ends(here))[before:] == [(flow, "completed")]
+    return (await ends(here))[before:]
+
+
+async def test_no_model_that_a_body_names_becomes_another_header(
+    here: Any, client: httpx.AsyncClient
+) -> None:
+    before = len(await ends(here))
+    for name in ("llama\r\nx-gateway-inference-fairness-id: blue", "llama\n", "llama\x00", ["llama"]):
+        answer = await client.post("/v1/completions", json=ask(model=name), headers=[RED])
+        assert answer.status_code in (400, 404)  # by the picker or by the model server
+    await settled(here)
+    assert {flow for flow, _ in (await ends(here))[before:]} <= {"red"}
 
 
 PATHS = [
@@ -182,11 +207,11 @@ PATHS = [
 ]
 
 
-async def test_no_path_of_a_client_reaches_the_settle_address(here: Any, url: str) -> None:
+async def test_no_path_of_a_client_reaches_the_settle_address(here: Any, urls: dict[str, str]) -> None:
     token = base64.urlsafe_b64encode(b"a\nb\n\n").decode()  # counted as refused where it arrives
     before = await settlements(here)
     assert await posted(f"http://{here.state['replicas'][0]['http']}", "/settle", token) == b"403"
-    asked = [(proxy, path) for proxy in (url, here.url) for path in PATHS]
+    asked = [(proxy, path) for proxy in (*urls.values(), here.url) for path in PATHS]
     statuses = await asyncio.gather(*(posted(proxy, path, token) for proxy, path in asked))
     assert [each for each in zip(asked, statuses, strict=True) if each[1] not in (b"400", b"404")] == []
     assert await settlements(here) == before + 1
@@ -221,12 +246,14 @@ async def settlements(fleet: Any) -> float:
     return total
 
 
-async def test_a_long_answer_keeps_its_place_longer_than_a_lease(here: Any, url: str) -> None:
-    caller = await streaming(url)  # for 10 s, and a lease lasts 8 s
+async def test_a_long_answer_keeps_its_place_longer_than_a_lease(here: Any, urls: dict[str, str]) -> None:
+    callers = [await streaming(url) for url in urls.values()]  # for 10 s, and a lease lasts 8 s
     async with asyncio.timeout(60):
-        while b"[DONE]" not in (part := await caller.reader.read(65536)):
-            assert part
-    await caller.leave()
+        for caller in callers:
+            while b"[DONE]" not in (part := await caller.reader.read(65536)):
+                assert part
+    for caller in callers:
+        await caller.leave()
     await settled(here)
 
 
@@ -244,16 +271,16 @@ async def test_a_request_that_waits_on_a_replica_that_dies_is_served_by_another(
     fleet: Any, tmp_path: Path
 ) -> None:
     own = fleet("--mode", "http", "--replicas", "2", "--endpoints", "1", config=CONFIG, unaudited="a kill")
-    with nginx(own, tmp_path / "nginx") as url:
-        running = await streaming(url)
+    with nginx(own, tmp_path / "nginx") as one, haproxy(own, tmp_path / "haproxy") as other:
+        running = await streaming(one)
         await running.first_bytes()
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
             waiting = [
-                asyncio.create_task(client.post("/v1/completions", json=ask(), headers=[RED, MODEL]))
-                for _ in range(6)
+                asyncio.create_task(client.post(f"{url}/v1/completions", json=ask(), headers=[RED, MODEL]))
+                for url in (one, other) * 4
             ]
-            await own.until_state(queued=6)
+            await own.until_state(queued=8)
             own.kill_replica(1)
             await running.leave()
             answers = await asyncio.gather(*waiting)
-            assert [answer.status_code for answer in answers] == [200] * 6
+            assert [answer.status_code for answer in answers] == [200] * 8
