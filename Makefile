@@ -28,7 +28,7 @@ $(VENV)/.installed: $(VENV)/.local
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker up $(ARGS)
 
-demo: $(VENV)/.local ## see the point within three minutes: a noisy client, a kill of a replica, a kill of Redis
+demo: $(VENV)/.local ## a noisy client, a kill of a replica, a kill of Redis, and the audit of it all
 	@exec $(DIE_WITH_MAKE) $(BIN)/picker load demo --own $(ARGS)
 
 load: $(VENV)/.local ## a load scenario, judged by the promises (ARGS='noisy-neighbour'; ARGS=-h lists them)
@@ -126,7 +126,7 @@ faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faul
 pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (ARGS='calm 1 2')
 	PYTHONPATH=tests/faults $(BIN)/python -m bench.pulses $(ARGS)
 
-soak: $(VENV)/.installed ## an hour of steady load in each mode: memory, keys, drift (ARGS='--minutes 2')
+soak: $(VENV)/.installed ## an hour of steady load in standard, lean and http: memory, keys, drift (ARGS='--minutes 2')
 	$(BIN)/python -m bench.soak $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock, and with hashes to deploy/images/*.lock

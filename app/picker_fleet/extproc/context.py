@@ -306,7 +306,7 @@ class _NoPaths(AllowedPaths):
 
 
 class NewFlowLimit:
-    """Lets each source begin `per_minute` new flows a minute (docs/fairness.md, "Invented ids").
+    """Lets each source begin `per_minute` new flows a minute (docs/fairness.md).
 
     Each flow has its own fair part of the stock, so a client that invents names could take more. A known flow
     costs one dictionary lookup; those of `configured` are never new. `hops` is how many proxies

@@ -136,7 +136,7 @@ class NewFlows:
     """The start tag of flows that become backlogged without a charge.
 
     They start at v. Together they are charged like one flow of weight 1; when too many have started, the next
-    start a share later (docs/fairness.md, "Flows without end").
+    start a share later (docs/fairness.md, "Flows").
     """
 
     def __init__(self, first: float | None) -> None:
