@@ -1,44 +1,13 @@
-"""Calls that the tests of the admin API and the dashboard share: requests, changes, and the event stream."""
+"""What the tests of the admin API and the dashboard share: requests, a paused queue, the events."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from fleet_load import shared
-
-
-async def get(fleet: Any, path: str, replica: int = 0) -> Any:
-    """What one replica answers to a read, which must succeed."""
-    response = await fleet.admin(f"/api/v1/{path}", replica)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def post(fleet: Any, path: str, replica: int = 0) -> Any:
-    """The answer to a change through one replica, which must accept it."""
-    answer = await fleet.admin(f"/api/v1/{path}", replica, method="POST")
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-async def patch(fleet: Any, changes: dict[str, Any], replica: int = 0) -> Any:
-    """The configuration after a live change through one replica, which must accept it."""
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-        url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/config"
-        answer = await client.patch(url, json=changes)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-async def queue_length(fleet: Any, count: int) -> None:
-    """Wait until `count` requests are queued."""
-
-    async def reached() -> bool:
-        return bool((await shared(fleet))["queued"] == count)
-
-    await fleet.eventually(reached, what=f"{count} queued")
+from fleet_load import PATIENT, at_rest
 
 
 async def ask(
@@ -60,6 +29,21 @@ async def ask(
     body = {"model": "llama", "prompt": prompt, "max_tokens": 2}
     given = {name: value for name, value in headers.items() if value}
     return await client.post("/v1/completions", json=body, headers=given)
+
+
+@asynccontextmanager
+async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]:
+    """A paused fleet with one request a flow in its queue, all with `fields` of `ask`; at rest on leaving."""
+    await fleet.post("pause")
+    async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        for flow in flows:
+            tasks.create_task(ask(client, flow, **fields))
+        try:
+            await fleet.until_state(queued=len(flows))
+            yield
+        finally:
+            await fleet.post("resume")
+    await at_rest(fleet)
 
 
 @asynccontextmanager

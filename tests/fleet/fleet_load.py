@@ -97,7 +97,7 @@ async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> 
 
 async def shared(fleet: Any, replica: int = 0) -> dict[str, Any]:
     """The fleet's shared state as one replica tells it."""
-    state: dict[str, Any] = (await fleet.admin("/api/v1/state", replica)).json()
+    state: dict[str, Any] = await fleet.get("state", replica)
     return state
 
 

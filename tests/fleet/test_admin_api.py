@@ -4,8 +4,7 @@ import asyncio
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-from admin_calls import ask, event_stream, get, post, queue_length
+from admin_calls import ask, event_stream
 from fleet_load import PATIENT, at_rest, decisions, metric
 
 from picker_fleet.admin import models
@@ -22,7 +21,7 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
     cursor = ""
     while True:
         joint = "&" if "?" in path else "?"
-        page = await get(fleet, f"{path}{joint}limit={limit}{cursor}", replica)
+        page = await fleet.get(f"{path}{joint}limit={limit}{cursor}", replica)
         found += page[rows]
         assert len(page[rows]) <= limit
         if page["cursor"] is None:
@@ -31,23 +30,15 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
         cursor = f"&cursor={page['cursor']}"
 
 
-async def paused_with(
-    here: Any, client: httpx.AsyncClient, tasks: asyncio.TaskGroup, asked: list[tuple[str, str, str]]
-) -> list[asyncio.Task[httpx.Response]]:
-    """Pause `here` and queue requests of `asked` (flow, objective, workload), one after the other."""
-    await post(here, "pause", replica=1)
-    running = []
-    for count, (flow, objective, workload) in enumerate(asked, 1):
-        running.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
-        await queue_length(here, count)
-    return running
-
-
 async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(fleet: Any) -> None:
     here = fleet(*SLOW, config={**CONFIG, "fair_request_queue": {"guard_share": 0}})
     asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        waiting = await paused_with(here, client, tasks, asked)
+        await here.post("pause", replica=1)
+        waiting = []
+        for count, (flow, objective, workload) in enumerate(asked, 1):
+            waiting.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
+            await here.until_state(queued=count)  # so that they come in this order
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
         assert [[each["id"] for each in one] for one in lists] == [order] * 3
@@ -65,15 +56,15 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
             (HARD_NAME, "Default", 4, 0.5),
             ("b", "Default", 4, 0.5),
         ]
-        one = await get(here, f"flows/{quote(HARD_NAME, safe='')}", 1)
+        one = await here.get(f"flows/{quote(HARD_NAME, safe='')}", 1)
         assert (one["flow"], [each["queued"] for each in one["bands"]]) == (HARD_NAME, [4])
-        of_one = await get(here, f"queue?flow={quote(HARD_NAME, safe='')}&band=Default")
+        of_one = await here.get(f"queue?flow={quote(HARD_NAME, safe='')}&band=Default")
         assert [each["id"] for each in of_one["requests"]] == order[3::2]
-        assert (await get(here, "queue?flow=b&band=Critical"))["total"] == 0
+        assert (await here.get("queue?flow=b&band=Critical"))["total"] == 0
         workloads = {each["id"]: each for each in await all_pages(here, "workloads", "workloads", 1, 1)}
         assert {name: each["active"] for name, each in workloads.items()} == {"w 1": 7, "w/2": 4}
-        assert (await get(here, "workloads/w%2F2"))["total"] == 4
-        state = State.model_validate(await get(here, "state", 1))
+        assert (await here.get("workloads/w%2F2"))["total"] == 4
+        state = State.model_validate(await here.get("state", 1))
         assert (state.queued, state.active_flows, state.paused) == (11, 3, True)
         assert [(each.band, each.queued, each.active_flows) for each in state.bands] == [
             ("Critical", 3, 1),
@@ -82,16 +73,16 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
         ]
 
         async def by_replica() -> bool:
-            return sum(each["waiting"] for each in (await get(here, "replicas"))["replicas"]) == 11
+            return sum(each["waiting"] for each in (await here.get("replicas"))["replicas"]) == 11
 
         await here.eventually(by_replica, what="11 waiting requests in the heartbeats")
-        last = await get(here, f"requests/{order[-1]}", 2)
+        last = await here.get(f"requests/{order[-1]}", 2)
         assert (last["state"], last["position"]) == ("queued", 11)
         assert (
             last["why"]
             == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
         )
-        await post(here, "resume")
+        await here.post("resume")
     assert {task.result().status_code for task in waiting} == {200}
     assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
     await at_rest(here)
@@ -117,7 +108,7 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
         ]
 
         async def steady() -> dict[str, Any] | None:
-            flows = {each["flow"]: each for each in (await get(here, "flows"))["flows"]}
+            flows = {each["flow"]: each for each in (await here.get("flows"))["flows"]}
             rich = flows.get("rich")
             return flows if len(flows) == 2 and rich and abs((rich["share"] or 0) - 0.75) < 0.15 else None
 
@@ -125,12 +116,12 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
         assert flows["rich"]["fair_share"] == 0.75
         assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
         for _ in range(5):
-            found = models.Inflight.model_validate(await get(here, "inflight", 1))
+            found = models.Inflight.model_validate(await here.get("inflight", 1))
             assert 1 <= found.total <= 3
             assert all(each.lease_in_s > 0 for each in found.requests)
-        for endpoint in await get(here, "endpoints"):
+        for endpoint in await here.get("endpoints"):
             assert Endpoint.model_validate(endpoint).in_flight <= 3
-        replicas = models.Replicas.model_validate(await get(here, "replicas", 2)).replicas
+        replicas = models.Replicas.model_validate(await here.get("replicas", 2)).replicas
         assert [each.live for each in replicas] == [True] * 3
         assert [each.this for each in replicas].count(True) == 1
         assert {each.admin for each in replicas} == {each["admin"] for each in here.state["replicas"]}
@@ -144,7 +135,7 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
 
     await here.eventually(all_counted, what="metrics pages with every dispatch")
     for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
-        page = await get(here, path)
+        page = await here.get(path)
         assert (page[rows], page["total"], page["cursor"]) == ([], 0, None)
 
 

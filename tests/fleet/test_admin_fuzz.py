@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from admin_calls import ask, queue_length
+from admin_calls import ask
 from fleet_load import PATIENT
 from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
@@ -28,7 +28,7 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
             ask(client, f"flow/{n % 3}", workload=f"w {n % 2}", criticality=1 + n % 5) for n in range(32)
         ]
         asked = [asyncio.create_task(each) for each in requests]
-        await queue_length(here, 30)
+        await here.until_state(queued=30)
         yield here
         for each in asked:
             each.cancel()
@@ -40,7 +40,7 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
     described = (await busy.admin("/openapi.json")).json()
 
     async def listed() -> Any:  # the list may be a second behind the queue
-        return (await busy.admin("/api/v1/queue")).json()["requests"]
+        return (await busy.get("queue"))["requests"]
 
     waiting = (await busy.eventually(listed, what="the list"))[0]["id"]
     del described["paths"]["/api/v1/events"]

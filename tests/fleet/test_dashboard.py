@@ -1,18 +1,15 @@
 """The dashboard of a real fleet in a real browser: it shows what the API says, and its buttons work."""
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import page_figures as figures
 import pytest
-from admin_calls import ask, post, queue_length
-from fleet_load import PATIENT, at_rest, shared
+from admin_calls import ask, waiting
+from fleet_load import PATIENT, shared
 
-SLOW = ("--no-restart", "--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
+SLOW = ("--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
     "decision_log": {"enabled": True},
     "objectives": [{"name": "gold", "criticality": "Critical"}],
@@ -20,26 +17,6 @@ CONFIG = {
 }
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
 XSS = "<img src=x onerror=window.owned=1>"
-
-
-@asynccontextmanager
-async def waiting(fleet: Any, *flows: str, objective: str = "", workload: str = "") -> AsyncIterator[None]:
-    """A paused fleet with one request a flow in its queue; the queue is empty on leaving."""
-    await post(fleet, "pause")
-    async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        for flow in flows:
-            tasks.create_task(ask(client, flow, objective=objective, workload=workload))
-        try:
-            await queue_length(fleet, len(flows))
-            yield
-        finally:
-            await post(fleet, "resume")
-    await at_rest(fleet)
-
-
-async def status_of(fleet: Any, address: str) -> str:
-    listed = (await fleet.admin("/api/v1/endpoints", 1)).json()
-    return str(next(each["status"] for each in listed if each["address"] == address))
 
 
 async def switch(page: Any, to: str, outcome: str) -> None:
@@ -59,14 +36,14 @@ def here(shared_fleet: Any) -> Any:
 async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboard: Any) -> None:
     async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
         await page.says("#why", "paused by an operator: 4 requests wait")
-        listed = (await here.admin("/api/v1/flows", 0)).json()["flows"]
+        listed = (await here.get("flows"))["flows"]
         assert sorted((flow["flow"], flow["queued"]) for flow in listed) == [("gold", 3), ("silver", 1)]
         shown = await page.page.evaluate(figures.PAGE)
         assert sorted((row[0], row[1], row[2]) for row in shown["flows"]) == [
             ("gold", "Default", "3"),
             ("silver", "Default", "1"),
         ]
-        order = [each["id"] for each in (await here.admin("/api/v1/queue", 1)).json()["requests"]]
+        order = [each["id"] for each in (await here.get("queue", 1))["requests"]]
         await page.until("() => document.querySelectorAll('#rows-queue tr').length === 4")
         assert await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts() == order
         await page.page.fill("#queue-flow", "silver")
@@ -96,11 +73,11 @@ async def test_drain_and_undrain_work(here: Any, dashboard: Any) -> None:
         await page.page.get_by_role("button", name=f"Drain {address}", exact=True).click()
         await page.confirm("Drain")
         await page.says("#toast", "gets nothing new")
-        assert await status_of(here, address) == "drained"
+        assert await here.endpoint_status(address, 1) == "drained"
         await page.page.get_by_role("button", name=f"Undrain {address}", exact=True).click()
         await page.confirm("Undrain")
         await page.says("#toast", "takes requests again")
-        assert await status_of(here, address) != "drained"
+        assert await here.endpoint_status(address, 1) != "drained"
         await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
@@ -109,35 +86,14 @@ async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here:
         await page.row("queue", "drop").get_by_role("button", name="Evict").click()
         await page.confirm("Evict")
         await page.says("#toast", "has left the queue")
-        await queue_length(here, 1)
+        await here.until_state(queued=1)
         await page.row("queue", "drop").wait_for(state="detached")
-        (left,) = (await here.admin("/api/v1/queue")).json()["requests"]
+        (left,) = (await here.get("queue"))["requests"]
         await page.row("queue", "keep").get_by_role("button", name="Evict").click()
-        await post(here, f"requests/{left['id']}/evict")
+        await here.post(f"requests/{left['id']}/evict")
         page.allowed.append("404")
         await page.confirm("Evict")
         await page.says("#toast", "no such request waits")
-
-
-async def test_the_token_is_asked_for_again_when_wrong_and_kept_for_the_tab(
-    fleet: Any, dashboard: Any
-) -> None:
-    guarded = fleet(*SLOW, "--replicas", "1", config={"admin": {"token": "open-sesame"}})
-    async with dashboard(guarded) as page:
-        page.allowed.append("401")
-        await page.page.click("#pause")
-        await page.confirm("Pause")
-        await page.says("#token-title", "asks for its token")
-        await page.page.fill("#token", "wrong")
-        await page.page.keyboard.press("Enter")
-        await page.says("#token-title", "not right")
-        await page.page.fill("#token", "open-sesame")
-        await page.page.keyboard.press("Enter")
-        await page.says("#toast", "stopped dispatching")
-        assert (await shared(guarded))["paused"]
-        await page.says("#pause", "Resume dispatch")
-        await switch(page, "Resume", "dispatches again")
-        assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
 
 
 async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
@@ -300,20 +256,18 @@ async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, dashboar
         await page.says("#connection", "live")
 
 
-async def test_a_page_reconnects_to_the_next_replica_at_its_address(fleet: Any, dashboard: Any) -> None:
-    restarting = fleet("--endpoints", "1", "--replicas", "2")
-    async with dashboard(restarting) as page:
+async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, dashboard: Any) -> None:
+    async with dashboard(here) as page:
         # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis has
         # answered it.
         page.allowed += ["net::ERR_", "status of 503"]
         before = await page.text("#replica")
-        restarting.kill_replica(0)
+        here.kill_replica(0)
         await page.until("(before) => document.getElementById('replica').textContent !== before", before)
         await page.says("#connection", "live")
 
 
-async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(fleet: Any, dashboard: Any) -> None:
-    here = fleet("--no-restart", "--endpoints", "1", "--replicas", "1")
+async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, dashboard: Any) -> None:
     (valkey,) = [child for child in here.children() if "valkey" in " ".join(child.cmdline())]
     async with dashboard(here) as page:
         page.allowed.append("status of 503")  # of the list of the queue meanwhile
@@ -340,9 +294,42 @@ async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: An
         await page.says("#rows-decisions", "unseen")
 
 
-async def test_without_a_decision_log_the_page_says_how_to_enable_it(fleet: Any, dashboard: Any) -> None:
-    without = fleet(*SLOW, "--replicas", "1", config={"decision_log": {"enabled": False}})
-    async with dashboard(without, color_scheme="dark") as page:
+async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any) -> None:
+    async with waiting(here, "one", "two"), dashboard(here) as page:
+        await page.says("#text-queued", "2 requests now")
+        await page.says("#text-stock", "never above 4.4")
+        assert await page.page.locator("#chart-stock path.line").count() == 1
+
+
+@pytest.fixture(scope="module")
+def guarded(shared_fleet: Any) -> Any:
+    """A fleet whose admin API has a token, and whose decision log is off. It takes the place of `here`."""
+    config = {"admin": {"token": "open-sesame"}, "decision_log": {"enabled": False}}
+    return shared_fleet(*SLOW, "--replicas", "1", config=config)
+
+
+async def test_the_token_is_asked_for_again_when_wrong_and_kept_for_the_tab(
+    guarded: Any, dashboard: Any
+) -> None:
+    async with dashboard(guarded) as page:
+        page.allowed.append("401")
+        await page.page.click("#pause")
+        await page.confirm("Pause")
+        await page.says("#token-title", "asks for its token")
+        await page.page.fill("#token", "wrong")
+        await page.page.keyboard.press("Enter")
+        await page.says("#token-title", "not right")
+        await page.page.fill("#token", "open-sesame")
+        await page.page.keyboard.press("Enter")
+        await page.says("#toast", "stopped dispatching")
+        assert (await shared(guarded))["paused"]
+        await page.says("#pause", "Resume dispatch")
+        await switch(page, "Resume", "dispatches again")
+        assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
+
+
+async def test_without_a_decision_log_the_page_says_how_to_enable_it(guarded: Any, dashboard: Any) -> None:
+    async with dashboard(guarded, color_scheme="dark") as page:
         await page.says("#none-decisions", "decision_log: {enabled: true}")
         theme = "document.documentElement.dataset.theme"
         assert await page.page.evaluate(theme) == "dark"
@@ -350,10 +337,3 @@ async def test_without_a_decision_log_the_page_says_how_to_enable_it(fleet: Any,
         assert await page.page.evaluate(theme) == "light"
         await page.page.reload()
         await page.until(f"{theme} === 'light'")
-
-
-async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any) -> None:
-    async with waiting(here, "one", "two"), dashboard(here) as page:
-        await page.says("#text-queued", "2 requests now")
-        await page.says("#text-stock", "never above 4.4")
-        assert await page.page.locator("#chart-stock path.line").count() == 1

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import httpx
 import page_figures as figures
 import pytest
-from admin_calls import post
 from dashboard_page import Dashboard, listening
 from fleet_load import PATIENT, at_rest
 from page_reading import UNREADABLE
@@ -83,11 +82,11 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 @asynccontextmanager
 async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
     """This endpoint is drained by an operator meanwhile."""
-    await post(fleet, f"endpoints/{address}/drain")
+    await fleet.post(f"endpoints/{address}/drain")
     try:
         yield
     finally:
-        await post(fleet, f"endpoints/{address}/undrain")
+        await fleet.post(f"endpoints/{address}/undrain")
 
 
 def lacking(shot: dict[str, Any]) -> set[str]:

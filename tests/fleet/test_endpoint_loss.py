@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_load import PATIENT, at_rest, complete, stream
+from fleet_load import PATIENT, at_rest, complete, shared, stream
 
 
 async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
@@ -13,16 +13,6 @@ async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
     answers = await asyncio.gather(*(complete(client, f"prompt {i}", 2) for i in range(count)))
     assert [answer for answer in answers if not answer.whole] == []
     return {answer.endpoint for answer in answers}
-
-
-async def statuses(fleet: Any, address: str) -> list[str]:
-    """What each replica says of an endpoint."""
-    return [await status(fleet, address, replica) for replica in range(len(fleet.state["replicas"]))]
-
-
-async def status(fleet: Any, address: str, replica: int) -> str:
-    rows = (await fleet.admin("/api/v1/endpoints", replica)).json()
-    return str(next(each["status"] for each in rows if each["address"] == address))
 
 
 @pytest.mark.parametrize("mode", ["lean", "standard", "headers", "http"])
@@ -39,20 +29,25 @@ async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(fl
 
         async def is_down() -> bool:
             assert (await complete(client, "meets it", 2)).whole
-            return await status(here, dead, replica=1) == "down"
+            return await here.endpoint_status(dead, 1) == "down"
 
         await here.eventually(is_down, what="the mark")
-        assert (await here.admin("/api/v1/state", 2)).json()["ready_backends"] == 3
+        assert (await shared(here, 2))["ready_backends"] == 3
         assert dead not in await served_by(client, 12)
     await at_rest(here)
 
 
-async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(fleet: Any) -> None:
-    here = fleet("--no-restart", "--sim-ttft", "5", "--sim-itl", "1")
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    """A fleet of four endpoints that every test leaves as it found it."""
+    return shared_fleet("--sim-ttft", "5", "--sim-itl", "5")
+
+
+async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(here: Any) -> None:
     stopped = here.stop_endpoint(0)
 
     async def all_say(wanted: str) -> bool:
-        return await statuses(here, stopped) == [wanted] * 3
+        return {await here.endpoint_status(stopped, replica) for replica in range(3)} == {wanted}
 
     async with here.client(**PATIENT) as client:
         try:
@@ -70,24 +65,19 @@ async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(fleet: Any)
     await at_rest(here)
 
 
-async def test_a_drained_endpoint_finishes_its_requests_and_gets_no_new_ones(fleet: Any) -> None:
-    here = fleet("--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")
-    drained, other = (each["address"] for each in here.state["endpoints"])
-
-    async def change(path: str, replica: int) -> httpx.Response:
-        answer: httpx.Response = await here.admin(f"/api/v1/endpoints/{path}", replica, method="POST")
-        return answer
+async def test_a_drained_endpoint_finishes_its_requests_and_gets_no_new_ones(here: Any) -> None:
+    drained, *others = (each["address"] for each in here.state["endpoints"])
 
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(stream(client, f"runs {i}", 1000)) for i in range(4)]
         await here.until_state(stock=4)
-        assert (await change(f"{drained}/drain", replica=0)).json()["drained"] is True
-        assert await status(here, drained, replica=1) == "drained"
-        assert await served_by(client, 6) == {other}
+        assert (await here.post(f"endpoints/{drained}/drain"))["drained"] is True
+        assert await here.endpoint_status(drained, 1) == "drained"
+        assert await served_by(client, 12) == set(others)
     assert [task.result() for task in running if not task.result().whole] == []
-    await change(f"{drained}/undrain", replica=2)
-    assert await status(here, drained, replica=0) == "ready"
-    unknown = await change("10.9.9.9:1/drain", replica=0)
+    await here.post(f"endpoints/{drained}/undrain", 2)
+    assert await here.endpoint_status(drained) == "ready"
+    unknown = await here.admin("/api/v1/endpoints/10.9.9.9:1/drain", method="POST")
     detail = "POST /api/v1/endpoints/10.9.9.9:1/drain: no endpoint 10.9.9.9:1"
     assert (unknown.status_code, unknown.json()["detail"]) == (404, detail)
     await at_rest(here)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from decision_ledger import Ledger
-from fleet_load import PATIENT, at_rest, complete, decisions
+from fleet_load import PATIENT, at_rest, complete, decisions, shared
 
 CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
 
@@ -43,12 +43,12 @@ async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(f
     here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)
     ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        assert (await here.admin("/api/v1/pause", method="POST")).status_code == 200
+        await here.post("pause")
         waiting = tasks.create_task(complete(client, "x", 1))
         await here.until_state(queued=1)
         answers = await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(3)))
         late = await waiting
-        assert (await here.admin("/api/v1/resume", method="POST")).status_code == 200
+        await here.post("resume")
         assert (await complete(client, "last", 1)).whole
     for answer in answers:
         assert answer.status_code == 429
@@ -70,7 +70,7 @@ async def test_without_a_queue_requests_beyond_the_bound_run_at_once(fleet: Any)
         tasks = [clients.create_task(complete(client, f"prompt {i}", 100)) for i in range(20)]
 
         async def half_on_each() -> bool:
-            state = (await here.admin("/api/v1/state")).json()
+            state = await shared(here)
             assert (state["queue_enabled"], state["queued"], state["stock"]) == (False, 0, 0)
             return state["leases"] == 20 and sorted(state["in_flight"].values()) == [10, 10]
 

@@ -1,70 +1,171 @@
-"""An operator changes a running fleet: pause, live changes, eviction; and preemption under overload."""
+"""An operator changes a running fleet: pause, live changes, eviction; preemption; bands of any priority."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
-from admin_calls import ask, patch, post, queue_length
+import pytest
+from admin_calls import ask
 from decision_ledger import Ledger
 from fleet_load import PATIENT, at_rest, decisions, shared
 
+from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
+from picker_tools.audit.log import Entry
+
+PRIORITIES = (-3, MOST_PRIORITY, 100, LEAST_PRIORITY, 7, 10)
+ROOM = 100  # in the queue
 CONFIG = {
     "decision_log": {"enabled": True},
     "objectives": [
         {"name": "gold", "criticality": "Critical"},
         {"name": "scrap", "criticality": "Sheddable"},
+        *({"name": f"p{each}", "priority": each} for each in PRIORITIES),
     ],
-    "fair_request_queue": {"total_capacity": 3, "flow_capacity": 3, "overload": "preempt"},
-}
+    "request_queue_controller": {"watermark_per_backend": 1},
+    "fair_request_queue": {
+        "total_capacity": ROOM, "flow_capacity": ROOM, "overload": "preempt", "guard_share": 0,
+        "priority_bands": [{"priority": 7, "name": "seven", "weight": 30}],
+    },
+}  # fmt: skip
+NAMES = {10: "Critical", 7: "seven", 0: "Default", -10: "Sheddable"}
 DROPPED = "x-llm-d-request-dropped-reason"
 
 
-async def test_each_change_may_be_made_through_another_replica(fleet: Any) -> None:
-    config = {**CONFIG, "fair_request_queue": {"flow_capacity": 100}}
-    here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=config)
-    await post(here, "pause", replica=0)
+@pytest.fixture(scope="module")
+def here(shared_fleet: Any) -> Any:
+    """A fleet that every test leaves as it found it."""
+    return shared_fleet(
+        "--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG
+    )
+
+
+async def logged(fleet: Any, since: int) -> list[Entry]:
+    """The log from the entry `since` on, once the fleet is at rest; whatever began has ended once."""
+    await at_rest(fleet)
+    log = await decisions(fleet)
+    Ledger.replay(log)
+    return log[since:]
+
+
+def granted(log: list[Entry]) -> list[int]:
+    return [entry.priority for entry in log if entry.event == "granted"]
+
+
+async def test_each_change_may_be_made_through_another_replica(here: Any) -> None:
+    since = len(await decisions(here))
+    await here.post("pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(ask(client)) for _ in range(6)]
-        await queue_length(here, 6)
+        await here.until_state(queued=6)
         assert (await shared(here))["stock"] == 0
-        ids = [entry.request for entry in await decisions(here) if entry.event == "queued"]
-        assert await post(here, f"requests/{ids[3]}/evict", replica=1) == {"id": ids[3], "result": "evicted"}
+        ids = [entry.request for entry in (await decisions(here))[since:] if entry.event == "queued"]
+        assert await here.post(f"requests/{ids[3]}/evict", replica=1) == {"id": ids[3], "result": "evicted"}
         done, _ = await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         answers = [task.result() for task in done]
         assert [(answer.status_code, answer.headers[DROPPED]) for answer in answers] == [
             (503, "evicted-queue-pressure")
         ]
-        changed = await patch(here, {"request_queue_controller": {"watermark_per_backend": 1}}, replica=2)
-        assert changed["changes"] == {"request_queue_controller": {"watermark_per_backend": 1.0}}
+        changed = await here.patch({"request_queue_controller": {"watermark_per_backend": 3}}, replica=2)
+        assert changed["changes"] == {"request_queue_controller": {"watermark_per_backend": 3.0}}
         for replica in range(3):
             config_there = (await here.admin("/api/v1/config", replica)).json()
-            assert config_there["config"]["request_queue_controller"]["watermark_per_backend"] == 1
+            assert config_there["config"]["request_queue_controller"]["watermark_per_backend"] == 3
             assert config_there["paused"] is True
-        await post(here, "resume", replica=1)
+        await here.post("resume", replica=1)
     assert sorted(task.result().status_code for task in asked) == [200] * 5 + [503]
-    await at_rest(here)
-    log = await decisions(here)
-    Ledger.replay(log)
-    assert max(entry.stock for entry in log) == 1
+    log = await logged(here, since)
+    assert max(entry.stock for entry in log) == 3
     assert [entry.request for entry in log if entry.event == "evicted"] == [ids[3]]
+    await here.patch({"request_queue_controller": {"watermark_per_backend": 1}})
 
 
-async def test_the_preempted_client_is_answered_at_once(fleet: Any) -> None:
-    here = fleet("--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG)
-    await post(here, "pause", replica=0)
+async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
+    since = len(await decisions(here))
+    await here.patch({"fair_request_queue": {"total_capacity": 3, "flow_capacity": 3}})
+    await here.post("pause", replica=0)
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         scrap = [tasks.create_task(ask(client, objective="scrap")) for _ in range(3)]
-        await queue_length(here, 3)
+        await here.until_state(queued=3)
         gold = tasks.create_task(ask(client, objective="gold"))
         done, _ = await asyncio.wait(scrap, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         (preempted,) = [task.result() for task in done]
         assert (preempted.status_code, preempted.headers[DROPPED]) == (503, "evicted-queue-pressure")
         assert int(preempted.headers["retry-after"]) >= 1
         assert preempted.json()["error"]
-        await post(here, "resume", replica=2)
+        await here.post("resume", replica=2)
     assert gold.result().status_code == 200
     assert sorted(task.result().status_code for task in scrap) == [200, 200, 503]
-    await at_rest(here)
-    log = await decisions(here)
-    Ledger.replay(log)
-    first = next(entry for entry in log if entry.event == "granted")
-    assert first.band == 0
+    assert granted(await logged(here, since))[0] == 10
+    await here.patch({"fair_request_queue": {"total_capacity": ROOM, "flow_capacity": ROOM}})
+
+
+async def metric_bands(here: Any, replica: int = 0) -> dict[str, float]:
+    """The gauge of queued requests, by its label."""
+    text = (await here.admin("/metrics", replica)).text
+    lines = [line for line in text.splitlines() if line.startswith("epp_band_queue_length{")]
+    return {line.split('band="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> None:
+    since = len(await decisions(here))
+    await here.post("pause", replica=0)
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        # Two requests of each priority come in any order while nothing is dispatched.
+        asked = [tasks.create_task(ask(client, objective=f"p{each}")) for each in (*PRIORITIES, *PRIORITIES)]
+        asked.append(tasks.create_task(ask(client, objective="nobody has made this one")))
+        await here.until_state(queued=len(asked))
+        # Each replica shows the bands in use with their priorities, and the lists by their names.
+        expected = sorted((*PRIORITIES, 0, -10), reverse=True)
+        state = await here.get("state", 1)
+        assert [each["priority"] for each in state["bands"]] == expected
+        names = [NAMES.get(each, str(each)) for each in expected]
+        assert [each["band"] for each in state["bands"]] == names
+        assert (await here.get("queue?band=seven", 2))["total"] == 2
+        assert (await here.get(f"flows?band={LEAST_PRIORITY}"))["flows"][0]["band"] == str(LEAST_PRIORITY)
+
+        async def shown() -> bool:
+            return (await metric_bands(here)).get("100") == 2
+
+        await here.eventually(shown, what="the metric of a band that was made")
+        await here.post("resume", replica=2)
+    # All are answered, the highest first.
+    assert {task.result().status_code for task in asked} == {200}
+    order = granted(await logged(here, since))
+    assert order == sorted(order, reverse=True)
+    assert Counter(order) == Counter((*PRIORITIES, *PRIORITIES, 0))
+
+    # Bands that are not configured go, and their series too.
+    async def collected() -> bool:
+        bands = (await here.get("state"))["bands"]
+        return [each["band"] for each in bands] == ["Critical", "seven", "Default", "Sheddable"]
+
+    await here.eventually(collected, what="collected bands")
+
+    async def gone() -> bool:
+        return set(await metric_bands(here)) == set(NAMES.values())
+
+    await here.eventually(gone, what="the series of collected bands to go")
+
+
+async def test_bands_share_by_weights_that_change_while_requests_wait(here: Any) -> None:
+    since = len(await decisions(here))
+    await here.post("pause", replica=0)
+    priorities = (100, 7, -3)  # with weights 70, 30 and 10
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(ask(client, objective=f"p{each}")) for _ in range(16) for each in priorities
+        ]
+        await here.until_state(queued=len(asked))
+        await here.patch({"fair_request_queue": {"band_policy": "weighted", "band_weights": {"seven": 70}}})
+
+        async def in_force() -> bool:
+            bands = (await here.get("state", 1))["bands"]
+            weights = {each["priority"]: each["weight"] for each in bands}
+            return [weights[each] for each in priorities] == [70, 70, 10]
+
+        await here.eventually(in_force, what="the weights on another replica")
+        await here.post("resume", replica=1)
+    assert {task.result().status_code for task in asked} == {200}
+    first = Counter(granted(await logged(here, since))[:15])
+    assert [first[each] for each in priorities] == [7, 7, 1]
+    await here.patch({"fair_request_queue": {"band_policy": "strict", "band_weights": {"seven": 30}}})

@@ -24,11 +24,6 @@ LOGGED = {"decision_log": {"enabled": True}}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
 
-async def endpoints(fleet: Any, replica: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = (await fleet.admin("/api/v1/endpoints", replica)).json()
-    return rows
-
-
 async def routes(fleet: Any) -> int:
     """Entries of the stream of routes."""
     async with fleet.redis() as redis:
@@ -43,7 +38,7 @@ def scored(shared_fleet: Any) -> Any:
 
 async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None:
     async def known() -> bool:
-        pages = [await endpoints(scored, replica) for replica in range(3)]
+        pages = [await scored.get("endpoints", replica) for replica in range(3)]
         return all(each["waiting"] == 0 for page in pages for each in page)  # unknown once it is stale
 
     await scored.eventually(known, what="the figures")
@@ -111,23 +106,21 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
         answer = await complete(client, "new", 2)
         _, second = await entries(here, "bypassed")
-        choice = (await here.admin(f"/api/v1/requests/{second.request}")).json()["explanation"]
+        choice = (await here.get(f"requests/{second.request}"))["explanation"]
         assert choice["rule"].startswith("no scorers: the fewest in flight")
         assert [(one["address"], one["live"]) for one in choice["candidates"]] == [
             (answer.endpoint, 0),
             (running[0].endpoint, 1),
         ]
         addresses = [each["address"] for each in here.state["endpoints"]]
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin:
-            for address in addresses:
-                path = f"/api/v1/endpoints/{address}/drain"
-                assert (await admin.post(f"{here.state['replicas'][0]['admin']}{path}")).is_success
+        for address in addresses:
+            await here.post(f"endpoints/{address}/drain")
 
         async def is_explained() -> bool:
             # The replica learns of a drain slightly later than the scripts.
             assert (await complete_or_not(client)) == 503
             refused = (await entries(here, "refused"))[-1]
-            request = (await here.admin(f"/api/v1/requests/{refused.request}")).json()
+            request = await here.get(f"requests/{refused.request}")
             assert request["why"] == "this replica refused it: there was no endpoint for it"
             assert request["explanation"]["chosen"] == []
             return bool(request["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))

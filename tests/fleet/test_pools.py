@@ -170,7 +170,7 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
 async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
     here, _ = two
     before = await state(here, "batch")
-    assert (await here.admin("/api/v1/pause", method="POST")).status_code == 200  # of the default pool
+    await here.post("pause")  # of the default pool
     async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
         await until(here, "default", queued=PLACES, paused=True)
@@ -185,7 +185,7 @@ async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two)
         flows = (await here.admin("/pools/default/api/v1/queue")).json()["requests"]
         assert [each["flow"] for each in flows] == ["llama"] * PLACES
         assert (await here.admin("/pools/batch/api/v1/queue")).json()["requests"] == []
-        assert (await here.admin("/api/v1/resume", method="POST")).status_code == 200
+        await here.post("resume")
     assert {task.result().status for task in waiting} == {200}
     await at_rest(here)
     # In Redis each has keys of its own.

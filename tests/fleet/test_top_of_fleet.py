@@ -8,13 +8,11 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import pytest
-from fleet_load import PATIENT, at_rest, shared
+from admin_calls import waiting
+from fleet_load import shared
 
 LINES, CELLS = 24, 80
 ROWS = 14  # of the queue, on so many lines
@@ -133,17 +131,17 @@ async def test_keys_drain_and_pause_and_the_terminal_is_restored(here: Any) -> N
     try:
         await terminal.shows("Picker Fleet")
         await terminal.press("3", then="Runs + waits")
-        address = (await here.admin("/api/v1/endpoints")).json()[0]["address"]
+        address = (await here.get("endpoints"))[0]["address"]
         await terminal.press("d", then=f"Send nothing new to {address}?")
         # Nothing happens before it is confirmed.
-        assert await status_of(here, address) == "ready"
+        assert await here.endpoint_status(address, 1) == "ready"
         await terminal.press("y", then="gets nothing new")
-        assert await status_of(here, address) == "drained"
+        assert await here.endpoint_status(address, 1) == "drained"
         # The same key undrains it.
         await terminal.press("\x1b[A", then="drained")
         await terminal.press("d", then=f"Give {address} requests again?")
         await terminal.press("y", then="takes requests")
-        assert await status_of(here, address) != "drained"
+        assert await here.endpoint_status(address, 1) != "drained"
         # A pause holds for the whole fleet.
         await terminal.press("p", then="Pause dispatch")
         await terminal.press("y", then="PAUSED")
@@ -162,8 +160,8 @@ async def test_the_queue_is_paged_in_dispatch_order_and_a_request_is_evicted(
 ) -> None:
     admin = logged.state["replicas"][0]["admin"]
     names = [f"flow-{number:02}" for number in range(30)]
-    async with paused(logged, names):
-        listed = (await logged.admin("/api/v1/queue")).json()["requests"]
+    async with waiting(logged, *names):
+        listed = (await logged.get("queue"))["requests"]
         order = [(each["flow"], each["id"]) for each in listed]
         assert sorted(flow for flow, _ in order) == names
         # One frame to a pipe has every request, in the API's order.
@@ -194,34 +192,3 @@ async def test_the_queue_is_paged_in_dispatch_order_and_a_request_is_evicted(
             assert terminal.settings() == terminal.before
         finally:
             terminal.close()
-
-
-@asynccontextmanager
-async def paused(fleet: Any, flows: Sequence[str]) -> AsyncIterator[None]:
-    """A paused fleet with one request of each flow in its queue; idle again on leaving."""
-    url = f"{fleet.state['replicas'][0]['admin']}/api/v1"
-    async with (
-        httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as admin,
-        fleet.client(**PATIENT) as client,
-        asyncio.TaskGroup() as tasks,
-    ):
-        assert (await admin.post(f"{url}/pause")).status_code == 200
-        try:
-            for flow in flows:
-                body = {"model": "llama", "prompt": flow, "max_tokens": 2}
-                headers = {"x-gateway-inference-fairness-id": flow}
-                tasks.create_task(client.post("/v1/completions", json=body, headers=headers))
-
-            async def all_wait() -> bool:
-                return bool((await shared(fleet))["queued"] == len(flows))
-
-            await fleet.eventually(all_wait, what=f"{len(flows)} queued")
-            yield
-        finally:
-            assert (await admin.post(f"{url}/resume")).status_code == 200
-    await at_rest(fleet)
-
-
-async def status_of(fleet: Any, address: str) -> str:
-    listed = (await fleet.admin("/api/v1/endpoints", 1)).json()
-    return str(next(each["status"] for each in listed if each["address"] == address))

@@ -139,6 +139,25 @@ class Fleet:
                     return answer
                 await asyncio.sleep(_ADMIN_PAUSE_S)
 
+    async def get(self, path: str, replica: int = 0) -> Any:
+        """What one replica answers to a read of /api/v1/`path`, which must succeed."""
+        return _of_success(await self.admin(f"/api/v1/{path}", replica))
+
+    async def post(self, path: str, replica: int = 0) -> Any:
+        """The answer to a change through one replica, which must accept it."""
+        return _of_success(await self.admin(f"/api/v1/{path}", replica, method="POST"))
+
+    async def patch(self, changes: dict[str, Any], replica: int = 0) -> Any:
+        """The configuration after a live change through one replica, which must accept it."""
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
+            url = f"{self.state['replicas'][replica]['admin']}/api/v1/config"
+            return _of_success(await client.patch(url, json=changes))
+
+    async def endpoint_status(self, address: str, replica: int = 0) -> str:
+        """What one replica says of an endpoint, such as `ready`."""
+        listed = await self.get("endpoints", replica)
+        return str(next(each["status"] for each in listed if each["address"] == address))
+
     async def envoy_admin(self, path: str) -> httpx.Response:
         """Answer of Envoy's admin interface."""
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
@@ -166,7 +185,7 @@ class Fleet:
         """Wait until /api/v1/state has these values, such as `queued=5`."""
 
         async def has_them() -> bool:
-            state = (await self.admin("/api/v1/state", replica)).json()
+            state = await self.get("state", replica)
             return all(state.get(name) == value for name, value in wanted.items())
 
         await self.eventually(has_them, within_s=within_s, what=str(wanted))
@@ -271,6 +290,11 @@ def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subpro
 def exact_bounds(per_backend: float) -> dict[str, float]:
     """Settings of the queue controller for one bound without hysteresis."""
     return {f"{bound}_per_backend": per_backend for bound in ("lower_bound", "watermark", "upper_bound")}
+
+
+def _of_success(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 def says_unavailable(answer: Any) -> bool:
