@@ -1,4 +1,4 @@
-"""Other proxies before the pickers (`examples/`): placement, refusals, all kinds of ends, clients' attempts."""
+"""Other proxies before the pickers (`examples/`): placement, refusals, ends of all kinds, hostile clients."""
 
 import asyncio
 import base64

@@ -382,13 +382,14 @@ def settled(token: str, **headers: str) -> bytes:
     return f"POST /settle HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
 
 
-async def placed(stage: Stage) -> str:
+async def placed(stage: Stage, request_id: str = "req-1") -> str:
     """The settle token of a request that was checked by headers and placed with a token of the fleet's."""
     fields = "\t".join(("red", "1", "1.0", "1.0", "", "3", "llama", "10.0.0.1:8000", "0"))
     stage.gate.placement = Placement(
-        ("10.0.0.1:8000", "10.0.0.2:8000"), accounting_token.signed(fields, "req-1", stage.keys)
+        ("10.0.0.1:8000", "10.0.0.2:8000"), accounting_token.signed(fields, request_id, stage.keys)
     )
-    return (await stage.ask(by_headers())).headers["x-picker-settle-token"]
+    answer = await stage.ask(by_headers(x_request_id=request_id))
+    return answer.headers["x-picker-settle-token"]
 
 
 async def test_a_check_by_headers_names_the_endpoints_and_a_token_to_settle_with() -> None:
@@ -503,7 +504,9 @@ async def test_only_the_fleets_own_token_settles() -> None:
         assert len(stage.server.placements) == 1
 
 
-async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost() -> None:
+async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with staged() as stage:
         await placed(stage)
         renewals, replies = stage.server.placements, stage.gate.renewals
@@ -516,10 +519,13 @@ async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost
         assert len(renewals) == 0
         assert {alive.accounting_token for alive in stage.gate.renewed} == {""}  # nothing is restored
 
-        await placed(stage)
+        for request_id in ("one", "two"):
+            await placed(stage, request_id)
         stage.now_s[0] = LONGEST_S + 1
         renewals.renew()
         assert len(renewals) == 0
+        # Many can be lost at once, so they are told in one line.
+        assert [vars(line)["requests"] for line in caplog.records if "longest_request" in line.message] == [2]
 
 
 async def test_an_answer_that_cannot_be_sent_leaves_nothing_to_settle() -> None:

@@ -137,15 +137,17 @@ class Placements:
     def renew(self) -> None:
         """Renew every lease, but not of requests that have been settled elsewhere or lost."""
         lost_before_s = self._clock() - self._longest_s
-        for request_id, entry in list(self._open.items()):
-            if entry.since_s < lost_before_s:
-                _log.warning(
-                    "nobody has settled a request within http.longest_request", extra={"request": request_id}
-                )
-                del self._open[request_id]
-                continue
+        lost = [request_id for request_id, entry in self._open.items() if entry.since_s < lost_before_s]
+        for request_id in lost:
+            del self._open[request_id]
+        if lost:
+            _log.warning(
+                "nobody has settled a request within http.longest_request",
+                extra={"request": lost[0], "requests": len(lost)},
+            )
+        for entry in list(self._open.values()):
             # Without its token: what was settled elsewhere must not be restored.
-            answer = entry.gate.renew(Alive(request_id, None, ""))
+            answer = entry.gate.renew(Alive(entry.placed.id, None, ""))
             if answer is not None:
                 answer.add_done_callback(lambda done, entry=entry: self._renewed(entry, done))  # type: ignore[misc]
 

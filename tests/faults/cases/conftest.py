@@ -32,11 +32,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each case runs in mode `lean`; in `http`, too, in `make faults` and where it is marked `both_modes`."""
+    """`make faults` runs each case in modes `lean` and `http`, unless it is marked `ext_proc_only`. The short
+    form runs in the modes of its mark `short_form`, in `lean` without one.
+    """
     if "mode" in metafunc.fixturenames:
         marked = metafunc.definition.get_closest_marker
-        both = marked("both_modes") or ("FAULT_SUITE" in os.environ and not marked("ext_proc_only"))
-        metafunc.parametrize("mode", ["lean", "http"] if both else ["lean"])
+        short = marked("short_form")
+        modes = short.args if short else ("lean",)
+        if "FAULT_SUITE" in os.environ:
+            modes = ("lean",) if marked("ext_proc_only") else ("lean", "http")
+        metafunc.parametrize("mode", modes)
 
 
 @pytest.fixture

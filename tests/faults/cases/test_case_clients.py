@@ -46,7 +46,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     assert load.failed == []
 
 
-@pytest.mark.both_modes
+@pytest.mark.short_form("lean", "http")
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
@@ -82,6 +82,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     assert found.faults == ()
 
 
+@pytest.mark.short_form("http")
 async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[..., Any], case: Case) -> None:
     times = case.size(1, 10)
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from case_fleet import config, log_of, rests
 from fault_case import TTFT_MS, Case
 
@@ -13,6 +14,7 @@ from picker_tools.load.client_history import ClientRequest, closed_loop
 ENDS = ("completed", "upstream_failed")
 
 
+@pytest.mark.short_form("http")
 async def test_endpoint_killed_before_first_byte(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(2, 20)
     case.describe(f"an endpoint killed before the first byte, {kills} times")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, log_of, rests
 from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
@@ -35,6 +36,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     assert found.faults == ()
 
 
+@pytest.mark.short_form("http")
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")

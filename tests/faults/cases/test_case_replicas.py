@@ -28,7 +28,7 @@ CLIENTS = 40
 OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
 
 
-@pytest.mark.both_modes
+@pytest.mark.short_form("lean", "http")
 async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     kills = case.size(3, 20)
     case.describe(f"SIGKILL of a replica, {kills} times, at random moments")
@@ -55,6 +55,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     assert found.faults == ()
 
 
+@pytest.mark.short_form("http")
 async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case: Case) -> None:
     stops, lease_s = case.size(1, 10), float(case.size(5, 10))
     case.describe(f"SIGSTOP of a replica beyond its lease, then SIGCONT, {stops} times")
@@ -86,6 +87,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
     assert highest <= 16
 
 
+@pytest.mark.short_form("http")
 async def test_rolling_restart_with_another_library(
     faulty: Callable[..., Any], case: Case, two_versions: Any
 ) -> None:
@@ -133,6 +135,7 @@ async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) 
     assert statuses == {503: 60}
 
 
+@pytest.mark.short_form("http")
 async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
     # Envoy may go on without pickers, and the fleet restarts nothing.
