@@ -226,7 +226,9 @@ class Intake:
         self._prefixes = prefixes
         self._objectives = _ranks(settings.objectives, self._bands)
         self._targets = {
-            model.name: Shares(Split.of((entry.name, entry.weight) for entry in model.target_models))
+            model.name: Shares(
+                Split.of((entry.name, entry.weight) for entry in model.target_models), model.name
+            )
             for model in settings.models
             if model.target_models
         }
@@ -249,8 +251,10 @@ class Intake:
         }
         self._objectives = {**self._configured, **live}
         former, former_any = self._rewrites, self._any_rewrite
-        self._rewrites = {model: _shares(split, former.get(model)) for model, split in rewrites.items()}
-        self._any_rewrite = None if anything is None else _shares(anything, former_any)
+        self._rewrites = {
+            model: _shares(split, model, former.get(model)) for model, split in rewrites.items()
+        }
+        self._any_rewrite = None if anything is None else _shares(anything, "", former_any)
         self._rewrites_models = bool(rewrites) or anything is not None
 
     def request(
@@ -263,7 +267,8 @@ class Intake:
     ) -> InferenceRequest:
         """The request that `ask` and `headers` (lower-case names, raw values) amount to.
 
-        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made.
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made. Where the
+        model has several variants its `target_model` is '': `shares_of` says which, `sent_as` completes it.
 
         Raises:
             BadRequest: a header in use is malformed; the message names it.
@@ -290,8 +295,9 @@ class Intake:
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
         target = model
         if self._targets or self._rewrites_models:
-            # Behind a gateway that is not trusted with ids, the id that a client sends again is the header's.
-            target = self._target(model, headers.get(REQUEST_ID, b"").decode("latin-1") or request_id)
+            shares = self.shares_of(model)
+            names = (model,) if shares is None else shares.split.names
+            target = names[0] if len(names) == 1 else ""
         return InferenceRequest(
             id=request_id,
             model=model,
@@ -308,7 +314,7 @@ class Intake:
             limit=self._limit(model, objective),
             learn=learn,
             session=session,
-            prefix=_prefix(target, ask) if self._prefixes and self._prefixes.needs_prefix_hashes else (),
+            prefix=self._prefix(target, ask) if target else (),
             selector=self._selectors.get(model, _ANYWHERE),
             trace=trace,
         )
@@ -323,22 +329,27 @@ class Intake:
         own = self._objective_limits.get(objective, 0) if objective else 0
         return min(limit, own) if limit and own else limit or own
 
-    def _target(self, model: str, request_id: str) -> str:
-        """What `model` is sent as, by a live rewrite or else as configured; a request that comes again under
-        its id gets the same."""
-        shares = self._rewrites.get(model, self._any_rewrite)
-        if shares is None:
-            shares = self._targets.get(model)
-        return model if shares is None else shares.of(request_id)
+    def shares_of(self, model: str) -> Shares | None:
+        """What `model` is sent as, by a live rewrite or else as configured; None for itself."""
+        return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
+
+    def sent_as(self, request: InferenceRequest, target: str, ask: Ask, passed_s: float) -> InferenceRequest:
+        """`request`, of `ask`, as one for the variant `target`; `passed_s` of its time have passed."""
+        ttl_s = max(request.ttl_s - passed_s, _MIN_TTL_S)
+        return request._replace(target_model=target, prefix=self._prefix(target, ask), ttl_s=ttl_s)
+
+    def _prefix(self, target: str, ask: Ask) -> tuple[bytes, ...]:
+        """The hashes of the prompt's blocks; none where nobody reads them."""
+        return _prefix(target, ask) if self._prefixes and self._prefixes.needs_prefix_hashes else ()
 
     def _ttl(self, text: str) -> float:
         """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
         return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
 
 
-def _shares(split: Split, former: Shares | None) -> Shares:
+def _shares(split: Split, model: str, former: Shares | None) -> Shares:
     """Of `split`; `former` goes on if it is of the same."""
-    return former if former is not None and former.split == split else Shares(split)
+    return former if former is not None and former.split == split else Shares(split, model)
 
 
 def _deadline_s(headers: Mapping[str, bytes]) -> float:

@@ -21,6 +21,7 @@ from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
+from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -109,6 +110,7 @@ class Pool:
             ),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),
+            variants=Variants(parts.store, lambda: parts.failover.outage is None),
             open_requests=open_requests,
             metrics=parts.metrics,
             lines=DecisionLines(clock, parts.chooser.explain, **self._labels),

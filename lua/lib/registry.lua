@@ -116,6 +116,23 @@ do -- a chunk may have 200 locals
   end
 end
 
+-- Drop the ids of a set, which has their times, that are older than `life_ms` or not among the latest LIMIT; at most
+-- `most`. Returns whether there may be more.
+local drop_old
+do
+  local LIMIT = 100000
+  function drop_old(set, life_ms, most)
+    local count = read('ZCARD', set)
+    if count == 0 then return false end
+    local over = read('ZCOUNT', set, '-inf', now_ms - life_ms)
+    local leaving = math.min(math.max(over, count - LIMIT), most)
+    if leaving > 0 then
+      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do defer_write('ZREM', set, id) end
+    end
+    return leaving == most
+  end
+end
+
 -- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
 -- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were given up
 -- without a report of their end; they may run, and their next renewal restores them. The scores of both are times, ms.
@@ -123,7 +140,6 @@ local tombstones = {}
 do
   local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
   local GIVEN_UP_MS = 3600000 -- how long a request that was given up may come back
-  local LIMIT = 100000 -- of each kind; the oldest are dropped first
   function tombstones.put(id, ended_ms)
     defer_write('ZADD', key.tombstones, ended_ms, id)
     defer_write('ZREM', key.unheard, id)
@@ -145,20 +161,9 @@ do
   end
 
   -- Drop old tombstones, at most `most` of each kind. Returns whether there may be more. For the sweep.
-  local function expire(set, life_ms, most)
-    local count = read('ZCARD', set)
-    if count == 0 then return false end
-    local over = read('ZCOUNT', set, '-inf', now_ms - life_ms)
-    local leaving = math.min(math.max(over, count - LIMIT), most)
-    if leaving > 0 then
-      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do defer_write('ZREM', set, id) end
-    end
-    return leaving == most
-  end
-
   function tombstones.expire(most)
-    local more = expire(key.tombstones, settings.lease_ms + LONGER_MS, most)
-    return expire(key.unheard, GIVEN_UP_MS, most) or more
+    local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)
+    return drop_old(key.unheard, GIVEN_UP_MS, most) or more
   end
 end
 

@@ -50,6 +50,8 @@ end
 -- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
 -- about         hash    replica incarnation -> its replica info, JSON             sweep
+-- variants      zset    hash of an id and its model -> when, ms; its variant       sweep
+-- splits        hash    hash of a model's weights -> when used, surpluses          split, when idle
 -- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
 -- buried        zset    id whose end was reported -> when, ms                     sweep
 -- unheard       zset    id given up without a report of its end -> when, ms       its next renewal, sweep
@@ -85,7 +87,7 @@ do -- a chunk may have 200 locals
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'answers', 'replicas', 'unheard', 'suspects', 'log', 'blockers'}) do
+      'metrics', 'workloads', 'answers', 'replicas', 'unheard', 'suspects', 'log', 'blockers', 'variants', 'splits'}) do
       key[name] = base .. name
     end
     key.replica_info, key.tombstones = base .. 'about', base .. 'buried'

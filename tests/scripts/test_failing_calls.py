@@ -20,6 +20,7 @@ def of(request_id: str, flow: str = "flow", **fields: Any) -> bytes:
 
 CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("q1")),
+    "split": ("a", "rule", "9 1", "an id", 1, "rule", "9 1", "another", 2, "rule", "9 1", "an id", 2),
     "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
@@ -62,6 +63,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
     library.set_clock(START_MS + 3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
     library.call("tombstone", "a", "old", 0)
+    library.call("split", "a", "rule", "9 1", "known", 1)
     library.call("settle", "a", "p5", "completed", "5", "", "p6", "completed", "2", "9")
     library.set_clock(START_MS + 3500)
 

@@ -15,8 +15,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 
+from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings, parse
-from picker_fleet.errors import RequestError
+from picker_fleet.errors import RequestError, StateUnavailable
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
@@ -37,6 +38,13 @@ from picker_fleet.telemetry.logs import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
+
+
+class NoSplits:
+    """A shared state that is away."""
+
+    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
+        raise StateUnavailable("away")
 
 
 class ScriptedGate:
@@ -159,6 +167,7 @@ def exchange_context(
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}"),
         gate=gate,
         drain_gate=DrainGate(gate),
+        variants=Variants(NoSplits(), lambda: False),
         open_requests=OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),

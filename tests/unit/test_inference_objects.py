@@ -48,10 +48,13 @@ def intake(settings: dict[str, Any] | None = None) -> Intake:
 
 
 def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
-    """The target model and band of a request."""
+    """The target model and band of a request; among several by this replica's counts."""
     fields = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
     request = gate.request(Ask(model, False, None), fields, subset=None, trusted=True)
-    return request.target_model, request.band
+    shares = gate.shares_of(model)
+    if request.target_model or shares is None:
+        return request.target_model, request.band
+    return shares.of(request.id), request.band
 
 
 @pytest.mark.parametrize(

@@ -445,12 +445,17 @@ def test_objective_then_model_decide_band_and_weight(
         assert (request.band, request.weight) == (band, weight)
 
 
-def test_target_models_have_their_shares_exactly() -> None:
-    ids = iter(f"id-{number}" for number in range(100))
-    intake = Intake(SETTINGS, new_id=lambda: next(ids))
-    requests = [intake.request(ask("split"), {}, subset=None, trusted=False) for _ in range(100)]
-    assert {request.model for request in requests} == {"split"}
-    assert abs([request.target_model for request in requests].count("split-a") - 25) <= 1
+def test_a_request_for_a_model_with_several_targets_is_completed_by_the_one_that_is_chosen() -> None:
+    intake = Intake(SETTINGS, new_id=lambda: "made")
+    request = intake.request(ask("split"), {}, subset=None, trusted=False)
+    shares = intake.shares_of("split")
+    assert shares is not None
+    assert (request.model, request.target_model) == ("split", "")
+    assert shares.split.names == ("split-a", "split-b")
+    sent = intake.sent_as(request, "split-b", ask("split"), passed_s=0.25)
+    assert sent == request._replace(target_model="split-b", ttl_s=request.ttl_s - 0.25)
+    assert intake.sent_as(request, "split-b", ask("split"), passed_s=1e9).ttl_s > 0
+    assert intake.shares_of("llama") is None
 
 
 def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:

@@ -1,10 +1,18 @@
-"""Shares of a model's variants: exact on each replica, and as far as can be the same for the same id."""
+"""Shares of a model's variants: exact on each replica, and as far as can be the same for the same id.
 
+With the counts of the fleet: tests/scripts/test_splits.py.
+"""
+
+import asyncio
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picker_fleet.admission import variants
+from picker_fleet.admission.variants import Variants
+from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.traffic_split import Shares, Split
 
 CANARY = Split.of([("stable", 90), ("canary", 10), ("never", 0)])
@@ -47,3 +55,53 @@ def test_only_the_last_ids_are_remembered() -> None:
     for number in range(30_000):
         shares.of(f"id-{number}")
     assert len(shares._given) == 10_000
+
+
+class SplitStore:
+    """Gives every request the variant at `given`; or raises `fault`, or never answers."""
+
+    def __init__(self, given: int | None = None, fault: StateFault | None = None) -> None:
+        self.given, self.fault, self.asked = given, fault, 0
+
+    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
+        self.asked += 1
+        if self.fault is not None:
+            raise self.fault
+        if self.given is None:
+            await asyncio.Event().wait()
+        assert self.given is not None
+        return self.given
+
+
+async def test_the_shared_state_decides_and_is_asked_once_for_an_id() -> None:
+    store, shares = SplitStore(given=1), Shares(CANARY)
+    chooser = Variants(store, lambda: True)
+    assert {await chooser.of(shares, f"id-{number % 50}") for number in range(100)} == {"canary"}
+    assert store.asked == 50
+    # What it has decided counts for nothing here: without it the shares begin as they are.
+    alone = Variants(store, lambda: False)
+    given = Counter([await alone.of(shares, f"alone-{number}") for number in range(100)])
+    assert abs(given["canary"] - 10) <= 1
+    assert await alone.of(shares, "id-7") == "canary"
+    assert store.asked == 50
+
+
+@pytest.mark.parametrize(
+    "fault", [StateUnavailable("away"), WritesRefused("full"), ScriptFailed("odd"), None]
+)
+async def test_a_shared_state_that_is_away_or_late_leaves_the_choice_to_the_replica(
+    fault: StateFault | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "DEADLINE_S", 0.001)
+    store, shares = SplitStore(fault=fault), Shares(CANARY)
+    chooser = Variants(store, lambda: True)
+    given = Counter([await chooser.of(shares, f"id-{number}") for number in range(100)])
+    assert abs(given["canary"] - 10) <= 1
+    assert store.asked == 100
+
+
+async def test_more_variants_than_a_script_tells_apart_are_the_replicas_to_choose() -> None:
+    store = SplitStore(given=0)
+    shares = Shares(Split.of((f"v{number}", 1) for number in range(1024)))
+    assert len({await Variants(store, lambda: True).of(shares, f"id-{n}") for n in range(200)}) > 100
+    assert store.asked == 0

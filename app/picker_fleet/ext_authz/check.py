@@ -146,9 +146,14 @@ class Check:
             return await self._route(headers)
         headers.pop(CONTENT_LENGTH, None)
         forwarded_for = headers.pop(FORWARDED_FOR, b"")
-        request = self._read(read_body(body.join()), headers)
+        ask = read_body(body.join())
+        request = self._read(ask, headers)
+        if not request.target_model:
+            request = await self._with_variant(request, ask, headers)
+        model = ask.model
+        del ask
         body.release()  # a request that waits holds nothing of its body
-        return await self._admit(request, forwarded_for)
+        return await self._admit(request, model, forwarded_for)
 
     async def _place_by_headers(self, headers: dict[str, bytes]) -> Answer:
         if headers.pop(CONTENT_LENGTH, b"0") != b"0":
@@ -170,8 +175,11 @@ class Check:
         except UnicodeDecodeError:
             raise BadRequest(f"header {MODEL} is not valid UTF-8") from None
         forwarded_for = headers.pop(FORWARDED_FOR, b"")
-        request = self._read(read_metadata({"model": name}, body_bytes), headers)
-        return await self._admit(request, forwarded_for)
+        ask = read_metadata({"model": name}, body_bytes)
+        request = self._read(ask, headers)
+        if not request.target_model:
+            request = await self._with_variant(request, ask, headers)
+        return await self._admit(request, name, forwarded_for)
 
     async def _route(self, headers: Mapping[str, bytes]) -> Answer:
         """Endpoints without admission, for a request that has no body."""
@@ -185,13 +193,21 @@ class Check:
         subset = _subset(headers)
         request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request
-        if request.target_model != ask.model:
-            raise Unsupported(
-                f"http mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
-            )
         return request
 
-    async def _admit(self, request: InferenceRequest, forwarded_for: bytes) -> Answer:
+    async def _with_variant(
+        self, request: InferenceRequest, ask: Ask, headers: Mapping[str, bytes]
+    ) -> InferenceRequest:
+        self._request = request = await self._context.with_variant(request, ask, headers)
+        self._target_model = request.target_model
+        return request
+
+    async def _admit(self, request: InferenceRequest, model: str, forwarded_for: bytes) -> Answer:
+        """Admit `request`, whose body asks for `model`."""
+        if request.target_model != model:
+            raise Unsupported(
+                f"http mode cannot send model {model} as {request.target_model}; lean and standard can"
+            )
         context = self._context
         context.new_flows.check(request.flow, forwarded_for)
         came_s = context.clock()

@@ -193,6 +193,12 @@ class Store:
             self._on_adopted()
         return _verdict(reply)
 
+    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
+        """The position of the variant that the fleet sends a request as. `split` and `request_id` are hashes
+        (traffic_split.py), `weights` those of the variants, `proposed` the position that the id proposes."""
+        reply = await self._client.submit("split", (split, weights, request_id, proposed + 1))
+        return int(reply) - 1
+
     async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
