@@ -18,7 +18,7 @@ from bench.lifecycle.workload import SETTINGS
 from bench.rig.machine import describe_machine
 from bench.rig.page import interval, table
 from bench.rig.server import Server, server
-from bench.versions import package_of
+from bench.versions import commit_of, package_of
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import pack_arrival
 
@@ -115,10 +115,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     base = args.base.resolve()
-    commit = ["git", "-C", str(base), "rev-parse", "--short", "HEAD"]
-    name = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "calls.md").write_text(page(measure(base), name), encoding="utf-8")
+    (args.out / "calls.md").write_text(page(measure(base), commit_of(base)), encoding="utf-8")
     return 0
 
 

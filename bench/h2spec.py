@@ -52,9 +52,11 @@ async def _run(h2spec: str, kind: type[Connection], *, secure: bool) -> tuple[st
     loop = asyncio.get_running_loop()
     streams, connections = OpenStreams(loop.time), set[Connection]()
     new_stream = partial(GrpcStream, message_bytes=_LARGEST)
-    handlers = {b"/": (_whole, BodyBudget(64 * _LARGEST))}
+    whole = _whole, BodyBudget(64 * _LARGEST)
     server = await loop.create_server(
-        lambda: kind(handlers, new_stream, connections, streams),
+        lambda: kind(
+            lambda path, authority: whole if path == b"/" else None, new_stream, connections, streams
+        ),
         "127.0.0.1",
         0,
         **server_options(Certificates(Tls(), "extproc.tls", "h2") if secure else None),

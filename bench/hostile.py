@@ -12,6 +12,7 @@ from pathlib import Path
 from hostile_fleet import ClientTimes, HostileReport, attack_fleet, limit_mib
 
 from bench.rig.machine import Machine, describe_machine
+from bench.rig.page import percentile
 
 _RESULTS = Path(__file__).parent / "results"
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
@@ -36,18 +37,13 @@ def main() -> int:
 
 def slower(report: HostileReport) -> list[str]:
     """A fault if honest clients wait longer than they may."""
-    ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
+    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
     return [f"p99 is {ratio:.2f} times the calm one"] if ratio > _MOST else []
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
 def page(report: HostileReport, faults: Sequence[str], here: Machine, options: argparse.Namespace) -> str:
     """The results as Markdown."""
-    ratio = quantile(report.hostile.last_s, 0.99) / quantile(report.calm.last_s, 0.99)
+    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
     verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."
     outcomes = "\n".join(
         f"| {name} | {sum(each.values())} | {', '.join(f'{what}: {n}' for what, n in sorted(each.items()))} |"
@@ -88,7 +84,7 @@ that was read to its end; nothing of it was believed.
 
 
 def _row(name: str, seen: ClientTimes) -> str:
-    times = " | ".join(f"{quantile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999))
+    times = " | ".join(f"{percentile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999))
     return f"| {name} | {len(seen.last_s) + len(seen.failed)} | {len(seen.failed)} | {times} |"
 
 

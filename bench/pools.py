@@ -16,9 +16,7 @@ import contextlib
 import json
 import multiprocessing
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,14 +28,13 @@ from urllib.parse import urlsplit
 
 import httptools
 import uvloop
-import yaml
 
-from bench.overhead.measure import percentile
+from bench.rig.fleet import picker_up
 from bench.rig.load import MODEL
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import percentile, table
+from picker_fleet.errors import StartupError
 from picker_tools.local_fleet.network import LOOPBACK
-from picker_tools.local_fleet.processes import picker_command
 
 CALM, FLOODED = "calm", "flooded"
 CONDITIONS = ("no flood", "flood of the other pool", "flood of another fleet")
@@ -48,7 +45,6 @@ _SETTLE_S = 1.0  # of a turn, before it is measured
 _QUIET_S = 0.3  # between turns, after the flood's last answer
 _TICK_S, _LATE_S = 0.005, 0.03
 _REPEATS = 3
-_READY_S = 90.0
 _ASK = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
 _ANSWER = json.dumps(
     {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
@@ -190,13 +186,12 @@ def flooder() -> Iterator[Connection]:
         process.join()
 
 
-@contextlib.contextmanager
-def fleet(folder: Path, replicas: int, addresses: dict[str, str]) -> Iterator[str]:
-    """A fleet that serves both pools; the URL of its Envoy."""
+def config(addresses: dict[str, str]) -> dict[str, Any]:
+    """Of a fleet that serves both pools, with a model server each."""
     bounds = ("lower_bound", "watermark", "upper_bound")
     places = {CALM: 64, FLOODED: _PLACES}
     queue = {"total_capacity": _QUEUE, "flow_capacity": _QUEUE, "queue_ttl": "10s"}
-    config: dict[str, Any] = {
+    return {
         "pool": CALM,
         "fair_request_queue": queue,
         "pools": {
@@ -207,26 +202,6 @@ def fleet(folder: Path, replicas: int, addresses: dict[str, str]) -> Iterator[st
             for name, address in addresses.items()
         },
     }
-    folder.mkdir()
-    file, state = folder / "picker.yaml", folder / "state.json"
-    file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    options = ("--replicas", str(replicas), "--endpoints", "0", "--port", "0", "--no-restart")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            picker_command("up", *options, "--config", str(file), "--state-file", str(state)),
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        end_s = time.monotonic() + _READY_S
-        while not state.exists():
-            if process.poll() is not None or time.monotonic() > end_s:
-                raise OSError(f"the fleet did not start:\n{(folder / 'log').read_text()}")
-            time.sleep(0.05)
-        yield str(json.loads(state.read_text(encoding="utf-8"))["envoy"])
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @dataclass
@@ -241,28 +216,21 @@ class Found:
 async def measure(replicas: int, rounds: int, seconds: float, times: float) -> Found:
     per_s = times * _PLACES / _FLOODED_SERVED_S
     found = Found()
-    with tempfile.TemporaryDirectory(prefix="picker-pools-") as folder, flooder() as pipe:
+    options = ("--replicas", str(replicas), "--endpoints", "0", "--no-restart")
+    with flooder() as pipe:
         async with model_server(_CALM_SERVED_S) as calm:
-            addresses = {CALM: calm, FLOODED: await asyncio.to_thread(pipe.recv)}
-            with contextlib.ExitStack() as fleets:
-                # In a thread, since this event loop serves as a model server meanwhile.
-                both, other = [
-                    await asyncio.to_thread(
-                        fleets.enter_context, fleet(Path(folder) / name, replicas, addresses)
-                    )
-                    for name in ("both", "other")
-                ]
-                await load(both, CALM, _CALM_PER_S, 3.0)
+            tree = config({CALM: calm, FLOODED: await asyncio.to_thread(pipe.recv)})
+            async with picker_up(tree, *options) as both, picker_up(tree, *options) as other:
+                flooded_urls = {CONDITIONS[1]: both.url, CONDITIONS[2]: other.url}
+                await load(both.url, CALM, _CALM_PER_S, 3.0)
                 for number in range(rounds):
-                    order = CONDITIONS if number % 2 == 0 else CONDITIONS[::-1]
-                    for name in order:
+                    for name in CONDITIONS if number % 2 == 0 else CONDITIONS[::-1]:
                         print(f"{replicas} replicas, round {number + 1} of {rounds}: {name}", file=sys.stderr)
-                        flooded = {CONDITIONS[1]: both, CONDITIONS[2]: other}.get(name)
                         for _ in range(1 + _REPEATS):
-                            if flooded is not None:
+                            if flooded := flooded_urls.get(name):
                                 pipe.send((flooded, FLOODED, per_s, seconds))
-                            turn = await load(both, CALM, _CALM_PER_S, seconds)
-                            answers = await asyncio.to_thread(pipe.recv) if flooded is not None else Counter()
+                            turn = await load(both.url, CALM, _CALM_PER_S, seconds)
+                            answers = await asyncio.to_thread(pipe.recv) if flooded else Counter()
                             await asyncio.sleep(_QUIET_S)
                             if turn.late_s <= _LATE_S:
                                 break
@@ -328,7 +296,7 @@ def main(arguments: Sequence[str]) -> int:
     for count in args.replicas:
         try:
             found = uvloop.run(measure(count, args.rounds, args.seconds, args.times))
-        except OSError as fault:
+        except (StartupError, OSError) as fault:
             print(fault, file=sys.stderr)
             return 1
         lines += rows(count, found)

@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
@@ -19,6 +19,7 @@ from statistics import mean
 from pulse_runs import Run, faults_of_all, page, pulses
 
 from bench.rig.machine import describe_machine
+from bench.rig.page import percentile
 from bench.soak import Fleet, running_fleet
 from picker_tools.load.client_history import ClientRequest, closed_loop
 
@@ -70,9 +71,8 @@ async def _run(seed: int | None, lasts_s: float) -> Run:
             await asyncio.sleep(_WARM_S)
         before = await _departures(fleet)
         highest: list[int] = []
-        processes = {f"replica {n}": process for n, process in enumerate(fleet.replicas)} | {
-            "valkey": fleet.redis
-        }
+        processes = {f"replica {n}": process for n, process in enumerate(fleet.replicas)}
+        processes["valkey"] = fleet.process("server")
         async with contextlib.AsyncExitStack() as stack:
             looking = asyncio.create_task(_look(fleet, highest))
             began_s = time.monotonic()
@@ -88,14 +88,14 @@ async def _run(seed: int | None, lasts_s: float) -> Run:
         left_over = await fleet.drift()
         departures = await _departures(fleet) - before
     within = [record for record in load.history if record.done_s < began_s + lasts_s]
-    waited_s = sorted(record.took_s for record in load.history)
+    waited_s = [record.took_s for record in load.history]
     return Run(
         lasted_s=lasts_s,
         served=sum(record.served for record in within),
         failed=len(load.failed),
-        median_s=_quantile(waited_s, 0.5),
-        p99_s=_quantile(waited_s, 0.99),
-        longest_s=waited_s[-1],
+        median_s=percentile(waited_s, 0.5),
+        p99_s=percentile(waited_s, 0.99),
+        longest_s=max(waited_s),
         most_at_engines=max(highest),
         left_over=left_over,
         departures=departures,
@@ -111,7 +111,7 @@ async def _look(fleet: Fleet, highest: list[int]) -> None:
 
 async def _departures(fleet: Fleet) -> int:
     """How often replicas have left the shared queue."""
-    lines = [line for n in range(len(fleet.replicas)) for line in (await fleet.page(n)).splitlines()]
+    lines = [line for page in await fleet.replica_pages() for line in page.splitlines()]
     name = "epp_failover_transitions_total{"
     return int(
         sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and 'to="local"' in line)
@@ -120,10 +120,6 @@ async def _departures(fleet: Fleet) -> int:
 
 def _make_request(dice: random.Random, number: int) -> ClientRequest:
     return ClientRequest(f"request {number} ", _TOKENS, streamed=number % 2 == 0)
-
-
-def _quantile(of: Sequence[float], share: float) -> float:
-    return of[min(int(share * len(of)), len(of) - 1)]
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
-from bench.overhead.measure import percentile
 from bench.overhead.stack import Variant, stack
 from bench.rig.load import MODEL
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import percentile, table
 from picker_fleet.errors import PickerError
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import MODES

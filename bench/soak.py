@@ -7,10 +7,8 @@ A fleet of each mode, side by side. Loads, pauses, reads, again; then writes ben
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,17 +18,14 @@ from statistics import median
 from typing import Any
 
 import httpx
-import psutil
-import yaml
 from redis.asyncio import Redis
 
+from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.live_change import change_live
 from bench.rig.machine import describe_machine
 from bench.rig.process_figures import environment, read_figures
 from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
 
-_READY_S = 90.0
-_STOP_S = 60.0
 _CALL_S = 10.0
 _CONFIG: Mapping[str, Any] = {
     "request_queue_controller": {"watermark_per_backend": 4},
@@ -63,18 +58,12 @@ class Reading:
     drift: int
 
 
-class Fleet:
-    """A running fleet; see `running_fleet`."""
+class Fleet(RunningFleet):
+    """A fleet whose counts are compared with those of its simulators. `client` is for their pages."""
 
-    def __init__(self, state: dict[str, Any], process: psutil.Process, client: httpx.AsyncClient) -> None:
-        self.url = str(state["envoy"])
-        self._state = state
-        self._client = client
-        self._redis = Redis.from_url(state["redis"], socket_timeout=_CALL_S)
-        self.replicas = [psutil.Process(replica["pid"]) for replica in state["replicas"]]
-        children = process.children(recursive=True)
-        self._envoy = next(child for child in children if "envoy" in child.name())
-        self.redis = next(child for child in children if "valkey" in child.name())
+    def __init__(self, running: RunningFleet, client: httpx.AsyncClient, redis: Redis) -> None:
+        super().__init__(running.state_file, running.child)
+        self._client, self._redis = client, redis
 
     async def read(self, at_s: float, served: int) -> Reading:
         """A reading now."""
@@ -87,8 +76,8 @@ class Fleet:
             max(each.c_free_bytes for each in inside),
             max(each.objects for each in inside),
             max(each.blocks for each in inside),
-            self._envoy.memory_info().rss,
-            await self.redis_bytes(),
+            self.process("envoy").memory_info().rss,
+            int((await self._redis.info("memory"))["used_memory"]),
             int(await self._redis.dbsize()),
             sum(replica.num_fds() for replica in self.replicas),
             served,
@@ -97,49 +86,42 @@ class Fleet:
 
     async def drift(self) -> int:
         """Differences of the fleet's and the simulators' in-flight counts, plus all other counts."""
-        state = (await self._client.get(f"{self._state['replicas'][0]['admin']}/api/v1/state")).json()
-        differences = 0
-        for endpoint in self._state["endpoints"]:
-            address = endpoint["address"]
-            page = (await self._client.get(f"http://{address}/metrics")).text
-            differences += abs(state["in_flight"].get(address, 0) - _busy(page))
+        state = (await self._client.get(f"{self.admins[0]}/api/v1/state")).json()
+        pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
+        differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
 
     async def at_model_servers(self) -> int:
         """Requests that the simulators have at this moment, by their own pages."""
-        pages = await asyncio.gather(
-            *(self._client.get(f"http://{each['address']}/metrics") for each in self._state["endpoints"])
-        )
-        return sum(_busy(page.text) for page in pages)
-
-    async def page(self, replica: int) -> str:
-        """A replica's metrics."""
-        return (await self._client.get(f"{self._state['replicas'][replica]['admin']}/metrics")).text
-
-    async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration of all replicas."""
-        await change_live(self._client, [each["admin"] for each in self._state["replicas"]], tree)
-
-    async def workload(self, name: str) -> dict[str, Any]:
-        """What the registry has of a workload."""
-        admin = self._state["replicas"][0]["admin"]
-        found: dict[str, Any] = (await self._client.get(f"{admin}/api/v1/workloads/{name}")).json()
-        return found
-
-    async def redis_bytes(self) -> int:
-        """Of Redis's data."""
-        return int((await self._redis.info("memory"))["used_memory"])
+        return sum(map(_busy, await self._simulator_pages()))
 
     async def finished(self) -> int:
         """Requests that the simulators themselves count as finished."""
-        total = 0.0
-        for endpoint in self._state["endpoints"]:
-            page = (await self._client.get(f"http://{endpoint['address']}/metrics")).text
-            total += sum(_values(page, "vllm:request_success_total"))
-        return int(total)
+        pages = await self._simulator_pages()
+        return int(sum(sum(_values(page, "vllm:request_success_total")) for page in pages))
 
-    async def close(self) -> None:
-        await self._redis.aclose()
+    async def _simulator_pages(self) -> list[str]:
+        calls = [self._client.get(f"http://{address}/metrics") for address in self.endpoints]
+        return [answer.text for answer in await asyncio.gather(*calls)]
+
+    async def replica_pages(self) -> list[str]:
+        """Each replica's metrics."""
+        return [(await self._client.get(f"{admin}/metrics")).text for admin in self.admins]
+
+    async def change(self, tree: dict[str, Any]) -> None:
+        """Change the live configuration of all replicas."""
+        await change_live(self._client, self.admins, tree)
+
+    async def workload(self, name: str) -> dict[str, Any]:
+        """What the registry has of a workload."""
+        found = await self._client.get(f"{self.admins[0]}/api/v1/workloads/{name}")
+        return dict(found.json())
+
+    async def wait_for_rest(self, within_s: float) -> None:
+        """Wait until all counts agree. TimeoutError if they do not."""
+        async with asyncio.timeout(within_s):
+            while await self.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
+                await asyncio.sleep(0.2)
 
 
 @contextlib.asynccontextmanager
@@ -147,54 +129,14 @@ async def running_fleet(
     config: Mapping[str, Any] = _CONFIG, options: Sequence[str] = _SIM
 ) -> AsyncIterator[Fleet]:
     """Three replicas, four simulators, Envoy in `lean`, a Valkey, unless `options` of `picker up` say
-    otherwise; ended with the block.
-
-    Raises:
-        RuntimeError: it did not become ready, or did not end well.
-    """
-    with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        folder = Path(name)
-        (folder / "config.yaml").write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-        files = ["--config", str(folder / "config.yaml"), "--state-file", str(folder / "state.json")]
-        arguments = ["--port", "0", *files, "--debug-headers", *options]
-        with (folder / "up.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "picker_fleet.cli", "up", *arguments),
-                stdout=log,
-                stderr=log,
-                env=environment(),
-            )
-        try:
-            state = await _until_ready(process, folder)
-            async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S) as client:
-                fleet = Fleet(state, psutil.Process(process.pid), client)
-                try:
-                    yield fleet
-                finally:
-                    await fleet.close()
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            async with asyncio.timeout(_STOP_S):
-                code = await process.wait()
-        if code:
-            raise RuntimeError(f"picker up exited with {code}")
-
-
-async def _until_ready(process: asyncio.subprocess.Process, folder: Path) -> dict[str, Any]:
-    """What its state file says, once it is there."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_READY_S):
-            while process.returncode is None:
-                if state := _text(folder / "state.json"):
-                    return dict(json.loads(state))
-                await asyncio.sleep(0.1)
-    raise RuntimeError(f"the fleet did not become ready: {_text(folder / 'up.log')[-2000:]}")
-
-
-def _text(file: Path) -> str:
-    """What is in `file`; '' if there is none."""
-    return file.read_text(encoding="utf-8") if file.exists() else ""
+    otherwise; ended with the block. StartupError as `picker_up` raises it."""
+    client = httpx.AsyncClient(trust_env=False, timeout=_CALL_S)
+    async with (
+        picker_up(config, "--debug-headers", *options, environment=environment()) as running,
+        client,
+        Redis.from_url(running.redis_url, socket_timeout=_CALL_S) as redis,
+    ):
+        yield Fleet(running, client, redis)
 
 
 def _busy(page: str) -> int:
@@ -352,18 +294,11 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
             counts["failed"] += len(load.failed)
             for record in load.failed:
                 print(mode, record, flush=True)
-            await _wait_for_rest(fleet)
+            with contextlib.suppress(TimeoutError):  # the reading shows what remains
+                await fleet.wait_for_rest(_REST_WITHIN_S)
             readings.append(await fleet.read(time.monotonic() - began, counts["served"]))
             print(mode, readings[-1], flush=True)
         return readings, {**counts, "finished": await fleet.finished() - before}
-
-
-async def _wait_for_rest(fleet: Fleet) -> None:
-    """Wait until all counts agree, for _REST_WITHIN_S at most; the reading shows what remains."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_REST_WITHIN_S):
-            while await fleet.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
-                await asyncio.sleep(0.2)
 
 
 def _long_request(_: random.Random, number: int) -> ClientRequest:

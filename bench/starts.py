@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.overhead.measure import percentile
 from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import table
+from bench.rig.page import percentile, table
 from bench.rig.server import server
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 

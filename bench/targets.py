@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.overhead.measure import percentile
 from bench.rig.load import SMALL_BYTES, Driver, Load
 from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import T_95, interval, table
+from bench.rig.page import T_95, interval, percentile, table
 from bench.rig.server import Server, server
 from bench.sizing.calls import cpu_us_each
 from bench.soak import Fleet, running_fleet
@@ -127,7 +126,7 @@ async def _pass(fleet: Fleet, driver: Driver, clients: int, requests: int) -> Pa
     load = Load.at(fleet.url, connections=clients, requests=requests, tokens=1, prompt_bytes=SMALL_BYTES)
     await driver.prepare(load)
     await asyncio.sleep(_TAIL_S)
-    pids = [fleet.redis.pid, *(replica.pid for replica in fleet.replicas)]
+    pids = [fleet.process("server").pid, *(replica.pid for replica in fleet.replicas)]
     before = cpu_ns(pids)
     outcome = await driver.go()
     await asyncio.sleep(_TAIL_S)
@@ -147,9 +146,7 @@ async def _concurrent(fleet: Fleet) -> Row:
     one = ClientRequest("hello", 1, headers=(("x-workload-context", context),))
     records = await asyncio.gather(*(send_request(fleet.url, one) for _ in range(_CONCURRENT)))
     served = sum(record.served for record in records)
-    async with asyncio.timeout(30):
-        while await fleet.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
-            await asyncio.sleep(0.2)
+    await fleet.wait_for_rest(30)
     found = await fleet.workload("concurrent")
     counted = f"counted {found['total']} in all, {found['active']} active, {found['dispatched']} dispatched"
     return Row(

@@ -8,31 +8,26 @@ CPU time a request and of script calls shows whether a change made a request mor
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
-import yaml
-
+from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load, WrongAnswer
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import T_95, interval, table
+from picker_fleet.errors import StartupError
 from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
 
-READY_S = 90.0
-STOP_S = 30.0
 _TAIL_S = 0.5  # by then the access log of a pass was processed
 _WARM_UP_SHARE = 4
 _PLENTY = 100_000
+_SIMULATORS = ("--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0")
 # Of a pass: bytes of the prompt, tokens of the answer, requests, connections.
 _PASSES: tuple[tuple[int, int, int, int], ...] = (
     (SMALL_BYTES, 1, 1500, 16),
@@ -53,15 +48,12 @@ class Cost:
 
 
 class Fleet:
-    """A running `picker up` of the checkout `source`."""
+    """A fleet of the checkout `source`."""
 
-    def __init__(self, source: Path, state: dict[str, Any], process: subprocess.Popen[bytes]) -> None:
-        self.source, self.url = source, str(state["envoy"])
-        self._redis_url = state["redis"]
-        self._pickers = [int(replica["pid"]) for replica in state["replicas"]]
-        children = psutil.Process(process.pid).children(recursive=True)
-        self._envoy = [child.pid for child in children if child.name() == "envoy"]
-        self._valkey = [child.pid for child in children if "server" in child.name()]
+    def __init__(self, source: Path, running: RunningFleet) -> None:
+        self.source, self.url, self._redis_url = source, running.url, running.redis_url
+        self._pickers = [replica.pid for replica in running.replicas]
+        self._envoy, self._valkey = ([running.process(name).pid] for name in ("envoy", "server"))
 
     async def read(self) -> tuple[int, int, int, int, int]:
         """CPU of pickers, Valkey and Envoy so far, in nanoseconds; script calls and all commands so far."""
@@ -96,6 +88,12 @@ def package_of(source: Path) -> tuple[str, Path]:
     return "app", source  # the layout of earlier versions
 
 
+def commit_of(checkout: Path) -> str:
+    """The short name of its commit."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @contextlib.asynccontextmanager
 async def running(
     source: Path, replicas: int, *, mode: str = "lean", watermark: int = _PLENTY
@@ -103,40 +101,18 @@ async def running(
     """A fleet of `source`, ready; it ends with the block. `watermark` is that of each endpoint.
 
     Raises:
-        WrongAnswer: it does not become ready.
+        StartupError: it does not become ready.
     """
-    with tempfile.TemporaryDirectory(prefix="picker-versions-") as folder:
-        config, state = Path(folder) / "config.yaml", Path(folder) / "state.json"
-        tree = {
-            "request_queue_controller": {"watermark_per_backend": watermark},
-            "fair_request_queue": {"total_capacity": _PLENTY, "flow_capacity": _PLENTY},
-        }
-        config.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        package, path = package_of(source)
-        command = [
-            *(sys.executable, "-P", "-m", f"{package}.cli", "up", "--port", "0", "--replicas", str(replicas)),
-            *("--mode", mode, "--endpoints", "2", "--sim-ttft", "0", "--sim-itl", "0"),
-            *("--config", str(config), "--state-file", str(state)),
-        ]
-        with (Path(folder) / "output").open("wb") as output:
-            process = subprocess.Popen(  # noqa: ASYNC220 - only the start blocks
-                command,
-                cwd=source,
-                env={**os.environ, "PYTHONPATH": str(path), "TMPDIR": folder},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        try:
-            async with asyncio.timeout(READY_S):
-                while not state.exists() and process.poll() is None:  # noqa: ASYNC110 - another process' file
-                    await asyncio.sleep(0.1)
-            if process.poll() is not None:
-                raise WrongAnswer(f"{source}: {(Path(folder) / 'output').read_text(encoding='utf-8')}")
-            yield Fleet(source, json.loads(state.read_text(encoding="utf-8")), process)
-        finally:
-            process.terminate()
-            await asyncio.to_thread(process.wait, STOP_S)
+    package, path = package_of(source)
+    command = (sys.executable, "-P", "-m", f"{package}.cli", "up")
+    options = ("--replicas", str(replicas), "--mode", mode, *_SIMULATORS)
+    config = {
+        "request_queue_controller": {"watermark_per_backend": watermark},
+        "fair_request_queue": {"total_capacity": _PLENTY, "flow_capacity": _PLENTY},
+    }
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    async with picker_up(config, *options, command=command, environment=environment) as running_fleet:
+        yield Fleet(source, running_fleet)
 
 
 async def measure(base: Path, rounds: int, replicas: int) -> list[list[tuple[Cost, Cost]]]:
@@ -198,11 +174,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     base = args.base.resolve()
-    commit = ["git", "-C", str(base), "rev-parse", "--short", "HEAD"]
-    name = args.name or subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    name = args.name or commit_of(base)
     try:
         found = asyncio.run(measure(base, args.rounds, args.replicas))
-    except WrongAnswer as fault:
+    except (StartupError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
     args.out.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from bench.benefit import simulation
 from bench.benefit.policies import CRITICALITY
-from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures, quantile
-from bench.rig.page import table
+from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures
+from bench.rig.page import percentile, table
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _LOADS = (0.6, 0.9, 1.2, 2.0)
@@ -88,12 +88,11 @@ def _mean(runs: Sequence[Figures], of: Callable[[Figures], float]) -> float:
 
 
 def _wait(runs: Sequence[Figures], kind: str, q: float) -> float:
-    return quantile(sorted(wait for run in runs for wait in run.waits_s(kind)), q)
+    return percentile([wait for run in runs for wait in run.waits_s(kind)], q)
 
 
 def _quantiles(found: list[float]) -> str:
-    found.sort()
-    return " / ".join(f"{quantile(found, q):.2f}" for q in (0.5, 0.95, 0.99))
+    return " / ".join(f"{percentile(found, q):.2f}" for q in (0.5, 0.95, 0.99))
 
 
 def _at_load(runs: Runs, load: float) -> str:

@@ -80,10 +80,6 @@ class Figures:
         return jain(self.shares())
 
 
-def quantile(ordered: Sequence[float], q: float) -> float:
-    return ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)] if ordered else math.nan
-
-
 def lengths(draw: random.Random) -> tuple[int, int]:
     """Prompt and answer of one request, in tokens."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
+from bench.rig.page import percentile
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Band, Endpoint, InferenceRequest, Workload
@@ -111,7 +112,7 @@ def _run(size: int) -> Hits:
         running.append(chosen)
         if len(running) > _RUNNING:
             loads[running.popleft()] -= 1
-    return Hits(had / asked, sum(found) / len(found), sorted(found)[int(len(found) * 0.99)])
+    return Hits(had / asked, sum(found) / len(found), int(percentile(found, 0.99)))
 
 
 def _used(seen: dict[str, int], address: str) -> float:

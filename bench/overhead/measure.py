@@ -6,16 +6,16 @@ Each round starts new processes: two sets of processes differ more than one set 
 import asyncio
 import contextlib
 import io
-import math
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.overhead.stack import CpuTime, Stack, Variant, model_servers, stack
 from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load, Outcome
+from bench.rig.page import percentile
 from bench.versions import Fleet, running
 
 # Envoy sends its access log every 10 ms, and the picker processes it in a call or two: by then all cost of a
@@ -165,12 +165,6 @@ def _reading(outcome: Outcome, cpu: CpuTime, calm_us: list[int]) -> Reading:
         p50_ms=percentile(calm_us, 0.5) / 1000,
         p99_ms=percentile(calm_us, 0.99) / 1000,
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` of them do not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
 
 
 def _load(target: Stack, case: Case, connections: int, requests: int) -> Load:

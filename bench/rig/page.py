@@ -1,4 +1,4 @@
-"""Pages of results: Markdown tables, and the ratio of two versions measured in pairs."""
+"""What pages of results share: Markdown tables, percentiles, the ratio of two versions measured in pairs."""
 
 import math
 import statistics
@@ -10,6 +10,12 @@ T_95 = {4: 3.182, 6: 2.571, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201, 15: 2.145,
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values` that at least `share` of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:

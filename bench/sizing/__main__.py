@@ -6,6 +6,7 @@ processes share the machine. Writes bench/results/sizing.md; docs/sizing.md expl
 """
 
 import argparse
+import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +154,7 @@ def main() -> int:
             }
     (args.out / "sizing.md").write_text(page(measured, shards, None), encoding="utf-8")  # should more fail
     if args.whole:
-        text = page(measured, shards, run_whole(args.whole))
+        text = page(measured, shards, asyncio.run(run_whole(args.whole)))
         (args.out / "sizing.md").write_text(text, encoding="utf-8")
     return 0
 

@@ -1,29 +1,22 @@
 """A fleet of whole replicas, as `picker up` starts it, under light load."""
 
-import json
-import os
-import signal
+import asyncio
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import redis
 
+from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.machine import cpu_ns, resident_bytes
 from bench.sizing.formula import Fleet, Formula
-from picker_fleet.units import split_host_port
+from picker_tools.local_fleet.processes import picker_command
 
-_STARTS_S = 150.0
-_ENDS_S = 30.0
 _IDLE_S = 20.0
 _LOGGED_S = 10.0
 _LOAD_S = 30
 _RATE = 20
-_PICKER = (sys.executable, "-m", "picker_fleet.cli")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +47,30 @@ class WholeFleet:
         ]
 
 
-def run_whole(replicas: int) -> WholeFleet:
-    """Start, watch and load a fleet of `replicas`. RuntimeError if it does not start."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.yaml").write_text("decision_log: {enabled: true}\n", encoding="utf-8")
-        state_file = folder / "state.json"
-        options = ["--replicas", f"{replicas}", "--port", "0", "--config", f"{folder / 'config.yaml'}"]
-        began_s = time.monotonic()
-        with (folder / "up.log").open("wb") as log:
-            up = subprocess.Popen(
-                [*_PICKER, "up", *options, "--state-file", f"{state_file}"], stdout=log, stderr=log
-            )
-        try:
-            while not state_file.exists():
-                if up.poll() is not None or time.monotonic() - began_s > _STARTS_S:
-                    raise RuntimeError((folder / "up.log").read_text(encoding="utf-8")[-500:])
-                time.sleep(0.2)
-            started_s = time.monotonic() - began_s
-            return _watch(json.loads(state_file.read_text(encoding="utf-8")), up.pid, folder, started_s)
-        finally:
-            up.send_signal(signal.SIGINT)
-            up.wait(_ENDS_S)
+async def run_whole(replicas: int) -> WholeFleet:
+    """Start, watch and load a fleet of `replicas`. StartupError if it does not start."""
+    began_s = time.monotonic()
+    async with picker_up({"decision_log": {"enabled": True}}, "--replicas", str(replicas)) as fleet:
+        return await asyncio.to_thread(_watch, fleet, time.monotonic() - began_s)
 
 
-def _watch(state: dict[str, object], up: int, folder: Path, started_s: float) -> WholeFleet:
-    url = str(state["redis"])
-    host, port = split_host_port(url.removeprefix("redis://").partition("/")[0])
-    client = redis.Redis(host, port)
-    valkey = next(each.pid for each in psutil.Process(up).children() if "valkey" in each.name())
-    pids = [int(each["pid"]) for each in state["replicas"]]  # type: ignore[attr-defined]
+def _watch(fleet: RunningFleet, started_s: float) -> WholeFleet:
+    client, valkey = redis.Redis.from_url(fleet.redis_url), fleet.process("server").pid
+    pids = [replica.pid for replica in fleet.replicas]
     time.sleep(5)
     idle = _Watch(valkey)
     time.sleep(_IDLE_S)
     idle_cores, _ = idle.so_far()
     heartbeats_cores = _heartbeats_cores(client)
     resident_mb = sum(map(resident_bytes, pids)) / len(pids) / 1e6
-    load = ["load", "steady", "--state-file", f"{folder / 'state.json'}", "--rate", f"{_RATE}"]
-    load += ["--duration", f"{_LOAD_S}", "--report", f"{folder / 'report'}"]
+    load = ["load", "steady", "--state-file", str(fleet.state_file), "--rate", f"{_RATE}"]
+    load += ["--duration", f"{_LOAD_S}", "--report", str(fleet.state_file.with_name("report"))]
     loaded = _Watch(valkey)
     said = _said("no-errors", *load)
     loaded_cores, seconds = loaded.so_far()
     return WholeFleet(
         len(pids), started_s, resident_mb, idle_cores, loaded_cores, _RATE * _LOAD_S / seconds,
-        heartbeats_cores, said, _said("entries", "audit", "--redis", url),
+        heartbeats_cores, said, _said("entries", "audit", "--redis", fleet.redis_url),
     )  # fmt: skip
 
 
@@ -132,7 +105,7 @@ def _heartbeats_cores(client: "redis.Redis") -> float:
 def _said(word: str, *arguments: str) -> str:
     """The first line of a command's output with `word`, and its exit status."""
     done = subprocess.run(
-        [*_PICKER, *arguments], capture_output=True, text=True, timeout=180, check=False, env=os.environ
+        picker_command(*arguments), capture_output=True, text=True, timeout=180, check=False
     )
     lines = (done.stdout or done.stderr).strip().splitlines()
     if done.returncode:

@@ -50,16 +50,16 @@ async def _all_checks(modes: Sequence[str], folder: Path, rounds: int, out: Path
     # The last check kills a server, so each mode has a second server of its own.
     async with servers(python, model, folder, count=1 + max(1, len(modes))) as (first, *others):
         if rounds:
-            text = page(await measured([first, others[0]], rounds, folder / "measured"), rounds)
+            text = page(await measured([first, others[0]], rounds, folder), rounds)
             (out / "vllm-throughput.md").write_text(text, encoding="utf-8")
             print(text, flush=True)
         for mode, other in zip(modes, others, strict=bool(modes)):
-            rows += await _checked([first, other], mode, folder / mode, adapters=False)
+            rows += await _checked([first, other], mode, folder, adapters=False)
     if not modes:
         return rows
     async with servers(python, model, folder, count=2, with_adapters=True) as pair:
         for mode in modes:
-            rows += await _checked(pair, mode, folder / f"{mode}-lora", adapters=True)
+            rows += await _checked(pair, mode, folder, adapters=True)
     return rows
 
 

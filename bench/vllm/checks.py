@@ -9,7 +9,6 @@ import contextlib
 import json
 import random
 import string
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import Any, Self
 import httpx
 import yaml
 
+from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.live_change import change_live
-from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server, tied
+from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server
 
 _COMPLETIONS = "/v1/completions"
-_READY_S, _WAIT_S, _STOP_S = 60.0, 30.0, 20.0
+_WAIT_S = 30.0
 _SERVED = "x-picker-served"
 _LONG = 1900  # tokens of an answer that outlasts a check
 # Of a load's answers. Each has another length: those of one length end together, and until the next ones
@@ -40,10 +40,8 @@ class Failed(Exception):
 class Fleet:
     """A fleet of `picker up` before `servers`."""
 
-    def __init__(self, servers: list[Server], state: dict[str, Any]) -> None:
-        self.servers = servers
-        self.envoy = str(state["envoy"])
-        self._admins = [str(each["admin"]) for each in state["replicas"]]
+    def __init__(self, servers: list[Server], running: RunningFleet) -> None:
+        self.servers, self.envoy, self._admins = servers, running.url, running.admins
         self.client = httpx.AsyncClient(
             timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
         )
@@ -112,54 +110,25 @@ def text(length: int, chance: random.Random = random.Random()) -> str:  # noqa: 
     return "".join(chance.choices(string.ascii_lowercase, k=length))
 
 
-def _write_configuration(folder: Path, servers: list[Server], bound: int) -> None:
-    folder.mkdir(parents=True)
-    (folder / "endpoints.yaml").write_text(
-        yaml.safe_dump([{"address": server.address} for server in servers]), encoding="utf-8"
-    )
-    tree = {
-        "discovery": {"file": str(folder / "endpoints.yaml")},
+@contextlib.asynccontextmanager
+async def fleet_up(
+    servers: list[Server], mode: str, folder: Path, *, bound: int = 12
+) -> AsyncIterator[Fleet]:
+    """A fleet of two replicas in `mode`; it ends with the block. StartupError as `picker_up` raises it."""
+    endpoints = folder / f"endpoints-{mode}.yaml"
+    addresses = [{"address": server.address} for server in servers]
+    endpoints.write_text(yaml.safe_dump(addresses), encoding="utf-8")
+    config = {
+        "discovery": {"file": str(endpoints)},
         "scheduling": {"scorers": [{"name": name, "weight": 1} for name in SCORERS]},
         "scraping": {"interval": "300ms"},
         "request_queue_controller": {"watermark_per_backend": bound},
         "fair_request_queue": {"queue_ttl": "60s"},
     }
-    (folder / "picker.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-
-
-@contextlib.asynccontextmanager
-async def fleet_up(
-    servers: list[Server], mode: str, folder: Path, *, bound: int = 12
-) -> AsyncIterator[Fleet]:
-    """A fleet of two replicas in `mode`; it ends with the block."""
-    _write_configuration(folder, servers, bound)
-    state, log = folder / "state.json", folder / "up.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *tied(str(Path(sys.executable).with_name("picker")), "up", "--replicas", "2", "--endpoints", "0"),
-            *("--mode", mode, "--port", "0", "--debug-headers"),
-            *("--config", str(folder / "picker.yaml"), "--state-file", str(state)),
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        async with asyncio.timeout(_READY_S):
-            while not state.exists():
-                if process.returncode is not None:
-                    raise Failed(f"the fleet did not start:\n{log.read_text(encoding='utf-8')[-2000:]}")
-                await asyncio.sleep(0.2)
-        async with Fleet(servers, json.loads(state.read_text(encoding="utf-8"))) as fleet:
-            await _until("every endpoint is ready", lambda: _all_ready(fleet))
-            yield fleet
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+    options = ("--replicas", "2", "--endpoints", "0", "--mode", mode, "--debug-headers")
+    async with picker_up(config, *options) as running, Fleet(servers, running) as fleet:
+        await _until("every endpoint is ready", lambda: _all_ready(fleet))
+        yield fleet
 
 
 async def _all_ready(fleet: Fleet) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.overhead.measure import percentile
 from bench.overhead.stack import Variant, stack
 from bench.rig.machine import describe_machine
-from bench.rig.page import interval, table
+from bench.rig.page import interval, percentile, table
 from bench.vllm.checks import Failed, Fleet, body, fleet_up, text
 from bench.vllm.engine import BASE, PLACES, Server
 
@@ -60,7 +59,7 @@ async def measured(pair: Sequence[Server], rounds: int, folder: Path) -> list[Sa
     alone = Variant("alone", "lean", "none")
     async with (
         stack(alone, [server.address for server in pair], folder) as envoy,
-        fleet_up(list(pair), "lean", folder / "fleet") as fleet,
+        fleet_up(list(pair), "lean", folder) as fleet,
     ):
         for number in range(rounds):
             turn: list[Choice | None] = [None, *_CHOICES]  # None: Envoy alone
