@@ -18,7 +18,7 @@ from typing import Any
 from bench.rig.machine import describe_machine
 from picker_fleet.extproc.certificates import Certificates, server_options
 from picker_fleet.extproc.context import BodyBudget
-from picker_fleet.extproc.http2 import Connection, OpenStreams
+from picker_fleet.extproc.http2 import Connection, Limits, OpenStreams
 from picker_fleet.extproc.native import GrpcStream
 from picker_fleet.extproc.transport import Stream
 from picker_fleet.sections import Tls
@@ -50,7 +50,7 @@ async def _whole(stream: Stream) -> bytes | None:
 async def _run(h2spec: str, kind: type[Connection], *, secure: bool) -> tuple[str, list[str]]:
     """The last line of h2spec, and the cases that failed."""
     loop = asyncio.get_running_loop()
-    streams, connections = OpenStreams(loop.time), set[Connection]()
+    streams, connections = OpenStreams(loop.time, Limits()), set[Connection]()
     new_stream = partial(GrpcStream, message_bytes=_LARGEST)
     whole = _whole, BodyBudget(64 * _LARGEST)
     server = await loop.create_server(

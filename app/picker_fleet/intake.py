@@ -74,9 +74,6 @@ MODEL = "model"
 MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
 MAX_KEY_CHARS = 256
 
-# A larger body is read through a copy that is ASCII only: a key of its size with one other letter would take
-# four bytes a letter.
-_LARGE_BYTES = 1024 * 1024
 _SMALL_BYTES = 4096  # a decoded body may take thirty times its size
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
@@ -577,13 +574,15 @@ class Body:
 
     The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
     nested values are validated and skipped. So a body costs about its own size, however deep it nests. A body
-    that has a used key twice is refused: a server that takes the other one would run another model.
+    that has a used key twice is refused: a server that takes the other one would run another model. One of
+    `large_bytes` or more is read through a copy that is ASCII only: a key of its size with one other letter
+    would take four bytes a letter.
     """
 
-    __slots__ = ("_keys", "_text", "_texts", "_values")
+    __slots__ = ("_keys", "_large_bytes", "_text", "_texts", "_values")
 
-    def __init__(self, text: bytes) -> None:
-        self._text = text
+    def __init__(self, text: bytes, large_bytes: int = 1024 * 1024) -> None:
+        self._text, self._large_bytes = text, large_bytes
         self._values: Mapping[str, msgspec.Raw | memoryview] | None = None
 
     @property
@@ -600,7 +599,7 @@ class Body:
     def _read(self, text: bytes) -> Mapping[str, msgspec.Raw | memoryview]:
         if not text:
             raise BadRequest("the body is empty; a JSON object with a model is needed")
-        plain = len(text) < _LARGE_BYTES or text.isascii()
+        plain = len(text) < self._large_bytes or text.isascii()
         _keys.clear()
         try:
             texts = _decoder.decode(text if plain else text.translate(_ASCII_ONLY)).values()

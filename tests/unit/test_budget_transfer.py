@@ -10,25 +10,22 @@ import psutil
 import pytest
 from extproc_client import serving_on
 from local_requests import rules, start, waiting
+from scripted_store import until
 
-from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.transport import Stream
 from picker_fleet.failover.local_gate import LocalGate
-from picker_fleet.failover.peers import TRANSFER_WAIT_S, BudgetTransfer, OutageCount
+from picker_fleet.failover.peers import BudgetTransfer, OutageCount
 from picker_fleet.sections import Tls
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("transport")
 
+METHOD = f"/{SERVICE}/Ask"
 KEYS = Keyring()  # the fleet's
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are waited for as long as a busy machine may stand still."""
-    monkeypatch.setattr(budget_transfer, "_MARGIN_S", 30.0)
+PATIENT_S = 30.0  # as long as a busy machine may stand still
 
 
 @asynccontextmanager
@@ -44,9 +41,9 @@ async def replica(
 
 @asynccontextmanager
 async def peers(
-    pool: str = "p", keys: Keyring = KEYS, tls: Certificates | None = None
+    pool: str = "p", keys: Keyring = KEYS, tls: Certificates | None = None, margin_s: float = PATIENT_S
 ) -> AsyncIterator[GrpcPeers]:
-    them = GrpcPeers(pool, keys, tls)
+    them = GrpcPeers(pool, keys, tls, margin_s)
     try:
         yield them
     finally:
@@ -66,20 +63,12 @@ async def test_a_replica_with_free_budget_gives_some() -> None:
 async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
     async with replica(gives) as address, peers("other") as strangers:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
-        async with grpc.aio.insecure_channel(address) as channel:
-            for question in (
-                b"",
-                b"\xff",
-                b"[]",
-                b'{"pool": "p"}',
-                b'{"pool": "p", "least": -1, "most": 2}',
-                b'{"pool": "p", "least": 3, "most": 2}',
-                b'{"pool": "p", "least": "x", "most": 2}',
-                b'{"pool": "p", "least": NaN, "most": NaN}',
-                b"[" * 100_000,
-            ):
-                answer = await channel.unary_unary(f"/{SERVICE}/Ask")(question, timeout=10)
-                assert answer == b'{"given":0.0}', question
+        amounts = (b'-1, "most": 2', b'3, "most": 2', b'"x", "most": 2', b'NaN, "most": NaN')
+        for question in (
+            *(b"", b"\xff", b"[]", b"[" * 100_000, b'{"pool": "p"}'),
+            *(b'{"pool": "p", "least": %s}' % each for each in amounts),
+        ):
+            assert await raw(address, question) == b'{"given":0.0}', question
 
 
 async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
@@ -107,14 +96,14 @@ async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_place
 
 async def raw(address: str, question: bytes) -> bytes:
     async with grpc.aio.insecure_channel(address) as channel:
-        answer = await channel.unary_unary(f"/{SERVICE}/Ask")(question, timeout=10)
+        answer = await channel.unary_unary(METHOD)(question, timeout=10)
         assert isinstance(answer, bytes)
         return answer
 
 
-async def test_what_a_late_answer_gives_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_transfer, "_MARGIN_S", 0.0)
-    asked, open_ = 0, asyncio.Event()
+async def test_what_a_late_answer_gives_is_not_lost() -> None:
+    calls = asked = 0
+    open_ = asyncio.Event()
 
     async def slow(least: float, most: float) -> float:
         nonlocal asked
@@ -122,10 +111,16 @@ async def test_what_a_late_answer_gives_is_not_lost(monkeypatch: pytest.MonkeyPa
         await open_.wait()
         return 2.0
 
-    async with replica(slow) as address, peers() as them:
+    service = handlers("p", slow, KEYS, lambda: address)
+
+    async def counted(stream: Stream) -> bytes | None:
+        nonlocal calls
+        calls += 1
+        return await service[METHOD](stream)
+
+    async with serving_on({METHOD: counted}) as address, peers(margin_s=0.0) as them:
         answer = asyncio.create_task(them.ask(address, 1.0, 5.0))
-        await asyncio.sleep(1.5 * TRANSFER_WAIT_S)  # the first call has met its deadline
-        assert not answer.done()
+        await until(lambda: calls == 2)  # the first call has met its deadline
         open_.set()
         assert await answer == 2.0
     assert asked == 1
@@ -186,7 +181,7 @@ async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -
 async def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AsyncIterator[None]:
     """`gate` asks the replicas at `addresses` for budget."""
     running = asyncio.create_task(
-        BudgetTransfer(gate, GrpcPeers("p", KEYS), lambda: addresses, **options).run()
+        BudgetTransfer(gate, GrpcPeers("p", KEYS, margin_s=PATIENT_S), lambda: addresses, **options).run()
     )
     try:
         yield
@@ -222,9 +217,7 @@ async def test_connections_to_peers_are_closed_when_no_request_waits() -> None:
     async with replica(gives) as address, borrowing(poor, address, idle_s=0.3):
         assert await start(poor, "one")
         assert connections() > before
-        async with asyncio.timeout(20):
-            while connections() > before:  # noqa: ASYNC110 - the system is asked, and tells nobody
-                await asyncio.sleep(0.05)
+        await until(lambda: connections() == before)
         # The next request that waits connects again.
         poor.limit_budget(0.0)
         assert await start(poor, "other")

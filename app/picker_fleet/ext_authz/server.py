@@ -33,7 +33,6 @@ from picker_fleet.units import split_host_port
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
 SETTLE_PATH: Final = b"/settle"
 HEALTH_PATH: Final = b"/healthz"
-MAX_CONNECTIONS: Final = 20_000
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 _IDLE_S = 300.0  # of a connection without a request
 _BACKLOG = 1024
@@ -56,8 +55,9 @@ class CheckServer:
         listen: str,
         placements: Placements,
         certificates: Certificates | None = None,
+        max_connections: int = 20_000,
     ) -> None:
-        self.contexts = contexts
+        self.contexts, self.max_connections = contexts, max_connections
         self.context = contexts.of(b"")
         self._certificates = certificates
         self.placements = placements
@@ -125,7 +125,7 @@ class CheckServer:
 
     def opened(self, connection: "_Connection") -> bool:
         """Whether one more connection may stay."""
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._connections) >= self.max_connections:
             return False
         self._connections.add(connection)
         return True
@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._server.opened(self):
-            _log.warning("more than %d connections to the http mode's port", MAX_CONNECTIONS)
+            _log.warning("more than %d connections to the http mode's port", self._server.max_connections)
             self._transport.abort()
             return
         sock = transport.get_extra_info("socket")

@@ -32,7 +32,6 @@ from picker_fleet.state.accounting_token import Keyring
 
 SERVICE: Final = "picker.fleet.Shares"
 _ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
-_MARGIN_S = 0.5
 _LONGEST_BYTES = 1024
 _IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # of one request, whose other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
@@ -125,10 +124,14 @@ def handlers(
 class GrpcPeers:
     """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`.
 
-    With `certificates` replicas speak TLS, and each call has a connection of its own.
+    With `certificates` replicas speak TLS, and each call has a connection of its own. An answer may come
+    `margin_s` after the peer's own deadline for it.
     """
 
-    def __init__(self, pool: str, keys: Keyring, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self, pool: str, keys: Keyring, certificates: Certificates | None = None, margin_s: float = 0.5
+    ) -> None:
+        self._timeout_s = TRANSFER_WAIT_S + margin_s
         self._tls = certificates.client_context if certificates is not None else None
         self._pool = pool
         self._keys = keys
@@ -195,15 +198,16 @@ class GrpcPeers:
         return answer if isinstance(answer, dict) else None
 
     async def _send(self, method: str, address: str, request: bytes) -> bytes:
-        timeout_s = TRANSFER_WAIT_S + _MARGIN_S
         if self._tls is not None:
-            return await call(address, method, request, self._tls(), timeout_s, {POOL_HEADER: self._pool})
+            return await call(
+                address, method, request, self._tls(), self._timeout_s, {POOL_HEADER: self._pool}
+            )
         channel = self._channels.get(address)
         if channel is None:
             options = (("grpc.max_receive_message_length", LONGEST_ANSWER),)
             channel = self._channels[address] = grpc.aio.insecure_channel(address, options)
         named = ((POOL_HEADER, self._pool),)
-        response: bytes = await channel.unary_unary(method)(request, timeout=timeout_s, metadata=named)
+        response: bytes = await channel.unary_unary(method)(request, timeout=self._timeout_s, metadata=named)
         return response
 
     async def close(self) -> None:

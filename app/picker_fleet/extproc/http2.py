@@ -5,7 +5,7 @@ in a task of its own and gives it a `Stream`. Frames are parsed and written in t
 a reset cancels its handler in the same step and no message is copied between threads.
 
 Anyone who reaches the port may send anything. Damaged input ends in a reset of its stream or a GOAWAY. Memory
-is bounded: one frame and 32 KiB of headers a connection, `STREAMS` streams on all of them, and the replica's
+is bounded: one frame and 32 KiB of headers a connection, `Limits` of all of them, and the replica's
 byte budget for all data that no handler has read yet. A stream's window opens again only when its handler has
 read every whole message.
 """
@@ -14,6 +14,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import hpack
@@ -22,8 +23,6 @@ from picker_fleet.extproc.context import POOL_HEADER, BodyBudget
 from picker_fleet.extproc.transport import Handler
 from picker_fleet.rates import Rates
 
-STREAMS: Final = 20_000  # open at once, on all connections together
-CONNECTIONS: Final = 4096
 WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
 FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
@@ -35,12 +34,7 @@ _ENDED_IDS: Final = 4096  # remembered streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
 _END_S: Final = 5.0  # for a closed connection's last bytes
-_UNSENT_REPLIES: Final = 10_000  # to pings and settings of a peer that does not read
 _SETTINGS: Final = 100  # frames of a connection; each may cost a step for each of its streams
-# Requests that one address may give up within a second of their begin (docs/security.md, "Rapid resets").
-YOUNG_S: Final = 1.0
-_GIVEN_UP_PER_S: Final = 500.0
-_GIVEN_UP_AT_ONCE: Final = 4000.0
 _ADDRESSES: Final = 10_000
 _WARNING_S: Final = 10.0  # between two of its kind
 
@@ -158,6 +152,23 @@ class Stream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the peers of a transport may have and do; beyond it streams are refused and connections closed.
+
+    `streams` are open at once, on all `connections` together. `unsent_replies` to pings and settings are kept
+    for a peer that does not read. One address may give up `given_up_per_s` requests, `given_up_at_once` in a
+    burst, within `young_s` of their begin (docs/security.md, "Rapid resets").
+    """
+
+    streams: int = 20_000
+    connections: int = 4096
+    unsent_replies: int = 10_000
+    given_up_per_s: float = 500.0
+    given_up_at_once: float = 4000.0
+    young_s: float = 1.0
+
+
 class NewStream(Protocol):
     """Makes the stream of a request."""
 
@@ -172,19 +183,20 @@ class NewStream(Protocol):
 
 
 class OpenStreams:
-    """What the connections of a transport share: the number of their streams, which handlers are `refused`,
-    and how many requests each address has given up.
+    """What the connections of a transport share: `limits`, the number of their streams, which handlers are
+    `refused`, and how many requests each address has given up.
 
     `clock` is in seconds.
     """
 
-    __slots__ = ("_clock", "_rates", "_warned_s", "count", "refused")
+    __slots__ = ("_clock", "_rates", "_warned_s", "count", "limits", "refused")
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], limits: Limits) -> None:
+        self.limits = limits
         self.count = 0
         self.refused: set[Handler] = set()
         self._clock = clock
-        self._rates = Rates(_GIVEN_UP_PER_S, _GIVEN_UP_AT_ONCE, _ADDRESSES, clock)
+        self._rates = Rates(limits.given_up_per_s, limits.given_up_at_once, _ADDRESSES, clock)
         self._warned_s = -_WARNING_S
 
     def gave_up(self, address: str) -> bool:
@@ -210,7 +222,7 @@ class Connection(asyncio.Protocol):
         connections: "set[Connection]",
         open_streams: OpenStreams,
     ) -> None:
-        self._open_streams = open_streams
+        self._open_streams, self._limits = open_streams, open_streams.limits
         self._new_stream = new_stream
         self.send_window = 65_535
         self.paused = False
@@ -248,7 +260,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        if len(self._connections) >= CONNECTIONS:
+        if len(self._connections) >= self._limits.connections:
             self._closed = True
             transport.abort()
             return
@@ -256,7 +268,9 @@ class Connection(asyncio.Protocol):
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         self._connections.add(self)
-        settings = ((_MAX_STREAMS, STREAMS), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES))
+        settings = (
+            (_MAX_STREAMS, self._limits.streams), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES)
+        )  # fmt: skip
         payload = b"".join(_PAIR.pack(*pair) for pair in settings)
         more = _CONNECTION_WINDOW - self._receive_window
         self.write(frame(SETTINGS, 0, 0, payload) + frame(WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
@@ -499,7 +513,7 @@ class Connection(asyncio.Protocol):
             self.reset(stream_id, request.reset)
         elif (
             stream_id > self._refuse_after
-            or self._open_streams.count >= STREAMS
+            or self._open_streams.count >= self._limits.streams
             or request.handler in self._open_streams.refused
         ):
             self.reset(stream_id, REFUSED_STREAM)
@@ -605,7 +619,7 @@ class Connection(asyncio.Protocol):
         """Send what a frame of the peer asks for; one that reads nothing must not fill the memory so."""
         if self.paused:
             self._unsent_replies += 1
-            if self._unsent_replies > _UNSENT_REPLIES:
+            if self._unsent_replies > self._limits.unsent_replies:
                 raise ConnectionFault(ENHANCE_YOUR_CALM, "the peer does not read")
         self.write(data)
 
@@ -623,7 +637,7 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(stream_id)
         if stream is None:
             return
-        young = self.loop.time() - stream.began_s < YOUNG_S
+        young = self.loop.time() - stream.began_s < self._limits.young_s
         self._cancel(stream_id)
         if young and self._open_streams.gave_up(self._address):
             raise ConnectionFault(ENHANCE_YOUR_CALM, "too many requests are given up at once")

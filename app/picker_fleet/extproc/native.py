@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 from picker_fleet.errors import BufferFull, StartupError
 from picker_fleet.extproc.certificates import Certificates, server_options
@@ -26,6 +27,7 @@ from picker_fleet.extproc.http2 import (
     WINDOW_BYTES,
     WINDOW_UPDATE,
     Connection,
+    Limits,
     OpenStreams,
     frame,
     literal,
@@ -34,12 +36,9 @@ from picker_fleet.extproc.http2 import (
 from picker_fleet.extproc.transport import Handler, RpcError, Status
 from picker_fleet.units import split_host_port
 
-_KEEPALIVE_S = 20.0  # a peer that sent nothing for so long is pinged
-_ANSWER_S = 10.0  # it has so long to answer
 _BACKLOG = 1024
 _MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
 _CREDIT_BELOW = WINDOW_BYTES // 2  # a window that is no larger is opened again
-_PAUSE_S = 1.0  # a sleep that took so much longer: this process stood still and has read nothing
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
 _CLOSE_S = 0.25
@@ -335,6 +334,15 @@ class GrpcStream:
             self._reader.set_result(None)
 
 
+class Keepalive(NamedTuple):
+    """A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If waiting for that
+    takes `pause_s` longer, this process stood still and has read nothing."""
+
+    silence_s: float = 20.0
+    answer_s: float = 10.0
+    pause_s: float = 1.0
+
+
 class NativeTransport:
     """`handlers` are by path; `budgets`, by handler, count data that those have not read yet.
 
@@ -348,15 +356,17 @@ class NativeTransport:
         budgets: Mapping[Handler, BodyBudget],
         message_bytes: int,
         certificates: Certificates | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        keepalive: Keepalive = Keepalive(),  # noqa: B008
     ) -> None:
-        self._certificates = certificates
+        self._certificates, self._keepalive = certificates, keepalive
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
         self._connections: set[Connection] = set()
-        self._open_streams = OpenStreams(lambda: asyncio.get_running_loop().time())
+        self._open_streams = OpenStreams(lambda: asyncio.get_running_loop().time(), limits)
         self._server: asyncio.Server | None = None
-        self._keepalive: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> int:
         host, port = split_host_port(listen)
@@ -367,7 +377,7 @@ class NativeTransport:
             )
         except OSError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
-        self._keepalive = asyncio.create_task(self._keep_alive(), name="keepalive")
+        self._pinging = asyncio.create_task(self._ping_silent_peers(), name="keepalive")
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -398,8 +408,8 @@ class NativeTransport:
                     await asyncio.sleep(_STEP_S)
         for connection in list(self._connections):
             connection.abort()
-        if self._keepalive is not None:
-            self._keepalive.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
 
     def _connection(self) -> Connection:
         return Connection(self._find, self._new_stream, self._connections, self._open_streams)
@@ -412,12 +422,13 @@ class NativeTransport:
         handler = found.of(pool) if isinstance(found, ByPool) else found
         return handler, self._budgets.get(handler, self._others)
 
-    async def _keep_alive(self) -> None:
+    async def _ping_silent_peers(self) -> None:
         """Find peers that vanished without a word, whose streams would stay open for ever."""
+        silence_s, answer_s, pause_s = self._keepalive
         while True:
             for connection in self._connections:
                 connection.received = False
-            await asyncio.sleep(_KEEPALIVE_S)
+            await asyncio.sleep(silence_s)
             silent = [connection for connection in self._connections if not connection.received]
             for connection in silent:
                 connection.ping()
@@ -425,8 +436,8 @@ class NativeTransport:
                 continue
             clock = asyncio.get_running_loop().time
             pinged_s = clock()
-            await asyncio.sleep(_ANSWER_S)
-            if clock() - pinged_s > _ANSWER_S + _PAUSE_S:
+            await asyncio.sleep(answer_s)
+            if clock() - pinged_s > answer_s + pause_s:
                 continue  # their answers may have come and not been read
             for connection in silent:
                 if not connection.received:
