@@ -1,7 +1,11 @@
 """Fixtures of the unit tests."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 from extproc_client import choose_transport
+from source_reports import Lines
 
 
 @pytest.fixture(params=["grpcio", "native"])
@@ -10,3 +14,13 @@ def transport(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     choose_transport(name)
     return name
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    """What `picker_fleet.endpoints` logs."""
+    lines = Lines()
+    logger = logging.getLogger("picker_fleet.endpoints")
+    logger.addHandler(lines)
+    yield lines
+    logger.removeHandler(lines)

@@ -145,15 +145,8 @@ class KubernetesServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, target, _ = head.split("\r\n", 1)[0].split(" ")
-        length = next(
-            (
-                int(line.split(":")[1])
-                for line in head.split("\r\n")
-                if line.lower().startswith("content-length:")
-            ),
-            0,
-        )
-        body = await reader.readexactly(length)
+        fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        body = await reader.readexactly(int(fields.get("content-length", 0)))
         url = urlsplit(target)
         params = dict(parse_qsl(url.query))
         self.calls.append((method, url.path, params))
@@ -185,13 +178,8 @@ class KubernetesServer:
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         if version < self._oldest:
-            expired = {
-                "kind": "Status",
-                "code": 410,
-                "message": "too old resource version",
-                "reason": "Expired",
-            }
-            self._line(writer, "ERROR", expired)
+            expired = {"code": 410, "message": "too old resource version", "reason": "Expired"}
+            self._line(writer, "ERROR", {"kind": "Status", **expired})
             writer.write(b"0\r\n\r\n")
             await writer.drain()
             return

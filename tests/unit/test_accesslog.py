@@ -220,8 +220,7 @@ async def test_a_picked_endpoint_that_did_not_serve_is_reported_as_failed(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"),
-    [(float("nan"), -5), ("many", None), (1e300, float("inf"))],
+    ("prompt", "completion"), [(float("nan"), -5), ("many", None), (1e300, float("inf"))]
 )
 async def test_invalid_values_count_as_unknown(prompt: object, completion: object) -> None:
     message = entry()

@@ -147,9 +147,7 @@ async def test_a_client_that_never_reads_is_dropped(events: Events, source: Coun
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         for listening in (1, 0):
-            async with asyncio.timeout(20):
-                while events.listening != listening:  # noqa: ASYNC110 - nothing signals it
-                    await asyncio.sleep(0.005)
+            await until(lambda listening=listening: events.listening == listening)  # type: ignore[misc]
         writer.transport.abort()
 
 

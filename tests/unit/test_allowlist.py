@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.allowlist import (
-    FAIRNESS_ID,
-    NEVER_TRUSTED,
-    OBJECTIVE,
-    REWRITE,
-    rules,
-    trusted,
-    untrusted,
-)
+from picker_fleet.allowlist import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, rules, trusted, untrusted
 from picker_fleet.config import parse
 from picker_fleet.extproc.context import AllowedPaths
 
@@ -38,49 +30,36 @@ def test_inference_and_lists_of_models_reach_a_model_server(method: bytes, path:
     assert PATHS.kind(method, path) == kind
 
 
+ELSEWHERE = {
+    b"POST": [b"/flush_cache", b"/v1/load_lora_adapter", b"/v1/models"],
+    b"GET": [b"/metrics", b"/v1/chat/completions"],
+    b"get": [b"/v1/models"],
+    b"DELETE": [b"/v1/models/llama"],
+    b"CONNECT": [b""],
+    b"": [b""],
+}
+# What a server, or a proxy before it, might take for something else.
+SPELLINGS = {
+    b"POST": [
+        b"/v1/Completions", b"/v1/completions/", b"//v1/completions", b"/v1//completions",
+        b"/v1/./completions", b"/v1/x/../completions", b"/v1/completions/../../flush_cache",
+        b"/v1/completions%2f..%2f..%2fflush_cache", b"/v1/complet%69ons",
+        b"/v1/completions;/../../flush_cache", b"/v1/completions;a=b", b"/v1/completions#/flush_cache",
+        b"/v1/completions\x00", b"/v1/completions ", b"/v1/completions\n", b"\\v1\\completions",
+        b"http://server/v1/completions",
+    ],
+    b"GET": [
+        b"/v1/models/", b"/v1/models/..", b"/v1/models/../../metrics", b"/v1/models/llama/../../../metrics",
+        b"/v1/models/llama/..%2f..%2f..%2fmetrics", b"/v1/models/llama%2f%2e%2e%2fmetrics",
+        b"/v1/models/%252e%252e", b"/v1/models/..;/metrics", b"/v1/models/llama;x",
+        b"/v1/models/llama\\..\\metrics", b"/v1/models/llama//x", b"/v1/models/\xff",
+    ],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
-    [
-        (b"GET", b"/metrics"),
-        (b"POST", b"/flush_cache"),
-        (b"POST", b"/v1/load_lora_adapter"),
-        (b"POST", b"/v1/models"),
-        (b"GET", b"/v1/chat/completions"),
-        (b"get", b"/v1/models"),
-        (b"DELETE", b"/v1/models/llama"),
-        (b"CONNECT", b""),
-        (b"", b""),
-        # spellings that a server, or a proxy before it, might take for something else
-        (b"POST", b"/v1/Completions"),
-        (b"POST", b"/v1/completions/"),
-        (b"POST", b"//v1/completions"),
-        (b"POST", b"/v1//completions"),
-        (b"POST", b"/v1/./completions"),
-        (b"POST", b"/v1/x/../completions"),
-        (b"POST", b"/v1/completions/../../flush_cache"),
-        (b"POST", b"/v1/completions%2f..%2f..%2fflush_cache"),
-        (b"POST", b"/v1/complet%69ons"),
-        (b"POST", b"/v1/completions;/../../flush_cache"),
-        (b"POST", b"/v1/completions;a=b"),
-        (b"POST", b"/v1/completions#/flush_cache"),
-        (b"POST", b"/v1/completions\x00"),
-        (b"POST", b"/v1/completions "),
-        (b"POST", b"/v1/completions\n"),
-        (b"POST", b"\\v1\\completions"),
-        (b"POST", b"http://server/v1/completions"),
-        (b"GET", b"/v1/models/"),
-        (b"GET", b"/v1/models/.."),
-        (b"GET", b"/v1/models/../../metrics"),
-        (b"GET", b"/v1/models/llama/../../../metrics"),
-        (b"GET", b"/v1/models/llama/..%2f..%2f..%2fmetrics"),
-        (b"GET", b"/v1/models/llama%2f%2e%2e%2fmetrics"),
-        (b"GET", b"/v1/models/%252e%252e"),
-        (b"GET", b"/v1/models/..;/metrics"),
-        (b"GET", b"/v1/models/llama;x"),
-        (b"GET", b"/v1/models/llama\\..\\metrics"),
-        (b"GET", b"/v1/models/llama//x"),
-        (b"GET", b"/v1/models/\xff"),
-    ],
+    [(method, path) for table in (ELSEWHERE, SPELLINGS) for method, paths in table.items() for path in paths],
 )
 def test_nothing_else_does_however_it_is_spelt(method: bytes, path: bytes) -> None:
     assert PATHS.kind(method, path) is None

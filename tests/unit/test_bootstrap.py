@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,24 +61,45 @@ def cluster(tree: dict[str, Any], name: str) -> dict[str, Any]:
     return next(each for each in tree["staticResources"]["clusters"] if each["name"] == name)
 
 
-def validate(file: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [envoy_binary(), "--mode", "validate", "-c", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def assert_envoy_accepts(bootstrap: str, folder: Path) -> None:
+    (folder / "envoy.yaml").write_text(bootstrap)
+    command = [envoy_binary(), "--mode", "validate", "-c", str(folder / "envoy.yaml")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "OK" in said.stdout
+
+
+@dataclass
+class Command:
+    """`picker envoy-config` and what it prints."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: str, config: str = "", status: object = 0) -> tuple[str, str]:
+        """Its output and its errors; it ends with `status`."""
+        words = ["envoy-config", *arguments]
+        if config:
+            (self.folder / "picker.yaml").write_text(config)
+            words += ["--config", str(self.folder / "picker.yaml")]
+        try:
+            ended: object = cli.main(words)
+        except SystemExit as end:
+            ended = end.code
+        assert ended == status
+        shown = self.capsys.readouterr()
+        return shown.out, shown.err
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("debug_headers", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_real_envoy_accepts_each_mode(mode: Mode, debug_headers: bool, tmp_path: Path) -> None:
-    file = tmp_path / "envoy.yaml"
-    file.write_text(to_yaml(built(mode, debug_headers=debug_headers)))
-    said = validate(file)
-    assert said.returncode == 0, said.stderr
-    assert "OK" in said.stdout
+    assert_envoy_accepts(to_yaml(built(mode, debug_headers=debug_headers)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +111,7 @@ def test_real_envoy_accepts_each_mode(mode: Mode, debug_headers: bool, tmp_path:
     ],
 )
 def test_real_envoy_accepts_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "envoy.yaml"
-    file.write_text(to_yaml(built("headers", settings)))
-    said = validate(file)
-    assert said.returncode == 0, said.stderr
+    assert_envoy_accepts(to_yaml(built("headers", settings)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -243,29 +262,20 @@ def test_pickers_by_name_are_resolved() -> None:
     assert cluster(tree, "picker")["type"] == "STRICT_DNS"
 
 
-def test_command_prints_a_bootstrap_of_the_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "picker.yaml"
-    file.write_text("extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n")
-    code = cli.main(
-        ["envoy-config", "--mode", "headers", "--config", str(file), "--listen", "127.0.0.1:18000"]
-    )
-    tree = yaml.safe_load(capsys.readouterr().out)
+def test_command_prints_a_bootstrap_of_the_configuration(command: Command) -> None:
+    config = "extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n"
+    text, _ = command("--mode", "headers", "--listen", "127.0.0.1:18000", config=config)
+    tree = yaml.safe_load(text)
     listener = tree["staticResources"]["listeners"][0]["address"]["socketAddress"]
     picker = cluster(tree, "picker")["loadAssignment"]["endpoints"][0]["lbEndpoints"][0]
-    assert code == 0
     assert listener == {"address": "127.0.0.1", "portValue": 18000}
     assert picker["endpoint"]["address"]["socketAddress"] == {"address": "127.0.0.1", "portValue": 9555}
     assert manager(tree)["accessLogOptions"] == {"accessLogFlushInterval": "2s"}
 
 
-def test_command_refuses_a_bad_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "picker.yaml"
-    file.write_text("queue: {}\npool: 'a b'\n")
-    code = cli.main(["envoy-config", "--config", str(file)])
-    faults = capsys.readouterr().err.strip().splitlines()
-    assert code == 2
+def test_command_refuses_a_bad_configuration(command: Command) -> None:
+    _, error = command(config="queue: {}\npool: 'a b'\n", status=2)
+    faults = error.strip().splitlines()
     assert len(faults) == 2
     assert any("queue" in fault for fault in faults)
 
@@ -289,14 +299,9 @@ def test_steering_headers_are_removed_unless_trusted(mode: Mode) -> None:
     }
 
 
-def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["envoy-config"]) == 0
-    plain = capsys.readouterr().out
-    trust = ["--trust-headers", "X-LLM-D-Inference-Fairness-ID,x-workload-context"]
-    assert cli.main(["envoy-config", *trust]) == 0
-    trusting = capsys.readouterr().out
+def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(command: Command) -> None:
+    plain, _ = command()
+    trusting, _ = command("--trust-headers", "X-LLM-D-Inference-Fairness-ID,x-workload-context")
     pair = {"x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"}
     assert removed(yaml.safe_load(plain)) - removed(yaml.safe_load(trusting)) == pair
     assert "WARNING" not in plain
@@ -305,21 +310,15 @@ def test_command_trusts_a_header_in_both_spellings_and_warns_of_it(
 
 
 @pytest.mark.parametrize("name", ["x-gateway-destination-endpoint", "x-request-id", "authorization", ""])
-def test_command_refuses_to_trust_other_headers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["envoy-config", "--trust-headers", name])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+def test_command_refuses_to_trust_other_headers(name: str, command: Command) -> None:
+    _, error = command("--trust-headers", name, status=2)
     assert f"--trust-headers: '{name}' is " in error
     assert "x-gateway-inference-fairness-id" in error
 
 
 @pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])
-def test_command_refuses_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["envoy-config", *arguments])
-    assert end.value.code == 2
-    assert arguments[1] in capsys.readouterr().err
+def test_command_refuses_bad_arguments(arguments: list[str], command: Command) -> None:
+    assert arguments[1] in command(*arguments, status=2)[1]
 
 
 def test_command_line_does_not_import_envoys_types() -> None:
@@ -375,19 +374,15 @@ def test_mode_http_sends_on_the_endpoint_alone_and_keeps_the_token_as_metadata()
     assert "x-picker-accounting-token" in names["dynamicMetadataFromHeaders"]
 
 
-def test_mode_http_needs_the_address_of_its_port() -> None:
-    assert cli.main(["envoy-config", "--mode", "http"]) == 2
+def test_mode_http_needs_the_address_of_its_port(command: Command) -> None:
+    command("--mode", "http", status=2)
 
 
 @pytest.mark.parametrize("mode", ["lean", "http"])
-def test_envoy_speaks_tls_to_replicas_that_do(
-    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("extproc: {tls: {}}\nhttp: {listen: 127.0.0.1:9003, tls: {}}\n")
-    command = ["envoy-config", "--mode", mode, "--config", str(file)]
-    assert cli.main([*command, "--picker-ca", "/ca", "--picker-cert", "/cert", "--picker-key", "/key"]) == 0
-    printed = capsys.readouterr().out
+def test_envoy_speaks_tls_to_replicas_that_do(mode: str, command: Command) -> None:
+    config = "extproc: {tls: {}}\nhttp: {listen: 127.0.0.1:9003, tls: {}}\n"
+    files = ("--picker-ca", "/ca", "--picker-cert", "/cert", "--picker-key", "/key")
+    printed, _ = command("--mode", mode, *files, config=config)
     assert "WARNING" not in printed
     pickers = [
         each for each in yaml.safe_load(printed)["staticResources"]["clusters"] if each["name"] != "pool"
@@ -398,36 +393,22 @@ def test_envoy_speaks_tls_to_replicas_that_do(
         assert context["validationContext"] == {"trustedCa": {"filename": "/ca"}}
         [own] = context["tlsCertificates"]
         assert own == {"certificateChain": {"filename": "/cert"}, "privateKey": {"filename": "/key"}}
-    assert cli.main(command) == 0
-    assert "accepts any certificate" in capsys.readouterr().out
+    assert "accepts any certificate" in command("--mode", mode, config=config)[0]
 
 
-def test_files_of_tls_that_make_no_sense_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["envoy-config", "--picker-cert", "/cert"]) == 2
-    assert "belong together" in capsys.readouterr().err
-    assert cli.main(["envoy-config", "--picker-ca", "/ca"]) == 2
-    assert "do not speak TLS" in capsys.readouterr().err
+def test_files_of_tls_that_make_no_sense_are_refused(command: Command) -> None:
+    assert "belong together" in command("--picker-cert", "/cert", status=2)[1]
+    assert "do not speak TLS" in command("--picker-ca", "/ca", status=2)[1]
 
 
-def test_operators_get_a_listener_of_their_own_only_when_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config_file = tmp_path / "picker.yaml"
-    config_file.write_text("admin: {listen: '0.0.0.0:8083'}")
-    command = ["envoy-config", "--config", str(config_file)]
-    assert cli.main(command) == 0
-    assert len(yaml.safe_load(capsys.readouterr().out)["staticResources"]["listeners"]) == 1
-    assert cli.main([*command, "--admin-listen", "127.0.0.1:8081"]) == 0
-    text = capsys.readouterr().out
+def test_operators_get_a_listener_of_their_own_only_when_asked(command: Command, tmp_path: Path) -> None:
+    config = "admin: {listen: '0.0.0.0:8083'}"
+    assert len(yaml.safe_load(command(config=config)[0])["staticResources"]["listeners"]) == 1
+    text, _ = command("--admin-listen", "127.0.0.1:8081", config=config)
     tree = yaml.safe_load(text)
     for_clients, for_operators = tree["staticResources"]["listeners"]
     assert for_clients["name"] == "lean"
     assert for_operators["address"]["socketAddress"]["portValue"] == 8081
     hosts = cluster(tree, "picker-admin")["loadAssignment"]["endpoints"][0]["lbEndpoints"]
     assert hosts[0]["endpoint"]["address"]["socketAddress"] == {"address": "127.0.0.1", "portValue": 8083}
-    file = tmp_path / "envoy.yaml"
-    file.write_text(text)
-    said = validate(file)
-    assert said.returncode == 0, said.stderr
+    assert_envoy_accepts(text, tmp_path)

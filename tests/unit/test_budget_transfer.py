@@ -169,10 +169,7 @@ async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -
     many = {f"{n:036}": 1.0 for n in range(20_000)}
     own = OutageCount(2, 1e6, 1.0, many)
     tls = Certificates(Tls(), "extproc.tls", "h2")
-    async with (
-        replica(gives, tls, count=lambda: own, ended_before=list) as address,
-        peers(tls=tls) as them,
-    ):
+    async with replica(gives, tls, count=lambda: own, ended_before=list) as address, peers(tls=tls) as them:
         assert await them.count(address) == own
         assert await them.ended_before(address, many) == list(many)
 

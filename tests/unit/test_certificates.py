@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from extproc_client import Counted, ScriptedGate, chosen_transport, exchange_context, of_one_pool
+from extproc_client import Counted, ScriptedGate, exchange_context, of_one_pool, serving_on
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tls_files import Pair, authority, signed
 
@@ -26,13 +26,11 @@ from picker_fleet.extproc import budget_transfer
 from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.budget_transfer import GrpcPeers
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.native import NativeTransport
-from picker_fleet.extproc.transport import GrpcioTransport, Handler, Health, Transport
+from picker_fleet.extproc.transport import Handler, Health
 from picker_fleet.sections import Tls
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
-MESSAGE_BYTES = 1024 * 1024
 PATIENT_S = 30.0
 
 
@@ -61,15 +59,8 @@ async def serving(made: Certificates, more: Mapping[str, Handler] = {}) -> Async
     """The port where the chosen transport serves health, and `more`, by TLS."""
     health = Health()
     health.set(("",), True)
-    handlers = {**health.handlers(), **more}
-    transport: Transport = GrpcioTransport(handlers, MESSAGE_BYTES, made)
-    if chosen_transport() == "native":
-        transport = NativeTransport(handlers, {}, MESSAGE_BYTES, made)
-    port = await transport.start("127.0.0.1:0")
-    try:
-        yield port
-    finally:
-        await transport.stop(None)
+    async with serving_on({**health.handlers(), **more}, made) as address:
+        yield int(address.rpartition(":")[2])
 
 
 def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:

@@ -65,29 +65,16 @@ def test_what_a_chart_passes_starts_the_picker_and_unknown_flags_are_named(tmp_p
     scorers = {each.name: each.weight for each in settings.scheduling.scorers}
     assert scorers == {"queue-depth": 5, "prefix-affinity": 1}
     named = "\n".join(remarks)
-    for text in (
-        "--zap-encoder",
-        "--v ",
-        "--ha-enable-leader-election",
-        "made-up-scorer",
-        "lruCapacityPerServer",
-    ):
+    flags = ("--zap-encoder", "--v ", "--ha-enable-leader-election")
+    for text in (*flags, "made-up-scorer", "lruCapacityPerServer"):
         assert text in named
     assert "json" not in named
 
 
 def test_flags_count_more_than_the_environment_and_that_more_than_defaults() -> None:
+    ports = ("--grpc-port", "7002", "--grpc-health-port", "7003", "--metrics-port", "7090")
     settings, _ = made(
-        *(
-            "--pool-name",
-            "llm",
-            "--grpc-port",
-            "7002",
-            "--grpc-health-port",
-            "7003",
-            "--metrics-port",
-            "7090",
-        ),
+        *("--pool-name", "llm", *ports),
         environ={
             "NAMESPACE": "other",
             "PICKER_REDIS__URL": "redis://valkey:6379/1",

@@ -115,9 +115,7 @@ def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: i
 
 
 @pytest.mark.parametrize("usage_first", [True, False])
-def test_usage_is_found_before_and_after_a_long_text(
-    usage_first: bool,
-) -> None:
+def test_usage_is_found_before_and_after_a_long_text(usage_first: bool) -> None:
     usage, text = {"usage": {"prompt_tokens": 7, "completion_tokens": 9}}, {"choices": ["word " * 20_000]}
     answer = json.dumps({**usage, **text} if usage_first else {**text, **usage}).encode()
     tail = UsageTail()

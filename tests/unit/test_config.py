@@ -365,9 +365,7 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
     assert dns.discovery.dns.port == 9000
 
 
-def test_a_relative_endpoints_file_is_relative_to_the_configuration(
-    tmp_path: Path,
-) -> None:
+def test_a_relative_endpoints_file_is_relative_to_the_configuration(tmp_path: Path) -> None:
     settings = load(written(tmp_path, "discovery: {file: endpoints.yaml}"), {})
     assert settings.discovery.file == tmp_path / "endpoints.yaml"
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import dns.rcode
 import dns.rdatatype
 import dns.rrset
 import pytest
+from source_reports import Lines, watching
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import FileFault, FileSource, Source, endpoints_of, listed, source_of
@@ -43,41 +43,10 @@ class Reports:
 
 
 @asynccontextmanager
-async def watching(source: Source) -> AsyncIterator[Reports]:
+async def reported(source: Source) -> AsyncIterator[Reports]:
     reports = Reports()
-    task = asyncio.create_task(source.watch(reports))
-    try:
+    async with watching(source, reports):
         yield reports
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=10)
-        assert task.cancelled()
-
-
-class Lines(logging.Handler):
-    """Receives the log; `saying` waits for a line with a text in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines: asyncio.Queue[str] = asyncio.Queue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.put_nowait(record.getMessage())
-
-    async def saying(self, text: str) -> str:
-        async with asyncio.timeout(20):
-            while text not in (line := await self._lines.get()):
-                pass
-        return line
-
-
-@pytest.fixture
-def log() -> Iterator[Lines]:
-    lines = Lines()
-    logger = logging.getLogger("picker_fleet.endpoints")
-    logger.addHandler(lines)
-    yield lines
-    logger.removeHandler(lines)
 
 
 # --- static
@@ -85,10 +54,10 @@ def log() -> Iterator[Lines]:
 
 async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_one() -> None:
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
-    async with watching(source_of(settings.discovery)) as reports:
+    async with reported(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         assert reports.none_waiting
-    async with watching(source_of(parse({}).discovery)) as reports:
+    async with reported(source_of(parse({}).discovery)) as reports:
         assert await reports.next() == []
 
 
@@ -113,12 +82,10 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-async def test_a_file_that_is_changed_or_replaced_is_read_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_file_that_is_changed_or_replaced_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text("- address: 10.0.0.1:8000\n  labels: {gpu: a}\n")
-    async with watching(FileSource(path, recheck_s=0.2)) as reports:
+    async with reported(FileSource(path, recheck_s=0.2)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         path.write_text(entries("10.0.0.2:8000"))
         assert await reports.next() == ["10.0.0.2:8000"]
@@ -137,15 +104,13 @@ async def test_an_endpoint_has_the_limit_of_its_list_or_file() -> None:
         listed("- {address: '10.0.0.1:8000', max_inflight: none}")
 
 
-async def test_a_config_map_whose_symlink_is_swapped_is_read_again(
-    tmp_path: Path,
-) -> None:
+async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Path) -> None:
     for version, address in (("v1", "10.0.0.1:8000"), ("v2", "10.0.0.2:8000")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "endpoints.yaml").write_text(entries(address))
     (tmp_path / "..data").symlink_to("v1")
     (tmp_path / "endpoints.yaml").symlink_to("..data/endpoints.yaml")
-    async with watching(FileSource(tmp_path / "endpoints.yaml", recheck_s=0.2)) as reports:
+    async with reported(FileSource(tmp_path / "endpoints.yaml", recheck_s=0.2)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
         (tmp_path / "..data_tmp").symlink_to("v2")
         os.replace(tmp_path / "..data_tmp", tmp_path / "..data")
@@ -155,7 +120,7 @@ async def test_a_config_map_whose_symlink_is_swapped_is_read_again(
 async def test_a_file_that_breaks_keeps_its_last_good_list_and_is_logged(tmp_path: Path, log: Lines) -> None:
     path = tmp_path / "endpoints.yaml"
     path.write_text(entries("10.0.0.1:8000"))
-    async with watching(FileSource(path, recheck_s=0.2)) as reports:
+    async with reported(FileSource(path, recheck_s=0.2)) as reports:
         await reports.next()
         replace(path, entries("model-server:8000"))
         assert str(path) in await log.saying("'model-server:8000' is no ip:port")
@@ -240,7 +205,7 @@ def by_dns(zone: Zone, name: str = "models.test.") -> DnsSource:
 
 async def test_records_of_both_families_are_followed(zone: Zone) -> None:
     zone.records = {"A": ["10.0.0.2", "10.0.0.1"], "AAAA": ["fd00::1"]}
-    async with watching(by_dns(zone)) as reports:
+    async with reported(by_dns(zone)) as reports:
         assert await reports.next() == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
         zone.records = {"A": ["10.0.0.1"]}
         lists = [await reports.next()]
@@ -274,7 +239,7 @@ async def test_what_a_failing_name_server_does_not_say_is_as_before(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]
-    async with watching(by_dns(zone)) as reports:
+    async with reported(by_dns(zone)) as reports:
         for records, expected in steps:
             zone.records = records
             if expected is None:
@@ -286,10 +251,10 @@ async def test_what_a_failing_name_server_does_not_say_is_as_before(
 
 @pytest.mark.parametrize(("name", "address"), [("127.0.0.1", "127.0.0.1:8000"), ("::1", "[::1]:8000")])
 async def test_an_address_in_place_of_a_name_is_the_endpoint(name: str, address: str) -> None:
-    async with watching(DnsSource(name, 8000)) as reports:
+    async with reported(DnsSource(name, 8000)) as reports:
         assert await reports.next() == [address]
 
 
 async def test_localhost_is_looked_up_by_the_system() -> None:
-    async with watching(DnsSource("localhost", 8000)) as reports:
+    async with reported(DnsSource("localhost", 8000)) as reports:
         assert "127.0.0.1:8000" in await reports.next()

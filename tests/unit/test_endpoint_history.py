@@ -137,9 +137,7 @@ def test_a_match_is_the_common_beginning() -> None:
         st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=40
     )
 )
-def test_memory_is_the_latest_and_never_a_chain_without_its_head(
-    served: list[tuple[str, list[int]]],
-) -> None:
+def test_memory_is_the_latest_and_never_a_chain_without_its_head(served: list[tuple[str, list[int]]]) -> None:
     index = PrefixIndex(per_endpoint=12, in_total=24)
     chains = []
     for address, path in served:

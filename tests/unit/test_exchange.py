@@ -109,8 +109,7 @@ async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_
 
 
 @pytest.mark.parametrize(
-    ("spare", "messages"),
-    [(0, ["request_headers"]), (1, ["request_headers"] + ["request_body"] * 9)],
+    ("spare", "messages"), [(0, ["request_headers"]), (1, ["request_headers"] + ["request_body"] * 9)]
 )
 async def test_one_message_carries_at_most_what_every_envoy_buffers(spare: int, messages: list[str]) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)

@@ -6,6 +6,7 @@ from typing import Any
 
 import extproc_client as envoy
 import pytest
+from clocks import Clock
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import ScriptedGate, Talk, body, headers, parts
 from hypothesis import given
@@ -119,13 +120,6 @@ async def test_a_body_beyond_the_byte_budget_is_refused_until_others_have_gone(m
 
 
 HERE = b"10.0.0.1"
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def passes(limit: NewFlowLimit, flow: str, source: bytes = HERE) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ import uvloop
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_store import until
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ExpiredTtl
-from picker_fleet.ext_authz import server as ext_authz
 from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
@@ -28,7 +28,6 @@ from picker_fleet.request import Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
-from picker_tools.local_fleet import network
 
 BODY = b'{"model": "llama", "prompt": "hi"}'
 PATIENT_S = 30.0
@@ -107,12 +106,14 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def staged(gate: ScriptedGate | None = None, **config: Any) -> AsyncIterator[Stage]:
+async def staged(
+    gate: ScriptedGate | None = None, *, max_connections: int = 100, **config: Any
+) -> AsyncIterator[Stage]:
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     keys = Keyring()
     placements = Placements([Account(gate, cast(Metrics, metrics), keys)], LONGEST_S, lambda: now_s[0])
-    server = CheckServer(of_one_pool(context), "127.0.0.1:0", placements)
+    server = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, max_connections=max_connections)
     stage = Stage(server, gate, context, metrics, await server.start(), now_s, keys)
     try:
         yield stage
@@ -123,17 +124,15 @@ async def staged(gate: ScriptedGate | None = None, **config: Any) -> AsyncIterat
 
 
 def check(path: str = "/v1/completions", body: bytes = BODY, method: str = "POST", **headers: str) -> bytes:
-    named = {"content-length": str(len(body)), "x-request-id": "req-1"}
-    named |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items())
-    return f"{method} /check{path} HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode() + body
+    own = {"content-length": str(len(body)), "x-request-id": "req-1"}
+    return head(f"{method} /check{path}", own, headers) + body
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async def look() -> bool | None:
-        return holds() or None
-
-    assert await network.until(look, within_s=PATIENT_S)
+def head(line: str, own: dict[str, str], more: dict[str, str]) -> bytes:
+    """A request's line and headers; those without a value are left out."""
+    named = own | {name.replace("_", "-"): value for name, value in more.items()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
+    return f"{line} HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
 
 
 async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back() -> None:
@@ -341,9 +340,8 @@ async def test_an_idle_connection_is_closed_in_the_end() -> None:
         assert await connection.ended() == b""
 
 
-async def test_more_connections_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ext_authz, "MAX_CONNECTIONS", 1)
-    async with staged() as stage:
+async def test_more_connections_than_allowed_are_closed() -> None:
+    async with staged(max_connections=1) as stage:
         first = await stage.connect()
         first.send(check())
         assert (await first.reply()).status == 200
@@ -368,18 +366,13 @@ async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
 
 def by_headers(method: str = "POST", path: str = "/v1/completions", **headers: str) -> bytes:
     """A check as nginx asks for it."""
-    named = {"x-forwarded-method": method, "x-forwarded-uri": path, "x-request-id": "req-1"}
-    named |= {"x-picker-model": "llama"} if method == "POST" else {}
-    named |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
-    return f"GET /check HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
+    own = {"x-forwarded-method": method, "x-forwarded-uri": path, "x-request-id": "req-1"}
+    own |= {"x-picker-model": "llama"} if method == "POST" else {}
+    return head("GET /check", own, headers)
 
 
 def settled(token: str, **headers: str) -> bytes:
-    named = {"x-picker-settle-token": token, "content-length": "0"}
-    named |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
-    return f"POST /settle HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
+    return head("POST /settle", {"x-picker-settle-token": token, "content-length": "0"}, headers)
 
 
 async def placed(stage: Stage, request_id: str = "req-1") -> str:

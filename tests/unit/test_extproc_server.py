@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from extproc_client import (
     set_headers,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_store import until
 
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
@@ -46,30 +48,20 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 pytestmark = pytest.mark.usefixtures("transport")
 
 
+@dataclass
 class Replica:
     """A server on a free port and a channel to it."""
 
-    def __init__(
-        self,
-        gate: ScriptedGate,
-        server: Server,
-        channel: grpc.aio.Channel,
-        metrics: Counted,
-        context: ExchangeContext,
-        port: int,
-    ) -> None:
-        self.gate = gate
-        self.context = context
-        self.port = port
-        self.server = server
-        self.channel = channel
-        self.metrics = metrics
-        self._process = channel.stream_stream(
-            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-        )
+    gate: ScriptedGate
+    server: Server
+    channel: grpc.aio.Channel
+    metrics: Counted
+    context: ExchangeContext
 
     def exchange(self) -> Any:
-        return self._process()
+        return self.channel.stream_stream(
+            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        )()
 
     async def health(self, name: str) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -91,12 +83,8 @@ async def replica(
     **extproc: object,
 ) -> AsyncIterator[Replica]:
     """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
-    quick = {
-        "transport": chosen_transport(),
-        "listen": "127.0.0.1:0",
-        "drain_grace": "0s",
-        "drain_timeout": "30s",
-    }
+    quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
+    quick["transport"] = chosen_transport()
     settings = parse({"extproc": {**quick, **extproc}})
     gate, metrics = ScriptedGate(), Counted()
     clock = clock or asyncio.get_running_loop().time
@@ -108,7 +96,7 @@ async def replica(
     try:
         server.set_ready(True)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Replica(gate, server, channel, metrics, context, port)
+            yield Replica(gate, server, channel, metrics, context)
     finally:
         watch.cancel()
         await server.stop()
@@ -145,13 +133,6 @@ async def rest(call: Any) -> list[ProcessingResponse]:
         while (answer := await call.read()) is not grpc.aio.EOF:
             said.append(answer)
     return said
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Wait for a condition that the server's tasks make true."""
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - it is a plain condition, not an event
-            await asyncio.sleep(0.01)
 
 
 async def test_lean_ends_the_stream_with_its_answer() -> None:
@@ -221,7 +202,6 @@ async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
         async def drip() -> None:
             while True:
                 await call.write(body(b" ", ended=False))
-                await asyncio.sleep(0.02)
 
         dripping = asyncio.create_task(drip())
         # What the client reads is a race with its own sends.

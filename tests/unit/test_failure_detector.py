@@ -99,9 +99,7 @@ def test_the_wait_doubles_with_each_failover_until_a_calm_period() -> None:
 
 
 @given(st.floats(0.0, 20.0))
-def test_a_redis_of_constant_delay_causes_one_failover_at_most(
-    delay_s: float,
-) -> None:
+def test_a_redis_of_constant_delay_causes_one_failover_at_most(delay_s: float) -> None:
     # Each message, and each probe, is answered after `delay_s`.
     connection, left, beats, local = ObservedConnection(), 0, 0, False
     sent_s, probes_s = connection.now_s, list[float]()
@@ -189,9 +187,7 @@ def test_the_kernels_delay_is_a_pause_from_the_second_close_tick_on() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3), st.booleans()), max_size=50))
-def test_awake_time_and_pauses_add_up_to_the_time_that_passed(
-    steps: list[tuple[float, float, bool]],
-) -> None:
+def test_awake_time_and_pauses_add_up_to_the_time_that_passed(steps: list[tuple[float, float, bool]]) -> None:
     time, awake_s = PausedReplica(), 0.0
     for passed_s, delayed_s, closely in steps:
         time.delayed_s += delayed_s

@@ -20,6 +20,11 @@ def imported(**more: Any) -> import_config.Imported:
     return import_config.imported({**HEAD, **more})
 
 
+def assert_named(result: import_config.Imported, *texts: str) -> None:
+    remarks = "\n".join(result.remarks)
+    assert [text for text in texts if text not in remarks] == []
+
+
 def test_scorers_of_the_first_profile_keep_their_weights() -> None:
     result = imported(
         plugins=[
@@ -50,11 +55,12 @@ def test_without_profiles_every_scorer_counts_once() -> None:
 
 
 def test_flow_control_becomes_the_queue() -> None:
+    fairness = "round-robin-fairness-policy"
     result = imported(
         featureGates=["flowControl", "other"],
         plugins=[
             {"type": "edf-ordering-policy", "name": "edf"},
-            {"type": "round-robin-fairness-policy"},
+            {"type": fairness},
             {"type": "concurrency-detector", "parameters": {"maxConcurrency": 40}},
         ],
         saturationDetector={"pluginRef": "concurrency-detector"},
@@ -63,11 +69,7 @@ def test_flow_control_becomes_the_queue() -> None:
             "maxBytes": "1Gi",
             "defaultRequestTTL": "45s",
             "priorityBands": [
-                {
-                    "priority": 5,
-                    "orderingPolicyRef": "edf",
-                    "fairnessPolicyRef": "round-robin-fairness-policy",
-                },
+                {"priority": 5, "orderingPolicyRef": "edf", "fairnessPolicyRef": fairness},
                 {"priority": -5, "maxRequests": 10},
                 {"priority": 0, "maxRequests": "1k", "maxBytes": "1Gi"},
             ],
@@ -75,21 +77,15 @@ def test_flow_control_becomes_the_queue() -> None:
         },
     )
     settings = parse(result.tree)
-    assert settings.fair_request_queue.total_capacity == 2000
-    assert settings.fair_request_queue.queue_ttl == 45
-    assert settings.fair_request_queue.ordering == "edf"
-    assert settings.fair_request_queue.fairness == "round-robin"
+    queue = settings.fair_request_queue
+    assert (queue.total_capacity, queue.queue_ttl) == (2000, 45)
+    assert (queue.ordering, queue.fairness) == ("edf", "round-robin")
     assert settings.request_queue_controller.watermark_per_backend == 40
-    bands = settings.fair_request_queue.bands
-    assert (bands.of(-5).capacity, bands.of(0).capacity, bands.of(5).capacity) == (10, 1000, 1000)
-    named = "\n".join(result.remarks)
-    for text in (
-        "maxBytes of single bands",
-        "defaultPriorityBand.maxRequests",
-        "flowControl.maxBytes",
+    assert [queue.bands.of(priority).capacity for priority in (-5, 0, 5)] == [10, 1000, 1000]
+    assert_named(
+        result, "maxBytes of single bands", "defaultPriorityBand.maxRequests", "flowControl.maxBytes",
         "featureGates: other",
-    ):
-        assert text in named
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -101,13 +97,8 @@ def test_a_ttl_may_be_written_as_go_writes_durations(text: object, seconds: floa
 
 
 def test_zero_sets_no_limit() -> None:
-    result = imported(
-        flowControl={
-            "maxRequests": "0",
-            "defaultRequestTTL": "0s",
-            "priorityBands": [{"priority": 0, "maxRequests": 0}],
-        }
-    )
+    bands = [{"priority": 0, "maxRequests": 0}]
+    result = imported(flowControl={"maxRequests": "0", "defaultRequestTTL": "0s", "priorityBands": bands})
     assert result.tree == {}
     assert "defaultRequestTTL" in "".join(result.remarks)
 
@@ -128,9 +119,9 @@ def test_what_has_no_counterpart_is_named() -> None:
         saturationDetector={"queueDepthThreshold": 5},
         strange={},
     )
-    named = "\n".join(result.remarks)
-    for text in ("pd (type pd-profile-handler)", "vllmgrpc-parser", "queueDepthThreshold 5", "strange"):
-        assert text in named
+    assert_named(
+        result, "pd (type pd-profile-handler)", "vllmgrpc-parser", "queueDepthThreshold 5", "strange"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,23 +131,13 @@ def test_what_has_no_counterpart_is_named() -> None:
         ({"plugins": {}}, "plugins: must be a list"),
         ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
         ({"plugins": [{"type": "a"}, {"type": "a"}]}, "there twice"),
-        (
-            {"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
-            "no plugin is named 'x'",
-        ),
-        *(
-            ({"flowControl": {"maxRequests": each}}, r"flowControl\.maxRequests: .* is no quantity")
-            for each in ("many", math.nan, math.inf, -5, True, [1])
-        ),
-        *(
-            (
-                {"flowControl": {"defaultRequestTTL": each}},
-                r"flowControl\.defaultRequestTTL: .* is no duration",
-            )
-            for each in ("soon", "", "-1s", "1m30", math.nan, [30])
-        ),
+        ({"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]}, "no plugin is named"),
+        *(({"flowControl": {"maxRequests": each}}, r"flowControl\.maxRequests: .* is no quantity")
+          for each in ("many", math.nan, math.inf, -5, True, [1])),
+        *(({"flowControl": {"defaultRequestTTL": each}}, r"flowControl\.defaultRequestTTL: .* is no duration")
+          for each in ("soon", "", "-1s", "1m30", math.nan, [30])),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         imported(**more)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import BadRequest
-from picker_fleet.intake import _LARGE_BYTES as LARGE_BYTES
 from picker_fleet.intake import (
     HEADERS,
     Ask,
@@ -26,19 +25,14 @@ from picker_fleet.intake import (
 )
 from picker_fleet.request import InferenceRequest, Workload
 
-SETTINGS = parse(
-    {
-        "models": [
-            {"name": "llama", "criticality": "Critical", "weight": 2.0},
-            {
-                "name": "split",
-                "target_models": [{"name": "split-a", "weight": 1}, {"name": "split-b", "weight": 3}],
-            },
-        ],
-        "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
-        "fair_request_queue": {"queue_ttl": "30s"},
-    }
-)
+SETTINGS = parse({
+    "models": [
+        {"name": "llama", "criticality": "Critical", "weight": 2.0},
+        {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]},
+    ],
+    "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
+    "fair_request_queue": {"queue_ttl": "30s"},
+})  # fmt: skip
 ANONYMOUS = Workload("auto-made", 3, registered=False)
 FAIRNESS = "x-gateway-inference-fairness-id"
 
@@ -140,20 +134,15 @@ def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: boo
     assert read == Ask("m", expected, None, body_bytes=100, answer_tokens=7)
 
 
-TOKENS = parse(
-    {
-        "models": [
-            {"name": "limited", "max_inflight_per_endpoint": 3},
-            {"name": "short", "max_model_len": 2000},
-        ],
-        "objectives": [
-            {"name": "tight", "max_inflight_per_endpoint": 2},
-            {"name": "wide", "max_inflight_per_endpoint": 5},
-            {"name": "any"},
-        ],
-        "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000},
-    }
-)
+TOKENS = parse({
+    "models": [{"name": "limited", "max_inflight_per_endpoint": 3}, {"name": "short", "max_model_len": 2000}],
+    "objectives": [
+        {"name": "tight", "max_inflight_per_endpoint": 2},
+        {"name": "wide", "max_inflight_per_endpoint": 5},
+        {"name": "any"},
+    ],
+    "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000},
+})  # fmt: skip
 
 
 def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
@@ -254,25 +243,24 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     used = {"model", "stream", "messages"}
     # Both paths: a small body, and a large one that is not ASCII.
-    for large_bytes in (LARGE_BYTES, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("picker_fleet.intake._LARGE_BYTES", large_bytes)
-            twice = {name for name in used if names.count(name) > 1}
-            if twice:
-                with pytest.raises(BadRequest, match=f"has ({'|'.join(twice)}) twice"):
-                    assert Body(text.encode()).values
-                with pytest.raises(BadRequest):
-                    read_body(text.encode())
-                continue
-            body = Body(text.encode())
-            whole = json.loads(text)
-            for name in used & whole.keys():
-                assert json.loads(bytes(body.values[name])) == whole[name]
-            if isinstance(whole.get("model"), str) and not _name_fault(whole["model"]):
-                assert read_body(text.encode()).model == whole["model"]
-                assert read_body(text.encode()).stream is (whole.get("stream") is True)
-            if "model" in whole:
-                assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
+    bodies = (Body(text.encode()), Body(text.encode(), large_bytes=1))
+    twice = {name for name in used if names.count(name) > 1}
+    if twice:
+        for body in bodies:
+            with pytest.raises(BadRequest, match=f"has ({'|'.join(twice)}) twice"):
+                assert body.values
+        with pytest.raises(BadRequest):
+            read_body(text.encode())
+        return
+    whole = json.loads(text)
+    if isinstance(whole.get("model"), str) and not _name_fault(whole["model"]):
+        read = read_body(text.encode())
+        assert (read.model, read.stream) == (whole["model"], whole.get("stream") is True)
+    for body in bodies:
+        for name in used & whole.keys():
+            assert json.loads(bytes(body.values[name])) == whole[name]
+        if "model" in whole:
+            assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 
 
 WORKLOADS: list[tuple[object, Workload]] = [
@@ -412,11 +400,7 @@ def test_a_bad_header_is_named(name: str, value: str | bytes, says: str) -> None
         ({"grpc-timeout": "1H"}, 30.0, False),
         ({"x-envoy-expected-rq-timeout-ms": "1500"}, 1.5, True),
         ({"x-envoy-expected-rq-timeout-ms": "0"}, 30.0, False),
-        (
-            {"x-request-timeout": "9", "grpc-timeout": "8S", "x-envoy-expected-rq-timeout-ms": "7000"},
-            7.0,
-            True,
-        ),
+        ({"x-request-timeout": "9", "grpc-timeout": "8S", "x-envoy-expected-rq-timeout-ms": "7000"}, 7, True),
         ({"x-request-timeout": "9", "x-llm-d-inference-ttl": "4"}, 4.0, False),
         ({"x-request-timeout": "3", "x-llm-d-inference-ttl": "4"}, 3.0, True),
     ],
@@ -459,21 +443,9 @@ def test_a_request_for_a_model_with_several_targets_is_completed_by_the_one_that
 
 
 def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:
-    settings = parse(
-        {
-            "models": [
-                {"name": "split", "target_models": [{"name": "split-a"}]},
-                {
-                    "name": "big",
-                    "criticality": "Sheddable",
-                    "weight": 2.0,
-                    "max_inflight_per_endpoint": 3,
-                    "endpoint_labels": {"gpu": "h100"},
-                    "target_models": [{"name": "big-v2"}],
-                },
-            ]
-        }
-    )
+    limits = {"criticality": "Sheddable", "weight": 2.0, "max_inflight_per_endpoint": 3}
+    big = {"name": "big", **limits, "endpoint_labels": {"gpu": "h100"}, "target_models": [{"name": "big-v2"}]}
+    settings = parse({"models": [{"name": "split", "target_models": [{"name": "split-a"}]}, big]})
     rewritten = asked({"x-gateway-model-name-rewrite": "big"}, model="split", settings=settings)
     assert rewritten == asked(model="big", settings=settings)
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)

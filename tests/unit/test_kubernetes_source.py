@@ -1,15 +1,14 @@
 """Discovery by Kubernetes: pods and their readiness, edits of the pool, an API server that goes away."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import cast
 
 import msgspec
 import pytest
 from kubernetes_server import PODS, POOLS, KubernetesServer, pod, pool
-from test_discovery import Lines
+from source_reports import Lines, watching
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import source_of
@@ -44,15 +43,6 @@ class Listed:
 
 
 @pytest.fixture
-def log() -> Iterator[Lines]:
-    lines = Lines()
-    logger = logging.getLogger("picker_fleet.endpoints")
-    logger.addHandler(lines)
-    yield lines
-    logger.removeHandler(lines)
-
-
-@pytest.fixture
 async def server() -> AsyncIterator[KubernetesServer]:
     async with KubernetesServer() as running:
         yield running
@@ -61,14 +51,8 @@ async def server() -> AsyncIterator[KubernetesServer]:
 @asynccontextmanager
 async def following(server: KubernetesServer) -> AsyncIterator[Listed]:
     listed = Listed()
-    source = KubernetesSource("llm", None, api=server.api)
-    task = asyncio.create_task(source.watch(listed))
-    try:
+    async with watching(KubernetesSource("llm", None, api=server.api), listed):
         yield listed
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=10)
-        assert task.cancelled()
 
 
 async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: KubernetesServer) -> None:

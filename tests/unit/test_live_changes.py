@@ -187,41 +187,27 @@ CANNOT_CHANGE: dict[str, dict[str, Any]] = {
     "": {"": {}},
 }
 DOES_NOT_FIT: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"scheduling": {"scorers": [{"name": "random"}]}},
-        "scheduling.scorers",
-        "an object of scorer and weight",
-    ),
-    (
-        {"scheduling": {"scorers": {"in-flight": 0}}},
-        "scheduling.scorers.in-flight",
-        "must be above 0, or all",
-    ),
+    ({"scheduling": {"scorers": [{"name": "random"}]}}, "scheduling.scorers", "object of scorer and weight"),
+    ({"scheduling": {"scorers": {"in-flight": 0}}}, "scheduling.scorers.in-flight", "above 0, or all"),
     ({"scheduling": {"scorers": {"speed": 1}}}, "scheduling.scorers.speed", "valid: queue-depth, kv"),
     ({"scheduling": {"scorers": {"random": -1}}}, "scheduling.scorers.random", "0 turns it off"),
     ({"scheduling": {"scorers": {"random": "3"}}}, "scheduling.scorers.random", "must be a number"),
-    (
-        {"fair_request_queue": {"band_weights": 5, "band_weights.Urgent": 3}},
-        "fair_request_queue.band_weights",
-        "'Urgent' is no band; valid: Critical, Default, Sheddable",
-    ),
+    ({"fair_request_queue": {"band_weights": 5, "band_weights.Urgent": 3}}, "fair_request_queue.band_weights",
+     "'Urgent' is no band; valid: Critical, Default, Sheddable"),
     ({"fair_request_queue": {"ordering": "lifo"}}, "fair_request_queue.ordering", "'fcfs', 'edf'"),
     ({"fair_request_queue": {"total_capacity": "5"}}, "fair_request_queue.total_capacity", "integer"),
     ({"fair_request_queue": {"flow_capacity": 600}}, "fair_request_queue", "exceeds total_capacity 500"),
     ({"fair_request_queue": {"total_capacity": 50}}, "fair_request_queue", "exceeds total_capacity 50"),
     ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue", "exceeds queue_ttl 30s"),
-    (
-        {"request_queue_controller": {"upper_bound_per_backend": 3}},
-        "request_queue_controller",
-        "upper_bound_per_backend 3 is below watermark_per_backend 4",
-    ),
+    ({"request_queue_controller": {"upper_bound_per_backend": 3}}, "request_queue_controller",
+     "upper_bound_per_backend 3 is below watermark_per_backend 4"),
     ({"workloads": 5}, "workloads", "must be an object"),
     ({"weights": None}, "weights", "must be an object"),
     *(({"weights": {"gold": bad}}, "weights.gold", "from 0.001 to 1e+06") for bad in (0, 1e7)),
     ({"weights": {"gold": "3"}}, "weights.gold", "must be a number"),
     *(({"weights": {flow: 1}}, f"weights.{flow[:3]}", "no flow's key") for flow in (" ", "x" * 257)),
     ({"weights": {f"f{n}": 1 for n in range(201)}}, "weights", "at most 200 flows"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -243,23 +229,14 @@ def test_each_fault_of_a_change_has_its_line() -> None:
 @pytest.mark.parametrize(
     ("configured", "queue", "says"),
     [
-        (
-            {"models": [{"name": name, "criticality": "Critical"} for name in "ab"]},
-            {"flow_capacity": 600},
-            "ErrTooManyFlows",
-        ),
-        (
-            {"models": [{"name": "a", "max_inflight_per_endpoint": 2}]},
-            {"fairness": "none"},
-            "of models a cannot be kept",
-        ),
-        (
-            {"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]},
-            {"fairness": "none"},
-            "of objectives bulk cannot be kept",
-        ),
+        ({"models": [{"name": name, "criticality": "Critical"} for name in "ab"]},
+         {"flow_capacity": 600}, "ErrTooManyFlows"),
+        ({"models": [{"name": "a", "max_inflight_per_endpoint": 2}]},
+         {"fairness": "none"}, "of models a cannot be kept"),
+        ({"objectives": [{"name": "bulk", "max_inflight_per_endpoint": 2}]},
+         {"fairness": "none"}, "of objectives bulk cannot be kept"),
     ],
-)
+)  # fmt: skip
 def test_a_change_that_breaks_what_is_configured_names_it(
     configured: dict[str, Any], queue: dict[str, Any], says: str
 ) -> None:

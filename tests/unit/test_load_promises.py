@@ -77,6 +77,12 @@ def starved(result: RunResult, flow: str, kept: int) -> RunResult:
     return replace(result, log_audits=(LogAudit(None, dispatches),))
 
 
+ELSEWHERE_EACH_TURN = tuple(
+    answer("talk", conversation, turn=turn, served_by=f"127.0.0.1:{9000 + turn}")
+    for conversation in range(10)
+    for turn in range(4)
+)
+
 # A promise, a run that breaks it, words that name how.
 FAULTS: list[tuple[str, RunResult, str]] = [
     ("one-answer", first("steady", answer("client-1", answers=2)), "client-1 #0"),
@@ -100,17 +106,12 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("quiet-wait", overload("noisy-neighbour", noisy=2.0, quiet=1.0), "quiet 1.000 s, noisy 2.000 s"),
     ("quiet-not-refused", first("noisy-neighbour", refusal("quiet")), "quiet #0"),
     ("critical-not-refused", first("priority-overload", refusal("critical")), "critical #0"),
-    (
-        "waits-by-band",
-        overload("priority-overload", critical=1, default=0.5, sheddable_1=2),
-        "1.000 s before 0.500",
-    ),
+    ("waits-by-band", overload("priority-overload", critical=1, default=0.5, sheddable_1=2),
+     "1.000 s before 0.500"),
     ("low-not-starved", first("starvation", refusal("low", **LATE)), "low #0"),
-    (
-        "low-not-starved",
-        run("starvation", answers=[each for each in run("starvation").answers if each.source != "sheddable"]),
-        "sheddable: nothing was served",
-    ),
+    ("low-not-starved",
+     run("starvation", answers=[each for each in run("starvation").answers if each.source != "sheddable"]),
+     "sheddable: nothing was served"),
     ("urgent-first", overload("workload-aware", urgent=1.0, busy_1=2.0), "urgent 1.000 s, busy-1 2.000 s"),
     ("seldom-first", overload("workload-aware", quiet=1.0, busy_1=2.0), "quiet 1.000 s, busy-1 2.000 s"),
     ("short-share", starved(overload("long-prompts", long=2.0), "short", 3), "fair share was"),
@@ -119,36 +120,16 @@ FAULTS: list[tuple[str, RunResult, str]] = [
     ("only-overload-errors", first("redis-outage", answer("client-1", status=500)), "500"),
     ("outage-serves", refused_in_outage(), "0.0 requests a second were served without"),
     ("outage-serves", refused_in_outage(but=14), "before it went"),  # one in three seconds is too few
-    (
-        "outage-bound",
-        outage(endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4))),
-        "at 7.00 s: 9",
-    ),
-    (
-        "outage-bound",
-        outage(samples=BEFORE, endpoint_samples=(EndpointSample(11.0, 12, 4),)),
-        "at 11.00 s: 12",
-    ),
+    ("outage-bound", outage(endpoint_samples=(EndpointSample(6.0, 8, 4), EndpointSample(7.0, 9, 4))),
+     "at 7.00 s: 9"),
+    ("outage-bound", outage(samples=BEFORE, endpoint_samples=(EndpointSample(11.0, 12, 4),)),
+     "at 11.00 s: 12"),
     ("shared-again", outage(samples=(*BEFORE, *AWAY)), "no sample after"),
     ("shared-again", outage(samples=(*BEFORE, *AWAY, sample(16.0))), "shared again 6.00 s"),
-    (
-        "shared-again",
-        outage(samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK))),
-        "no sample after",
-    ),
-    (
-        "turns-stay",
-        run(
-            "multi-turn",
-            answers=tuple(
-                answer("talk", conversation, turn=turn, served_by=f"127.0.0.1:{9000 + turn}")
-                for conversation in range(10)
-                for turn in range(4)
-            ),
-        ),
-        "0 of 30 later turns",
-    ),
-]
+    ("shared-again", outage(samples=(*BEFORE, *(replace(each, replicas=2) for each in BACK))),
+     "no sample after"),
+    ("turns-stay", run("multi-turn", answers=ELSEWHERE_EACH_TURN), "0 of 30 later turns"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from local_requests import ask, rules
+from tables import cases
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
 from picker_fleet.config import parse
-from picker_fleet.errors import (
-    BandCapacity,
-    InsufficientFlowCapacity,
-    Saturated,
-    TooManyFlows,
-    TotalCapacity,
-)
+from picker_fleet.errors import BandCapacity, InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
 from picker_fleet.failover.local_queue import LocalQueue, Waiting
 from picker_fleet.request import Workload
 
@@ -48,34 +43,38 @@ def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
     assert len(queue) == 0
 
 
-def test_of_strict_bands_the_higher_is_served_until_it_is_empty() -> None:
-    queue = LocalQueue(rules(**NO_GUARD))
-    for at, band in enumerate((Band.SHEDDABLE, Band.DEFAULT, Band.CRITICAL)):
-        for n in range(2):
-            queue.offer(ask(f"{band.name[0]}{n}", band=band), 1.0, float(at))
-    assert queue.lengths() == {"Critical": 2, "Default": 2, "Sheddable": 2}
-    assert drain(queue) == ["C0", "C1", "D0", "D1", "S0", "S1"]
+PRIORITIES = (-3, 0, LEAST_PRIORITY, 100, 7, MOST_PRIORITY)
+# tests/model has every rule of the order; here each setting reaches it. Requests by id, changes and arrival.
+ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]], str]] = {
+    "bands of any priority from high to low": (
+        {}, [(str(each), {"band": Bands().of(each)}, 0.0) for each in PRIORITIES],
+        f"{MOST_PRIORITY} 100 7 0 -3 {LEAST_PRIORITY}"),
+    "bands by the weights of the nearest of the three": (
+        {"band_policy": "weighted"},
+        [(f"{name}{n}", {"band": Bands().of(priority)}, float(n))
+         for n in range(8) for name, priority in (("c", 100), ("d", 7), ("s", -3))],
+        "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
+    "the earliest deadline": (
+        {"ordering": "edf"}, [("late", {"ttl_s": 30.0}, 0.0), ("soon", {"ttl_s": 5.0}, 0.0)], "soon late"),
+    "wait and criticality": (  # 0.4 * 59/60 + 0.08 beats 0.4 * 9/60 + 0.4
+        {"ordering": "workload-aware"},
+        [(name, {"workload": Workload(name, criticality, registered=True), "ttl_s": 300.0}, arrived_s)
+         for name, criticality, arrived_s in (("old", 1, 0.0), ("low", 1, 50.0), ("high", 5, 50.0))],
+        "old high low"),
+}  # fmt: skip
 
 
-def test_bands_of_any_priority_are_served_in_its_order() -> None:
-    queue = LocalQueue(rules(**NO_GUARD))
-    # Requests of priorities that no band is configured for come in any order.
-    priorities = (-3, LEAST_PRIORITY, 100, 7, MOST_PRIORITY, 0)
-    for at, priority in enumerate(priorities):
-        queue.offer(ask(f"{priority}", band=Bands().of(priority)), 1.0, float(at))
-    assert queue.lengths()["100"] == 1
-    # The highest is served first, and each counts by the name of its band.
-    assert drain(queue) == [f"{priority}" for priority in sorted(priorities, reverse=True)]
-
-
-def test_a_band_of_another_priority_has_the_weight_of_the_nearest_configured_one() -> None:
-    queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
-    priorities = (100, 7, -3)  # as Critical, Default and Sheddable
-    for n in range(100):
-        for priority in priorities:
-            queue.offer(ask(f"{priority} {n}", band=Bands().of(priority)), 1.0, float(n))
-    first = [served.request.band.priority for served in (serve(queue) for _ in range(100)) if served]
-    assert [first.count(each) for each in priorities] == pytest.approx([70, 20, 10], abs=2)
+@cases("settings, arrivals, order", ORDERS)
+def test_the_configured_policy_decides_who_is_next(
+    settings: dict[str, Any], arrivals: list[tuple[str, dict[str, Any], float]], order: str
+) -> None:
+    queue = LocalQueue(rules(**settings, **NO_GUARD))
+    for name, asked, arrived_s in arrivals:
+        queue.offer(ask(name, **asked), 1.0, arrived_s)
+    assert sum(queue.lengths().values()) == len(arrivals)
+    served = drain(queue, 59.0)
+    assert " ".join(served[: len(order.split())]) == order
+    assert len(served) == len(arrivals)
 
 
 def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
@@ -98,15 +97,6 @@ def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
     with pytest.raises(TotalCapacity):
         queue.offer(ask("critical too", band=Band.CRITICAL), 1.0, 5.0)
     assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
-
-
-def test_weighted_bands_are_served_by_their_weights() -> None:
-    queue = LocalQueue(rules(band_policy="weighted", flow_capacity=1000, **NO_GUARD))
-    for n in range(100):
-        for band in NAMED:
-            queue.offer(ask(f"{band.name[0]}{n}", band=band), 1.0, float(n))
-    first = [served.request.band for served in (serve(queue) for _ in range(100)) if served]
-    assert [first.count(band) for band in NAMED] == pytest.approx([70, 20, 10], abs=2)
 
 
 @given(
@@ -133,22 +123,6 @@ def test_the_gap_between_backlogged_flows_stays_within_the_bound_of_g2(
         for f, g in pairwise(backlogged):
             gap = abs(work[f] / weight[f] - work[g] / weight[g])
             assert gap <= largest[f] / weight[f] + largest[g] / weight[g] + 1e-9
-
-
-def test_edf_serves_the_earliest_deadline_first() -> None:
-    queue = LocalQueue(rules(ordering="edf", **NO_GUARD))
-    for name, ttl_s in (("late", 30.0), ("soon", 5.0), ("sooner", 2.0)):
-        queue.offer(ask(name, ttl_s=ttl_s), 1.0, 0.0)
-    assert drain(queue) == ["sooner", "soon", "late"]
-
-
-def test_workload_aware_serves_by_wait_and_criticality() -> None:
-    queue = LocalQueue(rules(ordering="workload-aware", **NO_GUARD))
-    for name, criticality, arrived_s in (("old", 1, 0.0), ("high", 5, 50.0), ("low", 1, 50.0)):
-        workload = Workload(name, criticality, registered=True)
-        queue.offer(ask(name, workload=workload, ttl_s=300.0), 1.0, arrived_s)
-    # 0.4 * 59/60 + 0.08 beats 0.4 * 9/60 + 0.4
-    assert drain(queue, 59.0) == ["old", "high", "low"]
 
 
 def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
@@ -212,9 +186,7 @@ def test_each_replica_has_its_part_of_the_capacities() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "serve", "leave"]), st.integers(0, 5)), max_size=120))
-def test_no_request_is_lost_or_served_twice(
-    steps: list[tuple[str, int]],
-) -> None:
+def test_no_request_is_lost_or_served_twice(steps: list[tuple[str, int]]) -> None:
     queue = LocalQueue(rules(total_capacity=20, flow_capacity=8))
     inside: dict[str, Waiting] = {}
     served: set[str] = set()

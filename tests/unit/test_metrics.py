@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from clocks import Clock
 from local_requests import ask
 from metrics_page import page_of, samples
 from metrics_table import documented, families
@@ -197,13 +198,6 @@ def test_the_documentation_names_the_same_families() -> None:
     assert {name: kind for name, (kind, _) in found.items()} == {
         name: row.kind for name, row in documented().items()
     }
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:

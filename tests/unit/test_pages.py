@@ -76,10 +76,8 @@ SENTENCES = [
     ("admin-api", f"It takes {events.MAX_LISTENERS} listeners"),
     ("admin-api", f"{LIMITS.connections} connections, {LIMITS.connections // 2} of one address"),
     ("admin-api", f"not whole {LIMITS.request_s:g} s after"),
-    (
-        "admin-api",
-        f"not read for {LIMITS.stalled_s:g} s, more than {LIMITS.overhead_bytes // 1024} KiB of headers",
-    ),
+    ("admin-api",
+     f"not read for {LIMITS.stalled_s:g} s, more than {LIMITS.overhead_bytes // 1024} KiB of headers"),
     ("admin-api", f"more than {LIMITS.pipelined} requests that wait behind one another"),
     ("admin-api", f"has read one page {documents.MAX_METRICS_READS} times"),
     ("metrics", f"at most {spaced(metrics._MAX_SERIES)} series ({metrics._MAX_HISTOGRAMS} of a histogram)"),
@@ -94,22 +92,15 @@ SENTENCES = [
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"{error_replies._LOG_LINES_PER_S} lines a second at most"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
-    (
-        "picking",
-        f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest",
-    ),
+    ("picking",
+     f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest"),
     ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),
-    (
-        "picking",
-        f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB",
-    ),
-    (
-        "picking",
-        f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all",
-    ),
+    ("picking", f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB"),
+    ("picking",
+     f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all"),
     ("picking", f"in `tests/fleet/picking_table.py`: {len(TABLE)} of them"),
     ("guarantees", f"{len(TABLE)} cases from headers"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "sentence"), SENTENCES)

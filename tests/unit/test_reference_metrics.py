@@ -83,11 +83,7 @@ def test_averages_are_of_the_endpoints_that_are_known() -> None:
     page = Page()
     names = tuple(f"{prefix}_average_queue_size" for prefix in ("llm_d_epp", "inference_pool"))
     assert page.values(names, "name=llm") == [None, None]
-    page.readings = {
-        "a": reading(2, 4, 0.5),
-        "b": reading(4, 8, 0.7),
-        "c": reading(90, 90, 0.9, known=False),
-    }
+    page.readings = {"a": reading(2, 4, 0.5), "b": reading(4, 8, 0.7), "c": reading(90, 90, 0.9, known=False)}
     assert page.values(names, "name=llm") == [3, 3]
     assert page.values(("inference_pool_average_running_requests",), "name=llm") == [6]
     assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]

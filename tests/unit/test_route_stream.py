@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis_servers import Server, redis_server
+from scripted_store import until
 
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
 from picker_fleet.scheduling.route_stream import (
@@ -45,12 +46,6 @@ class Replica:
     def completions(self, address: str) -> int:
         stats = self.latencies.stats(address)
         return stats.count if stats else 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - no event reports it
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import orjson
 import pytest
+from tables import cases
 
 from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.chooser import ExplanationCache, session_token_of
@@ -160,76 +161,36 @@ def first(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointS
 
 PLAIN = PickRequest()
 SUMMARISE = PickRequest(adapter="sum")
+ZONE_B = PickRequest(selector={"zone": "b"})
 
 
-@pytest.mark.parametrize(
-    ("pick", "endpoints", "expected"),
-    [
-        pytest.param(PLAIN, [at(A, 3, 0.2), at(B, 0, 0.1), at(C, 10, 0.2)], B, id="lower queue and KV"),
-        pytest.param(PLAIN, [at(A, 5, 0.9), at(B, 5, 0.1)], B, id="equal queues: lower KV"),
-        pytest.param(PLAIN, [at(A, 9, 0.5), at(B, 1, 0.5)], B, id="equal KV: lower queue"),
-        pytest.param(PLAIN, [at(V6, 0, 0.1), at(A, 9, 0.5)], V6, id="an IPv6 address"),
-        pytest.param(PLAIN, [at(A, None, None), at(B, 50, 0.99)], B, id="unknown behind loaded"),
-        pytest.param(
-            SUMMARISE,
-            [
-                at(A, 0, 0.2, active="foo bar"),
-                at(B, 0, 0.1, active="sum foo"),
-                at(C, 10, 0.2, active="foo bar"),
-            ],
-            B,
-            id="active adapter with a low queue",
-        ),
-        pytest.param(
-            SUMMARISE,
-            [at(A, 2, 0.1, active="foo"), at(B, 2, 0.8, active="sum", slots=8)],
-            A,
-            id="a free slot and much less KV over the adapter",
-        ),
-        pytest.param(
-            SUMMARISE,
-            [
-                at(A, 10, 0.2, active="foo bar"),
-                at(B, 10, 0.85, active="sum foo"),
-                at(C, 10, 0.9, active="foo"),
-            ],
-            B,
-            id="adapter affinity over KV where only it and a slot can serve",
-        ),
-        pytest.param(
-            SUMMARISE,
-            [at(A, active="foo bar"), at(B, active="foo bar", queued="sum"), at(C, active="x y")],
-            B,
-            id="nobody has a slot: where the adapter waits",
-        ),
-        pytest.param(
-            SUMMARISE,
-            [at(A, active="foo bar"), at(B, 40, 0.9, slots=None)],
-            B,
-            id="unknown slots may serve, full ones not",
-        ),
-        pytest.param(
-            PickRequest(subset=frozenset((A, C))),
-            [at(A, 9), at(B, 0), at(C, 4)],
-            C,
-            id="the best of the subset",
-        ),
-        pytest.param(
-            PickRequest(subset=frozenset((A, "10.9.9.9:1"))),
-            [at(A, 9), at(B, 0)],
-            A,
-            id="a partly known subset",
-        ),
-        pytest.param(PLAIN, [at(A, 0, healthy=False), at(B, 9)], B, id="health over queue"),
-        pytest.param(PLAIN, [at(A, 0, draining=True), at(B, 9)], B, id="drain over queue"),
-        pytest.param(
-            PickRequest(selector={"zone": "b"}),
-            [at(A, 0, labels={"zone": "a"}), at(B, 9, labels={"zone": "b"}), at(C, 0)],
-            B,
-            id="the label selector over queue",
-        ),
-    ],
-)
+@cases("pick, endpoints, expected", {
+    "lower queue and KV": (PLAIN, [at(A, 3, 0.2), at(B, 0, 0.1), at(C, 10, 0.2)], B),
+    "equal queues: lower KV": (PLAIN, [at(A, 5, 0.9), at(B, 5, 0.1)], B),
+    "equal KV: lower queue": (PLAIN, [at(A, 9, 0.5), at(B, 1, 0.5)], B),
+    "an IPv6 address": (PLAIN, [at(V6, 0, 0.1), at(A, 9, 0.5)], V6),
+    "unknown behind loaded": (PLAIN, [at(A, None, None), at(B, 50, 0.99)], B),
+    "active adapter with a low queue": (
+        SUMMARISE,
+        [at(A, 0, 0.2, active="foo bar"), at(B, 0, 0.1, active="sum foo"), at(C, 10, 0.2, active="foo bar")],
+        B),
+    "a free slot and much less KV over the adapter": (
+        SUMMARISE, [at(A, 2, 0.1, active="foo"), at(B, 2, 0.8, active="sum", slots=8)], A),
+    "adapter affinity over KV where only it and a slot can serve": (
+        SUMMARISE,
+        [at(A, 10, 0.2, active="foo bar"), at(B, 10, 0.85, active="sum foo"), at(C, 10, 0.9, active="foo")],
+        B),
+    "nobody has a slot: where the adapter waits": (
+        SUMMARISE, [at(A, active="foo bar"), at(B, active="foo bar", queued="sum"), at(C, active="x y")], B),
+    "unknown slots may serve, full ones not": (
+        SUMMARISE, [at(A, active="foo bar"), at(B, 40, 0.9, slots=None)], B),
+    "the best of the subset": (PickRequest(subset=frozenset((A, C))), [at(A, 9), at(B, 0), at(C, 4)], C),
+    "a partly known subset": (PickRequest(subset=frozenset((A, "10.9.9.9:1"))), [at(A, 9), at(B, 0)], A),
+    "health over queue": (PLAIN, [at(A, 0, healthy=False), at(B, 9)], B),
+    "drain over queue": (PLAIN, [at(A, 0, draining=True), at(B, 9)], B),
+    "the label selector over queue": (
+        ZONE_B, [at(A, 0, labels={"zone": "a"}), at(B, 9, labels={"zone": "b"}), at(C, 0)], B),
+})  # fmt: skip
 def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], expected: str) -> None:
     assert first(DEFAULT, pick, *endpoints) == expected
 
@@ -243,30 +204,16 @@ def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: s
     assert chosen == expected
 
 
-@pytest.mark.parametrize(
-    ("pick", "endpoints", "reasons"),
-    [
-        pytest.param(PLAIN, [], {}, id="no endpoint"),
-        pytest.param(
-            PickRequest(subset=frozenset()), [at(A)], {A: "not in the subset hint"}, id="the empty subset"
-        ),
-        pytest.param(
-            PickRequest(subset=frozenset((B,))),
-            [at(A)],
-            {A: "not in the subset hint"},
-            id="an unknown subset",
-        ),
-        pytest.param(
-            PLAIN,
-            [at(A, healthy=False), at(B, draining=True)],
-            {A: "unhealthy", B: "draining"},
-            id="all out",
-        ),
-        pytest.param(
-            PickRequest(selector={"zone": "b"}), [at(A)], {A: "label zone is not b"}, id="no such label"
-        ),
-    ],
-)
+OUTSIDE = {A: "not in the subset hint"}
+
+
+@cases("pick, endpoints, reasons", {
+    "no endpoint": (PLAIN, [], {}),
+    "the empty subset": (PickRequest(subset=frozenset()), [at(A)], OUTSIDE),
+    "an unknown subset": (PickRequest(subset=frozenset((B,))), [at(A)], OUTSIDE),
+    "all out": (PLAIN, [at(A, healthy=False), at(B, draining=True)], {A: "unhealthy", B: "draining"}),
+    "no such label": (ZONE_B, [at(A)], {A: "label zone is not b"}),
+})  # fmt: skip
 def test_hard_filters_leave_nobody_and_say_why(
     pick: PickRequest, endpoints: list[EndpointState], reasons: dict[str, str]
 ) -> None:
@@ -499,8 +446,4 @@ def test_a_refusal_says_who_was_out_and_why() -> None:
     labelled = (Endpoint("a", drained=True), Endpoint("b", labels={"gpu": "a10"}), Endpoint("c"))
     found = explained(pool(*labelled, subset=("a", "b"), selector={"gpu": "h100"}, candidates=""))
     assert (found.chosen, found.candidates) == ((), ())
-    assert found.excluded == {
-        "a": "draining",
-        "b": "label gpu is not h100",
-        "c": "not in the subset hint",
-    }
+    assert found.excluded == {"a": "draining", "b": "label gpu is not h100", "c": "not in the subset hint"}

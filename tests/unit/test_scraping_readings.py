@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
+from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +17,7 @@ from picker_fleet.endpoints.readings import (
     encode_reading,
 )
 from picker_fleet.endpoints.scraper import PROBE_S, REST_PROBE_S, IntervalPolicy, ScrapeCost
-from picker_fleet.endpoints.scraping import (
-    Assignment,
-    Scrapers,
-    assigned_replica,
-    scrapers_wanted,
-)
+from picker_fleet.endpoints.scraping import Assignment, Scrapers, assigned_replica, scrapers_wanted
 
 AMOUNTS = st.none() | st.floats(0, 1e12)
 NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_size=4)
@@ -96,14 +92,6 @@ def test_a_text_that_is_no_message_is_refused(text: str) -> None:
         decode_message(text, 0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def reading_at(scraped_ms: int, **more: object) -> EndpointMetrics:
     return dataclasses.replace(
         EndpointMetrics(scraped_ms, waiting=2.0, running=1.0, kv_utilisation=0.5, max_adapters=4), **more
@@ -112,7 +100,7 @@ def reading_at(scraped_ms: int, **more: object) -> EndpointMetrics:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -34,18 +34,6 @@ def signed(folder: Path, name: str, by: Pair) -> Pair:
     _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
     extensions = folder / f"{name}.ext"
     extensions.write_text(f"subjectAltName=DNS:{name},IP:127.0.0.1\n")
-    authority_files = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial")
-    _openssl(
-        "x509",
-        "-req",
-        "-in",
-        request,
-        *authority_files,
-        "-days",
-        "2",
-        "-extfile",
-        extensions,
-        "-out",
-        made.cert,
-    )
+    signer = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial")
+    _openssl("x509", "-req", "-in", request, *signer, "-days", "2", "-extfile", extensions, "-out", made.cert)
     return made

@@ -16,38 +16,20 @@ QUEUE, LOG = 4, 5
 def snapshot(flows: int = 3, **state: Any) -> dict[str, Any]:
     """A snapshot with `flows` flows; the last one has a hostile name."""
     names = [*(f"flow-{number}" for number in range(flows - 1)), HOSTILE]
+    flow = {
+        "band": "Default", "queued": 4, "oldest_s": 4.04, "weight": 1, "parked": False, "in_flight": None,
+        "served_cost_per_s": 1.5, "share": 0.5, "fair_share": 0.25,
+    }  # fmt: skip
+    pool = {
+        "pool": "default", "replica": "r-1", "degraded": False, "paused": False, "unit": "requests",
+        "stock": 8, "bounds": {"lower": 7.2, "watermark": 8, "upper": 8.8}, "queued": 12, "overdue": 2,
+        "drain_rate": 21.25, "guard_dispatches_total": 4,
+        "bands": [{"band": "Default", "queued": 12, "oldest_s": 4.04}],
+    }  # fmt: skip
     return {
         "at": 1_700_000_000.0,
-        "state": {
-            "pool": "default",
-            "replica": "r-1",
-            "degraded": False,
-            "paused": False,
-            "stock": 8,
-            "bounds": {"lower": 7.2, "watermark": 8, "upper": 8.8},
-            "unit": "requests",
-            "queued": 12,
-            "overdue": 2,
-            "drain_rate": 21.25,
-            "guard_dispatches_total": 4,
-            "bands": [{"band": "Default", "queued": 12, "oldest_s": 4.04}],
-            **state,
-        },
-        "flows": [
-            {
-                "flow": name,
-                "band": "Default",
-                "queued": 4,
-                "oldest_s": 4.04,
-                "weight": 1,
-                "parked": False,
-                "in_flight": None,
-                "served_cost_per_s": 1.5,
-                "share": 0.5,
-                "fair_share": 0.25,
-            }
-            for name in names
-        ],
+        "state": {**pool, **state},
+        "flows": [{"flow": name, **flow} for name in names],
         "flows_total": 1000,
         "workloads": [],
         "workloads_total": 0,
@@ -61,41 +43,29 @@ def snapshot(flows: int = 3, **state: Any) -> dict[str, Any]:
 
 def page(count: int = 30, total: int = 100_000, next_cursor: str | None = "next") -> QueuePage:
     """A page of the queue; its last request has a hostile flow and id."""
+    request = {
+        "band": "Default", "age_s": 3.04, "deadline_in_s": 26.96, "cost": 1.0, "workload": "chat",
+        "score": {"total": 0.254}, "owner": "r-77a0",
+    }  # fmt: skip
     requests = [
         {
-            "id": f"4f1d9c00-0000-4000-8000-{number:012}",
-            "flow": f"flow-{number}",
-            "band": "Default",
-            "position": number + 1,
-            "age_s": 3.04,
-            "deadline_in_s": 26.96,
-            "overdue": number == 0,
-            "cost": 1.0,
-            "workload": "chat",
-            "score": {"total": 0.254},
-            "owner": "r-77a0",
+            "id": f"4f1d9c00-0000-4000-8000-{number:012}", "flow": f"flow-{number}", "position": number + 1,
+            "overdue": number == 0, **request,
         }
         for number in range(count)
-    ]
+    ]  # fmt: skip
     if requests:
         requests[-1] |= {"id": HOSTILE, "flow": HOSTILE}
     return QueuePage("", tuple(requests), total, next_cursor)
 
 
 def entry(number: int) -> dict[str, Any]:
+    """An entry of the decision log."""
     return {
-        "seq": number,
-        "at": 1_700_000_000.25 + number,
-        "event": "expired" if number % 2 else "placed",
-        "request": f"request-{number}",
-        "flow": f"flow-{number}",
-        "band": "Default",
-        "endpoint": "10.0.0.1:8000",
-        "stock": 8.0,
-        "queued": number,
-        "by": "turn",
-        "note": "0.25",
-    }
+        "seq": number, "at": 1_700_000_000.25 + number, "event": "expired" if number % 2 else "placed",
+        "request": f"request-{number}", "flow": f"flow-{number}", "band": "Default",
+        "endpoint": "10.0.0.1:8000", "stock": 8.0, "queued": number, "by": "turn", "note": "0.25",
+    }  # fmt: skip
 
 
 def history(count: int = 300, start: float = 1_700_000_000.0) -> tuple[StockSample, ...]:

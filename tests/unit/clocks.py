@@ -1,0 +1,13 @@
+"""Clocks that tests set."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Clock:
+    """A clock in seconds that stands until a test moves it."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

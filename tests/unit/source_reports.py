@@ -1,0 +1,38 @@
+"""A source of endpoints that is followed, and what it logs."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from picker_fleet.endpoints.discovery import Source
+from picker_fleet.request import Endpoint
+
+
+@asynccontextmanager
+async def watching(source: Source, report: Callable[[tuple[Endpoint, ...]], None]) -> AsyncIterator[None]:
+    """`source` reports its lists until the block ends."""
+    task = asyncio.create_task(source.watch(report))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+
+class Lines(logging.Handler):
+    """Receives the log; `saying` waits for a line with a text in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put_nowait(record.getMessage())
+
+    async def saying(self, text: str) -> str:
+        async with asyncio.timeout(20):
+            while text not in (line := await self._lines.get()):
+                pass
+        return line
