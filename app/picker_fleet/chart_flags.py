@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace) -> bool:
-    """Whether the replica is in a gateway's seat."""
+    """Whether the flags make this replica the picker of an inference gateway."""
     return args.pool_name is not None
 
 

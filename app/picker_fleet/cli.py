@@ -99,8 +99,8 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module `name`. What modules make stays, so nothing looks for garbage in it: that would take a third
-    of a start.
+    """The module `name`, imported without the garbage collector, which would take a third of a start: what
+    modules make is not garbage.
     """
     gc.disable()
     try:

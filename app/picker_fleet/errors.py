@@ -154,15 +154,15 @@ class TotalCapacity(Dropped, code="total_capacity"):
 
 
 class BandCapacity(Dropped, code="band_capacity"):
-    """As many requests wait in its band as may."""
+    """As many requests wait in its band as its capacity allows."""
 
 
 class TooManyFlows(Dropped, code="too_many_flows"):
-    """Its flow is new, and its source has begun as many as it may, or as many wait as may in all."""
+    """Its flow is new, and its address has begun too many flows, or too many flows wait in all."""
 
 
 class InsufficientFlowCapacity(Dropped, code="insufficient_flow_capacity"):
-    """ErrInsufficientFlowCapacity: this flow's part of the queue is in use."""
+    """ErrInsufficientFlowCapacity: this flow's capacity in the queue is in use."""
 
 
 class ExpiredTtl(Dropped, code="expired_ttl", reason="rejected-ttl-expired"):

@@ -63,7 +63,7 @@ from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
-_GOODBYE_S = 1.0  # for the last words to Redis and to a collector of traces
+_GOODBYE_S = 1.0  # for the last calls to Redis and to a trace collector
 
 _log = logging.getLogger(__name__)
 

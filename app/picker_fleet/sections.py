@@ -116,8 +116,8 @@ class ExtProc(Section):
     transport: Literal["native", "grpcio"] = "native"  # what carries gRPC (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
     max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
-    body_timeout: Duration = Field(60.0, gt=0)  # for all of a body to come, its wait in the queue apart
-    # Headers that steer and that Envoy sets or has checked; the others of their kind are passed over.
+    body_timeout: Duration = Field(60.0, gt=0)  # for a whole body to arrive, without its wait in the queue
+    # Steering headers that Envoy sets or has checked; other steering headers are ignored.
     trusted_headers: tuple[TrustedHeader, ...] = ()
     # Of the metadata that names the picked endpoint (spec 002), and of that by which Envoy says who served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
@@ -148,7 +148,7 @@ class Http(Section):
 
     listen: HostPort | None = None
     tls: Tls | None = None
-    # A request that was checked by headers is counted no longer, if nobody settles it.
+    # How long a request that was checked by headers counts if nobody settles it.
     longest_request: Duration = Field(600.0, ge=1)
 
 
@@ -597,4 +597,6 @@ class Tracing(Section):
 
     enabled: Flag = False
     endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
-    sample: Number = Field(0.1, ge=0, le=1)  # of requests without a traceparent; others bring its word
+    sample: Number = Field(
+        0.1, ge=0, le=1
+    )  # of requests without a traceparent; others are sampled by theirs

@@ -304,8 +304,8 @@ def test_service_counts_for_ten_whole_seconds() -> None:
     # The present second does not count yet.
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
     report = {
-        "priorities": [[0, 5.0], [1, 4.0]],
-        "flows": [[0, "a", 5.0], [1, "a", 3.0], [1, "b", 1.0]],
+        "priorities": [(0, 5.0), (1, 4.0)],
+        "flows": [(0, "a", 5.0), (1, "a", 3.0), (1, "b", 1.0)],
         "cut": False,
     }
     clock.now_s = 1.5
@@ -328,7 +328,7 @@ def test_only_the_busiest_flows_are_told_of_and_bands_of_all() -> None:
     clock.now_s += 1
     report = meter.report()
     # The list is cut and says so; the band has everything.
-    assert report["flows"][0] == [2, "flow-77", 11.0]
+    assert report["flows"][0] == (2, "flow-77", 11.0)
     assert (len(report["flows"]), report["cut"]) == (200, True)
-    assert report["priorities"] == [[2, 7010.0]]
+    assert report["priorities"] == [(2, 7010.0)]
     assert (len(long.report()["flows"]), long.report()["cut"]) == (10, True)

@@ -21,7 +21,7 @@ import orjson
 
 from picker_fleet.admission.shared_gate import METER_WINDOW_S
 from picker_fleet.errors import StateFault
-from picker_fleet.state.reads import CHUNK, PARKED, FlowQueuePage, FlowQueueRow, ReplicaRow, group_of
+from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueRow, ReplicaRow, group_of
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
@@ -169,11 +169,11 @@ _NONE_WAITS = BandQueues()
 def total(totals: Iterable[tuple[int, int]], priority: int | None = None) -> int:
     """Flow queues of all groups, or of those of one band."""
     group = None if priority is None else group_of(priority)
-    return sum(count for each, count in totals if group is None or each % PARKED == group)
+    return sum(count for each, count in totals if group is None or each % THROTTLED == group)
 
 
 def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
-    """By priority each band's flow queues, then its parked ones; `queues` are in dispatch order."""
+    """By priority each band's flow queues, then its throttled ones; `queues` are in dispatch order."""
     bands: dict[int, list[FlowQueueRow]] = {}
     for _, group in itertools.groupby(queues, _GROUP):
         found = list(group)

@@ -293,7 +293,7 @@ class Flow(_Open):
 
 
 class Flows(_Open):
-    """A page of flows: band by band by start tag, then the parked ones."""
+    """A page of flows: band by band by start tag, then the throttled ones."""
 
     model_config = _example({"flows": [_FLOW], "total": 1, "cursor": EXAMPLE_CURSORS["flows"]})
 

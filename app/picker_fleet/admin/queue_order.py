@@ -121,7 +121,7 @@ def _obstacle(found: RequestStatus, state: PoolState, claim_share: float) -> str
         return "dispatching is paused"
     if not state.ready_backends:
         return "no endpoint is ready"
-    if queue is not None and queue.parked:
+    if queue is not None and queue.throttled:
         text = "the endpoints its flow's next request may go to are at their limits"
         if entry.limit:
             text = f"its flow is at its limit of {entry.limit} in flight on each endpoint, or {text}"

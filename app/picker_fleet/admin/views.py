@@ -52,7 +52,7 @@ _ORDER_IN_FLOW = {
 
 
 class BadBand(BadRequest):
-    """A band that there is not."""
+    """No band has this name or priority."""
 
     status = 422
     code = "bad_band"
@@ -487,7 +487,7 @@ def _flow(
         oldest_s=queue.oldest_s,
         start_tag=queue.start,
         weight=queue.weight,
-        parked=queue.parked,
+        parked=queue.throttled,
         in_flight=queue.in_flight,
         served_cost_per_s=served,
         share=None if served is None or not all_served else min(served / all_served, 1.0),

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -268,7 +268,7 @@ class SharedGate:
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
     def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> Decision:
-        """`verdict`; the chooser learns what became of `choice`. Every refusal is raised."""
+        """Report to the chooser what became of `choice`. Returns `verdict`; every refusal is raised."""
         if verdict.status == "placed":
             self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.loads)
             return verdict
@@ -408,7 +408,7 @@ class SharedGate:
         return Placement(endpoints, token, attempt, self._chooser.session_token(endpoints[0]))
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # Without its token: a place that is lost may be another's, and restored would be one too many (G1).
+        # Without its token, so that nothing is restored: another request may have got a lost place (G1).
         return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
@@ -538,6 +538,14 @@ class RecentlyRunning:
         return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
 
 
+class ServiceReport(TypedDict):
+    """The service of the last ten whole seconds, as the replica info carries it (docs/redis-schema.md)."""
+
+    priorities: list[tuple[int, float]]  # priority and cost of each band
+    flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
+    cut: bool  # there are more flows
+
+
 class ServiceMeter:
     """Costs of placed requests by band and flow. Recording one is a dictionary entry; memory is bounded.
 
@@ -547,7 +555,7 @@ class ServiceMeter:
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, dict[str, Any]] = (-1, {})  # in which second, and what
+        self._reported: tuple[int, ServiceReport] | None = None  # in which second, and what
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
@@ -560,18 +568,14 @@ class ServiceMeter:
         if key in flows or len(flows) < _MAX_METERED_FLOWS:
             flows[key] = flows.get(key, 0.0) + cost
 
-    def report(self) -> dict[str, Any]:
-        """`priorities`: [priority, cost] of each band; `flows`: [priority, flow, cost] of the busiest; `cut`:
-        there are more.
-
-        Added up once a second, however often it is asked for. Not to be changed.
-        """
+    def report(self) -> ServiceReport:
+        """Added up once a second, however often it is asked for. Not to be changed."""
         second = int(self._clock_s())
-        if self._reported[0] != second:
+        if self._reported is None or self._reported[0] != second:
             self._reported = second, self._add_up(second)
         return self._reported[1]
 
-    def _add_up(self, second: int) -> dict[str, Any]:
+    def _add_up(self, second: int) -> ServiceReport:
         self._forget(second)
         bands: Counter[int] = Counter()
         flows: Counter[tuple[int, str]] = Counter()
@@ -579,14 +583,16 @@ class ServiceMeter:
             if begun != second:
                 flows.update(costs)
                 bands.update(totals)
-        listed: list[list[object]] = []
+        listed: list[tuple[int, str, float]] = []
         room = _MAX_LISTED_BYTES
         for (priority, flow), cost in flows.most_common(_MAX_LISTED):
             room -= len(flow) + 16
             if room < 0:
                 break
-            listed.append([priority, flow, round(cost, 3)])
-        of_bands = [[priority, round(cost, 3)] for priority, cost in sorted(bands.items())]
+            listed.append((priority, flow, round(cost, 3)))
+        of_bands: list[tuple[int, float]] = [
+            (priority, round(cost, 3)) for priority, cost in sorted(bands.items())
+        ]
         return {"priorities": of_bands, "flows": listed, "cut": len(listed) < len(flows)}
 
     def _forget(self, second: int) -> None:

@@ -230,7 +230,7 @@ class Connection:
         return page
 
     async def probe(self) -> None:
-        """Wait, without end, for any answer: it shows that the server takes its turns.
+        """Wait, without end, for any answer: it shows that the server still runs.
 
         Raises:
             FetchError: no connection, or an answer too large or cut short.

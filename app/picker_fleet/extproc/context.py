@@ -75,7 +75,7 @@ class ByPool(Generic[_Each]):
         return self._unknown
 
     def where(self, default: str) -> "ByPool[_Each]":
-        """The same where `default` is the pool that is meant if none is named; '' for the one that is now."""
+        """The same, with `default` as the pool of requests that name none; '' keeps the present one."""
         each = {name.decode(): thing for name, thing in self._each.items()}
         return ByPool(each, default, self._unknown)
 
@@ -148,7 +148,7 @@ class _PoolBudget(BodyBudget):
 
 def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
     """What each of `pools` may hold: of several, half of `limit_bytes` in equal parts of their own, and what
-    the others leave of the rest. So none can take from another what that needs to go on.
+    the others leave of the rest. So no pool can take what another one needs to go on.
     """
     if len(pools) == 1:
         return {name: BodyBudget(limit_bytes) for name in pools}

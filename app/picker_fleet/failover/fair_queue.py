@@ -36,7 +36,7 @@ from picker_fleet.bands import Bands
 
 NEWCOMERS = 100
 GUARD_LOOKS_AT = 16  # of the most overdue: the flow queues of those before may be throttled
-_WHOLE_CREDIT = 1 - 1e-9  # ten tenths are not quite one
+_WHOLE_CREDIT = 1 - 1e-9  # of 1: the sum of ten times 0.1 is slightly less
 _RELAXED = 0.9  # of the capacity; below it, preemptions are forgotten
 
 
@@ -393,7 +393,7 @@ class FairQueue(Generic[R]):
         self._queued += 1
 
     def activate(self, band: BandQueue[R], name: str, tag: float) -> None:
-        """A flow queue takes turns from now on. A band that had none has no claim to the turns it missed."""
+        """A flow queue takes turns from now on. A band that had none does not catch up on turns it missed."""
         if not band.turns:
             band.tag = max(band.tag, self.bv)
         band.queues[name].tag = tag
@@ -421,7 +421,7 @@ class FairQueue(Generic[R]):
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """From now on the guard may serve r; those of one ms as they arrived."""
+        """From now on the guard may serve r; requests of one ms in the order of their arrival."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:
@@ -479,7 +479,7 @@ class FairQueue(Generic[R]):
             del band.queues[r.flow_queue]
 
     def forget_finish_tags(self, at_rest: bool) -> None:
-        """Forget those at or below v, which say nothing. `at_rest` nothing runs: no flow has a claim."""
+        """Forget tags at or below v, which have no effect. `at_rest`: nothing runs, so none owes anything."""
         for band in self.bands.values():
             if at_rest:
                 band.v = max([band.v, *band.finish.values()])

@@ -61,14 +61,14 @@ class FailoverState(enum.Enum):
     | state     | event         | next      | what is done                                                   |
     |-----------|---------------|-----------|----------------------------------------------------------------|
     | SHARED    | REDIS_LOST    | LOCAL     | an `Outage` begins; waiting requests move to its queue         |
-    | LOCAL     | REDIS_ANSWERS | RESYNCING | Redis is told of the ends; once the other replicas have told   |
-    |           |               |           | theirs, it is told of the requests that run                    |
+    | LOCAL     | REDIS_ANSWERS | RESYNCING | the ends are reported to Redis; once the other replicas have   |
+    |           |               |           | reported theirs, the running requests are reported             |
     | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's part                   |
     | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
 
     LOCAL admits what the budget allows. RESYNCING needs both the budget and Redis for each request. Ends are
-    told to Redis while RESYNCING and again at its end, because another replica may have restored a request
-    whose end it had not received. Any other event changes nothing.
+    reported to Redis while RESYNCING and again at its end, because another replica may have restored a
+    request whose end it had not received. Any other event changes nothing.
     """
 
     SHARED = "shared"
@@ -375,7 +375,7 @@ class FailoverGate:
         if outage is None or outage.resync_attempted or self._state is not _LOCAL:
             return None
         if self._clock() - max(self._peers.left_s, self._joined_s) < unseen_s(self._report_s):
-            return None  # what a replica had placed that has left gives a sign of life to another one first
+            return None  # the requests of a replica that left may not have given a sign of life elsewhere yet
         running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 

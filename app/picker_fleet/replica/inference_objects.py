@@ -350,8 +350,8 @@ class InferenceObjects:
     async def _judge_of_others(
         self, api: Api, present: Mapping[tuple[str, str], tuple[str, Objective | Rewrite]]
     ) -> None:
-        """Objects of another pool are that pool's picker's to judge, unless there is no such pool. Looked at
-        once for each version: the pool may come later, and its picker with it."""
+        """Report faults of objects of other pools if their pool does not exist; else its own picker does it.
+        Each version is looked at once: the pool may be created later, with a picker of its own."""
         exists: dict[str, bool | None] = {}  # each pool is asked for once; None: no answer
         for (path, name), (condition, item) in present.items():
             pool, generation = item.spec.pool_ref.name, item.metadata.generation

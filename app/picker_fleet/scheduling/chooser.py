@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
 
-# Candidates with scores for the script; more would cost it more than they gain. Of a sample, where picks
-# differ in their candidates, each costs it more.
+# Candidates with scores for the script: more would cost it more than they gain. In a sample fewer, since
+# picks then differ in their candidates, and each costs the script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
-_DRAWS = 32  # choices that requests alike share, drawn one by one: ties are in another order in each
+_DRAWS = 32  # choices that similar requests share; each has its ties in another order
 _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"

@@ -18,7 +18,7 @@ from picker_fleet.state.schema import VIEW_LIMIT
 
 CHUNK = VIEW_LIMIT  # rows a call
 MAX_REPLICAS = 256
-PARKED = 2**32  # added to the group of a flow queue while it is throttled
+THROTTLED = 2**32  # added to the group of a flow queue while it is throttled
 _MAX_SCANS = 10  # calls for one page of workloads
 _SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
 _POLL_S = 0.02  # while another replica reads
@@ -32,7 +32,7 @@ class FlowQueueRow(NamedTuple):
     named tuples: a thousand are made in the event loop that decides, and a frozen dataclass takes three
     times as long."""
 
-    group: int  # of its band, the highest first; plus PARKED while its flow is at its limit
+    group: int  # of its band, the highest first; plus THROTTLED while its flow is at its limit
     name: str
     start: float  # start tag
     queued: int
@@ -44,15 +44,15 @@ class FlowQueueRow(NamedTuple):
     @property
     def priority(self) -> int:
         """Of its band."""
-        return MOST_PRIORITY - self.group % PARKED
+        return MOST_PRIORITY - self.group % THROTTLED
 
     @property
     def order_key(self) -> tuple[int, float, bytes]:
         return self.group, self.start, self.name.encode()
 
     @property
-    def parked(self) -> bool:
-        return self.group >= PARKED
+    def throttled(self) -> bool:
+        return self.group >= THROTTLED
 
 
 class Score(NamedTuple):
@@ -96,7 +96,7 @@ class WorkloadRow(NamedTuple):
 
 def group_of(priority: int, throttled: bool = False) -> int:
     """Orders flow queues: band by band, the highest first, then the throttled ones alike."""
-    return MOST_PRIORITY - priority + PARKED * throttled
+    return MOST_PRIORITY - priority + THROTTLED * throttled
 
 
 def flow_queue_row(row: str, now_us: float) -> FlowQueueRow:
@@ -226,8 +226,8 @@ class Reads:
             tag, name = behind or ("", "")
             now, counts, *page = await self._client.call(
                 "view_flows",
-                group // PARKED,
-                MOST_PRIORITY - group % PARKED,
+                group // THROTTLED,
+                MOST_PRIORITY - group % THROTTLED,
                 tag,
                 name,
                 wanted,
@@ -340,7 +340,7 @@ class Reads:
 
 def _each_once(queues: list[FlowQueueRow]) -> list[FlowQueueRow]:
     """In their order. A queue that moved while they were read was read twice; its last position counts."""
-    last = {(group % PARKED, name): at for at, (group, name, *_) in enumerate(queues)}
+    last = {(group % THROTTLED, name): at for at, (group, name, *_) in enumerate(queues)}
     return queues if len(last) == len(queues) else [queues[at] for at in sorted(last.values())]
 
 

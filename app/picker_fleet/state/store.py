@@ -38,7 +38,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The reply to a heartbeat. `epoch` identifies one life of the shared state; 0 while it is unknown."""
+    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0 while it is unknown."""
 
     epoch: str
     was_known: bool
@@ -249,7 +249,7 @@ class Store:
         )
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
-        """Tell that this replica lives. `about` is its replica info, JSON; '': as in its last heartbeat."""
+        """Report that this replica is alive. `about` is its replica info, JSON; '': the same as last time."""
         signing = self._signing
         reply = await self._client.call(
             "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer(), *self._now_at_least()
@@ -268,8 +268,7 @@ class Store:
         )  # fmt: skip
 
     def _now_at_least(self) -> tuple[str, ...]:
-        """The last epoch known, and what its clock shows by now at least (µs); empty before the first
-        heartbeat."""
+        """The last epoch known, and a lower bound of its clock now (µs); empty before the first heartbeat."""
         if self._redis_clock is None:
             return ()
         epoch, now_us, read_s = self._redis_clock
