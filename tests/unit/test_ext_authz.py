@@ -290,6 +290,24 @@ def test_the_next_request_may_come_at_once() -> None:
     assert uvloop.run(main()) == 500
 
 
+async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait() -> None:
+    async with staged() as stage:
+        token = await placed(stage)
+        stage.gate.open.clear()
+        waiting = await stage.connect()
+        waiting.send(check())
+        await until(lambda: stage.context.drain_gate.waiting == 1)
+        stage.context.drain_gate.close()
+        for ask in (check(), by_headers(), check("/v1/models", b"", "GET")):
+            late = await stage.connect()
+            late.send(ask)
+            assert await late.ended() == b""
+        assert stage.context.open_requests.count == 1
+        stage.gate.open.set()
+        assert (await waiting.reply()).status == 200
+        assert (await stage.ask(settled(token))).status == 200
+
+
 @pytest.mark.parametrize("apart", [True, False])
 async def test_a_second_request_before_the_answer_ends_the_connection(apart: bool) -> None:
     async with staged() as stage:

@@ -274,12 +274,15 @@ class _Connection(asyncio.Protocol):
         elif url == SETTLE_PATH and method == b"POST":
             self._context.open_requests.ended()
             self._settle(keep=keep)
-        elif url == PREFIX or url.startswith(PREFIX + b"/"):
-            self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
-            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
-        else:
+        elif url != PREFIX and not url.startswith(PREFIX + b"/"):
             self._arriving = True
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
+        elif self._context.drain_gate.closed:
+            self._context.open_requests.ended()
+            self.close()  # no answer says that nothing was done, so the proxy asks another replica
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
+            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
 
     def _fail(self, error: RequestError) -> None:
         self._failed = error

@@ -392,6 +392,11 @@ class DrainGate:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._closed
+
     def close(self) -> None:
         """Refuse every request that is not waiting yet."""
         self._closed = True
