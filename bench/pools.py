@@ -13,28 +13,24 @@ more than `_LATE_S` is repeated, in each condition alike: then somebody else had
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any
 
-import httptools
 import uvloop
 
 from bench.rig.fleet import picker_up
-from bench.rig.load import MODEL
+from bench.rig.http import Client, ModelServer, model_server
 from bench.rig.machine import describe_machine
 from bench.rig.page import percentile, table
 from picker_fleet.errors import StartupError
-from picker_tools.local_fleet.network import LOOPBACK
 
 CALM, FLOODED = "calm", "flooded"
 CONDITIONS = ("no flood", "flood of the other pool", "flood of another fleet")
@@ -45,66 +41,6 @@ _SETTLE_S = 1.0  # of a turn, before it is measured
 _QUIET_S = 0.3  # between turns, after the flood's last answer
 _TICK_S, _LATE_S = 0.005, 0.03
 _REPEATS = 3
-_ASK = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
-_ANSWER = json.dumps(
-    {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
-).encode()
-
-
-class ModelServer(asyncio.Protocol):
-    """Serves one connection: a completion takes `served_s`, all else nothing."""
-
-    def __init__(self, served_s: float) -> None:
-        self._served_s, self._path = served_s, b""
-        self._parser = httptools.HttpRequestParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_url(self, url: bytes) -> None:
-        self._path = url
-
-    def on_message_complete(self) -> None:
-        if self._path == b"/v1/completions":
-            asyncio.get_running_loop().call_later(self._served_s, self._answer, _ANSWER)
-        else:
-            self._answer(b"")
-
-    def _answer(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self._transport.write(head % len(body) + body)
-
-
-class Client(asyncio.Protocol):
-    """One connection, a request at a time."""
-
-    def __init__(self) -> None:
-        self._answered: asyncio.Future[int] | None = None
-        self._parser = httptools.HttpResponseParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_complete(self) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(self._parser.get_status_code())
-        self._parser = httptools.HttpResponseParser(self)
-
-    def connection_lost(self, fault: Exception | None) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(ConnectionError("Envoy closed a connection"))
-
-    async def ask(self, request: bytes) -> int:
-        """The status of its answer."""
-        self._answered = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return await self._answered
 
 
 @dataclass
@@ -119,10 +55,8 @@ class Turn:
 
 async def load(url: str, pool: str, per_s: float, seconds: float) -> Turn:
     """Send `per_s` requests a second to `pool` for so long, and wait for all answers."""
-    at, loop, turn = urlsplit(url), asyncio.get_running_loop(), Turn()
     idle: list[Client] = []
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {pool}\r\ncontent-type: application/json\r\n"
-    request = f"{head}content-length: {len(_ASK)}\r\n\r\n".encode() + _ASK
+    turn = Turn()
     began_s = time.perf_counter()  # uvloop's own clock counts milliseconds
 
     async def tick() -> None:
@@ -132,11 +66,8 @@ async def load(url: str, pool: str, per_s: float, seconds: float) -> Turn:
             turn.late_s = max(turn.late_s, time.perf_counter() - due_s)
 
     async def one(due_s: float) -> None:
-        if idle:
-            client = idle.pop()
-        else:
-            _, client = await loop.create_connection(Client, at.hostname, at.port)
-        turn.statuses[await client.ask(request)] += 1
+        client = idle.pop() if idle else await Client.connected(url)
+        turn.statuses[await client.ask(pool)] += 1
         if due_s >= began_s + _SETTLE_S:
             turn.latencies_s.append(time.perf_counter() - due_s)
         idle.append(client)
@@ -150,22 +81,20 @@ async def load(url: str, pool: str, per_s: float, seconds: float) -> Turn:
             tasks.create_task(one(due_s))
     clock.cancel()
     for client in idle:
-        client.transport.close()
+        client.close()
     return turn
 
 
-@contextlib.asynccontextmanager
-async def model_server(served_s: float) -> AsyncIterator[str]:
-    server = await asyncio.get_running_loop().create_server(lambda: ModelServer(served_s), LOOPBACK, 0)
-    async with server:
-        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
+def serving(served_s: float) -> contextlib.AbstractAsyncContextManager[str]:
+    """A model server whose completions take `served_s` each."""
+    return model_server(lambda: ModelServer(lambda: served_s))
 
 
 def flood(pipe: Connection) -> None:
     """The flood's process: tells its model server's address, then floods as often as it is told."""
 
     async def work() -> None:
-        async with model_server(_FLOODED_SERVED_S) as address:
+        async with serving(_FLOODED_SERVED_S) as address:
             pipe.send(address)
             while (asked := await asyncio.to_thread(pipe.recv)) is not None:
                 turn = await load(*asked)
@@ -218,7 +147,7 @@ async def measure(replicas: int, rounds: int, seconds: float, times: float) -> F
     found = Found()
     options = ("--replicas", str(replicas), "--endpoints", "0", "--no-restart")
     with flooder() as pipe:
-        async with model_server(_CALM_SERVED_S) as calm:
+        async with serving(_CALM_SERVED_S) as calm:
             tree = config({CALM: calm, FLOODED: await asyncio.to_thread(pipe.recv)})
             async with picker_up(tree, *options) as both, picker_up(tree, *options) as other:
                 flooded_urls = {CONDITIONS[1]: both.url, CONDITIONS[2]: other.url}
@@ -249,19 +178,10 @@ def rows(replicas: int, found: Found) -> list[list[str]]:
         p99 = [percentile(turn.latencies_s, 0.99) for turn in turns]
         ratio = statistics.median(own / none for own, none in zip(p99, quiet, strict=True))
         statuses = sum((turn.statuses for turn in turns), Counter[int]())
-        flooded = found.flooded[name]
-        lines.append(
-            [
-                str(replicas),
-                name,
-                *(f"{percentile(every, share) * 1000:.1f}" for share in (0.5, 0.9, 0.99)),
-                f"{statistics.median(p99) * 1000:.1f}",
-                f"{ratio:.2f}",
-                f"{found.repeated[name]}",
-                _told(statuses),
-                _told(flooded) or "–",
-            ]
-        )
+        quantiles = (f"{percentile(every, share) * 1000:.1f}" for share in (0.5, 0.9, 0.99))
+        figures = [f"{statistics.median(p99) * 1000:.1f}", f"{ratio:.2f}", f"{found.repeated[name]}"]
+        told = [_told(statuses), _told(found.flooded[name]) or "–"]
+        lines.append([str(replicas), name, *quantiles, *figures, *told])
     return lines
 
 
@@ -270,17 +190,9 @@ def _told(statuses: Counter[int]) -> str:
 
 
 HEAD = (
-    "replicas",
-    "condition",
-    "p50, ms",
-    "p90, ms",
-    "p99, ms",
-    "p99 of a turn, ms",
-    "ratio to no flood",
-    "turns repeated",
-    "answers",
-    "the flood's answers",
-)
+    "replicas", "condition", "p50, ms", "p90, ms", "p99, ms", "p99 of a turn, ms", "ratio to no flood",
+    "turns repeated", "answers", "the flood's answers",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ The client and the model server are in this process: one clock times both. Write
 import argparse
 import asyncio
 import contextlib
-import json
+import itertools
 import multiprocessing
 import os
 import random
@@ -16,21 +16,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
-from urllib.parse import urlsplit
 
-import httptools
 import uvloop
 
 from bench.overhead.stack import Variant, stack
-from bench.rig.load import MODEL
+from bench.rig.http import Client, ModelServer, model_server
 from bench.rig.machine import describe_machine
 from bench.rig.page import percentile, table
 from picker_fleet.errors import PickerError
-from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import MODES
 
 _PLACES = 4
@@ -42,10 +38,6 @@ _REFILLS = 500
 _WARM_UP = 40
 _LIMIT_S = 60.0
 _P50_LIMIT, _P99_LIMIT = 1.5, 3.0
-_ANSWER = json.dumps(
-    {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
-).encode()
-_BODY = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
 
 
 @dataclass(slots=True)
@@ -60,84 +52,43 @@ class Times:
     on_the_way_us: list[int] = field(default_factory=list)
 
 
-class _ModelServer(asyncio.Protocol):
-    """Serves one connection of Envoy's, or of a replica that asks for health or metrics."""
+class _ModelServer(ModelServer):
+    """Notes when requests come and end."""
 
     def __init__(self, times: Times) -> None:
-        self._times, self._path, self._id = times, b"", b""
-        self._parser = httptools.HttpRequestParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().__init__(lambda: random.uniform(*times.served_s))
+        self._times, self._id = times, b""
 
     def data_received(self, data: bytes) -> None:
         self._began_us = _now_us()
-        self._parser.feed_data(data)
-
-    def on_url(self, url: bytes) -> None:
-        self._path = url
+        super().data_received(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-sent":
             self._id = value
 
-    def on_message_complete(self) -> None:
-        if self._path != b"/v1/completions":
-            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-            return
+    def arrived(self) -> None:
         times = self._times
         times.arrived_us.append(self._began_us)
         times.on_the_way_us.append(self._began_us - times.sent_us.pop(self._id, self._began_us))
-        asyncio.get_running_loop().call_later(random.uniform(*times.served_s), self._end)
 
-    def _end(self) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self._transport.write(head % len(_ANSWER) + _ANSWER)
+    def ended(self) -> None:
         self._times.ended_us.append(_now_us())
 
 
-class _Client(asyncio.Protocol):
-    """Sends one request after the other until `stop`."""
-
-    def __init__(self, times: Times, number: int) -> None:
-        self._times, self._number, self._count = times, number, 0
-        self.stopped = asyncio.get_running_loop().create_future()
-        self._stop = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._parser = httptools.HttpResponseParser(self)
-        self._send()
-
-    def connection_lost(self, fault: Exception | None) -> None:
-        if not self.stopped.done():
-            self.stopped.set_exception(ConnectionError("Envoy closed a connection"))
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status != 200 and not self.stopped.done():
-            self.stopped.set_exception(ConnectionError(f"status {status}"))
-        elif self._stop and not self.stopped.done():
-            self.stopped.set_result(None)
-        else:
-            asyncio.get_running_loop().call_later(random.uniform(*_PAUSE_S), self._send)
-
-    def stop(self) -> None:
-        """No further request; `stopped` is done with the last answer."""
-        self._stop = True
-
-    def _send(self) -> None:
-        self._count += 1
-        name = b"%d-%d" % (self._number, self._count)
-        self._times.sent_us[name] = _now_us()
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-            b"x-gateway-inference-fairness-id: flow-%d\r\nx-sent: %s\r\ncontent-length: %d\r\n\r\n"
+async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
+    """Send one request after the other until `stop`. ConnectionError if one is not answered with 200."""
+    for count in itertools.count():
+        name = f"{number}-{count}"
+        times.sent_us[name.encode()] = _now_us()
+        status = await client.ask(
+            "bench", f"x-gateway-inference-fairness-id: flow-{number % 4}", f"x-sent: {name}"
         )
-        self._transport.write(head % (self._number % 4, name, len(_BODY)) + _BODY)
+        if status != 200:
+            raise ConnectionError(f"status {status}")
+        if stop.is_set():
+            return
+        await asyncio.sleep(random.uniform(*_PAUSE_S))
 
 
 def _now_us() -> int:
@@ -146,23 +97,16 @@ def _now_us() -> int:
 
 async def _load(url: str, times: Times, connections: int, requests: int) -> None:
     """Send until `requests` more have ended."""
-    at, loop = urlsplit(url), asyncio.get_running_loop()
-    target = len(times.ended_us) + requests
-    clients = []
-    for number in range(connections):
-        _, client = await loop.create_connection(lambda n=number: _Client(times, n), at.hostname, at.port)
-        clients.append(client)
-    async with asyncio.timeout(_LIMIT_S):
-        while len(times.ended_us) < target:
+    target, stop = len(times.ended_us) + requests, asyncio.Event()
+    clients = [await Client.connected(url) for _ in range(connections)]
+    async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
+        for number, client in enumerate(clients):
+            tasks.create_task(_ask_on(client, times, number, stop))
+        while len(times.ended_us) < target:  # noqa: ASYNC110 - the model servers notify nobody of it
             await asyncio.sleep(0.02)
-            for client in clients:
-                if client.stopped.done():
-                    client.stopped.result()
-        for client in clients:
-            client.stop()
-        await asyncio.gather(*(client.stopped for client in clients))
+        stop.set()
     for client in clients:
-        client._transport.close()
+        client.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +132,6 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
         pairs = zip(times.ended_us[: _REFILLS - _PLACES], times.arrived_us[_PLACES:], strict=False)
         refill_us = [arrived - ended for ended, arrived in pairs][_WARM_UP:]
     return Reading(way_us, refill_us)
-
-
-@contextlib.asynccontextmanager
-async def _model_server(times: Times) -> AsyncIterator[str]:
-    server = await asyncio.get_running_loop().create_server(lambda: _ModelServer(times), LOOPBACK, 0)
-    async with server:
-        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
 
 
 def _spin() -> None:
@@ -230,7 +167,10 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
             print(f"round {number + 1} of {rounds}: {variant.name}", file=sys.stderr)
             times = Times()
             with tempfile.TemporaryDirectory(prefix="picker-refill-") as folder:
-                async with _model_server(times) as address, stack(variant, [address], Path(folder)) as it:
+                async with (
+                    model_server(lambda: _ModelServer(times)) as address,
+                    stack(variant, [address], Path(folder)) as it,
+                ):
                     found[variant.name].append(
                         await _reading(it.url, times, refill=variant.kind == "replica")
                     )
@@ -276,8 +216,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with _taken_cores() if args.taken else contextlib.nullcontext():
             found = uvloop.run(measure(args.rounds, args.modes, args.replicas))
-    except (PickerError, OSError) as fault:
-        print(fault, file=sys.stderr)
+    except (PickerError, OSError, ExceptionGroup) as fault:
+        print(*getattr(fault, "exceptions", (fault,)), file=sys.stderr)
         return 1
     head = ["mode", "replicas"]
     for share, limit in (("p50", _P50_LIMIT), ("p99", _P99_LIMIT)):

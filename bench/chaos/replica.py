@@ -9,7 +9,6 @@ its id, so that any replica can send it again.
 import asyncio
 import itertools
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import uvloop
 
 from bench.fairness.replica import Pipe, joined
 from bench.fairness.scenarios import Job
+from bench.rig.child import lines_of_stdin
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import Bands
 from picker_fleet.errors import RequestError
@@ -176,10 +176,7 @@ async def work(job: Job, pipe: Pipe) -> None:
 
 
 async def main() -> None:
-    commands = asyncio.StreamReader(limit=1 << 24)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    pipe = Pipe(commands)
+    pipe = Pipe(await lines_of_stdin())
     await work(Job.read(await pipe.receive()), pipe)
 
 

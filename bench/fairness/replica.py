@@ -8,12 +8,12 @@ the job's pool, prints `ready`, waits for `go`, lets its clients send requests u
 import asyncio
 import contextlib
 import random
-import sys
 from collections.abc import AsyncIterator, Sequence
 
 import uvloop
 
 from bench.fairness.scenarios import Job, Source
+from bench.rig.child import lines_of_stdin
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import NAMED
 from picker_fleet.config import parse
@@ -150,10 +150,7 @@ async def work(job: Job, pipe: Pipe) -> None:
 
 
 async def main() -> None:
-    commands = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    pipe = Pipe(commands)
+    pipe = Pipe(await lines_of_stdin())
     fault = ""
     while not fault and (line := await pipe.receive()):
         try:

@@ -1,9 +1,11 @@
 """A child process that is controlled over its pipes, a line at a time."""
 
 import asyncio
+import contextlib
 import sys
 
 _ENDS_S = 5.0
+_LINE_BYTES = 16 * 1024 * 1024  # an outcome of a load has every latency
 
 
 class ChildFailed(Exception):
@@ -23,6 +25,7 @@ class Child:
             *(sys.executable, "-m", module, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_BYTES,
         )
         return cls(name, process)
 
@@ -30,45 +33,47 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
-    async def expect(self, wanted: str, within_s: float) -> None:
-        """Wait until it prints `wanted`.
+    async def line(self, within_s: float) -> str:
+        """The next line that it prints.
 
         Raises:
-            ChildFailed: it prints another line, or ends.
+            ChildFailed: it ends.
             TimeoutError: it prints nothing.
         """
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
             said = (await self._process.stdout.readline()).decode().strip()
-        if said != wanted:
-            what = repr(said) if said else "nothing and ended (its error is above)"
-            raise ChildFailed(f"{self.name} printed {what} instead of {wanted!r}")
+        if not said:
+            raise ChildFailed(f"{self.name} printed nothing and ended (its error is above)")
+        return said
+
+    async def expect(self, wanted: str, within_s: float) -> None:
+        """Wait until it prints `wanted`; ChildFailed if it prints another line, else as `line`."""
+        if (said := await self.line(within_s)) != wanted:
+            raise ChildFailed(f"{self.name} printed {said!r} instead of {wanted!r}")
 
     async def end(self) -> str:
         """Close its stdin, which ends it; SIGKILL if it does not. Returns the rest of its output."""
         assert self._process.stdout is not None
+        assert self._process.stdin is not None
         last = asyncio.create_task(self._process.stdout.read())
-        await end(self._process, _ENDS_S)
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ENDS_S):
+                await self._process.wait()
+        await self.kill()
         return (await last).decode()
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        await kill(self._process)
+        """SIGKILL, if it has not ended by itself; returns when it is gone."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
 
 
-async def end(process: asyncio.subprocess.Process, within_s: float) -> None:
-    """Close its stdin, which ends it; SIGKILL past `within_s`. Returns when it is gone."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(within_s):
-            await process.wait()
-    except TimeoutError:
-        await kill(process)
-
-
-async def kill(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL, if it has not ended by itself; returns when it is gone."""
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+async def lines_of_stdin(limit: int = 1 << 24) -> asyncio.StreamReader:
+    """What a child reads of its commands, a line at a time."""
+    commands = asyncio.StreamReader(limit=limit)
+    protocol = asyncio.StreamReaderProtocol(commands)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    return commands

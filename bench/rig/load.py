@@ -8,7 +8,6 @@ connections, warms them up, prints `{"ready": true}`, waits for the line `go`, s
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
-from bench.rig.child import end
+from bench.rig.child import Child, ChildFailed, lines_of_stdin
 
 MODEL = "llama"
 SMALL_BYTES, LARGE_BYTES = 300, 400_000  # of a request's body
@@ -220,9 +219,7 @@ async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
 
 
 async def main() -> None:
-    orders = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    orders = await lines_of_stdin()
     while True:
         async with asyncio.timeout(_ORDERS_S):
             line = await orders.readline()
@@ -236,37 +233,26 @@ async def main() -> None:
         print(json.dumps(asdict(outcome)), flush=True)
 
 
-if __name__ == "__main__":
-    uvloop.run(main())
-
-
 _STARTS_S = 30.0
 _MARGIN_S = 5.0  # past its own limit, then it hangs
-_ENDS_S = 5.0
-_LINE_BYTES = 16 * 1024 * 1024  # an outcome has every latency
 
 
 class Driver:
     """One client process. Loads run one at a time: `prepare`, then `go`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self._limit_s = 0.0
 
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls) -> AsyncIterator["Driver"]:
         """A load generator for the `with` block."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.rig.load"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES,
-        )
+        child = await Child.started("the client", "bench.rig.load")
         try:
-            yield cls(process)
+            yield cls(child)
         finally:
-            await end(process, _ENDS_S)
+            await child.end()
 
     async def prepare(self, load: Load) -> None:
         """Open and warm up the connections.
@@ -275,28 +261,25 @@ class Driver:
             WrongAnswer: with the generator's error.
         """
         self._limit_s = load.limit_s
-        self._send_line(json.dumps(asdict(load)))
-        await self._receive(_STARTS_S + load.limit_s)
+        self._child.send(json.dumps(asdict(load)))
+        await self._reply(_STARTS_S + load.limit_s)
 
     async def go(self) -> Outcome:
         """Send the prepared load. Raises WrongAnswer as `prepare` does."""
-        self._send_line("go")
-        return Outcome(**await self._receive(self._limit_s))
+        self._child.send("go")
+        return Outcome(**await self._reply(self._limit_s))
 
-    def _send_line(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n".encode())
-
-    async def _receive(self, within_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
+    async def _reply(self, within_s: float) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(within_s + _MARGIN_S):
-                line = await self._process.stdout.readline()
+            reply: dict[str, Any] = json.loads(await self._child.line(within_s + _MARGIN_S))
         except TimeoutError:
             raise WrongAnswer("the client hangs") from None
-        if not line:
-            raise WrongAnswer("the client ended; its error is above")
-        reply: dict[str, Any] = json.loads(line)
+        except ChildFailed as fault:
+            raise WrongAnswer(str(fault)) from None
         if "fault" in reply:
             raise WrongAnswer(reply["fault"])
         return reply
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

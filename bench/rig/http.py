@@ -1,0 +1,107 @@
+"""A model server and a client in the benchmark's own process, so that one clock times both: HTTP/1.1 on a
+connection each, a request at a time."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from bench.rig.load import MODEL
+from picker_tools.local_fleet.network import LOOPBACK
+
+ASK = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
+_ANSWER = json.dumps(
+    {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
+).encode()
+
+
+class ModelServer(asyncio.Protocol):
+    """Serves one connection: a completion takes `served_s()`, all else, as a replica asks it, nothing."""
+
+    def __init__(self, served_s: Callable[[], float]) -> None:
+        self._served_s, self._path = served_s, b""
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+
+    def on_message_complete(self) -> None:
+        if self._path == b"/v1/completions":
+            self.arrived()
+            asyncio.get_running_loop().call_later(self._served_s(), self._end)
+        else:
+            self._answer(b"")
+
+    def arrived(self) -> None:
+        """A completion has come whole."""
+
+    def ended(self) -> None:
+        """The answer to one has been written."""
+
+    def _end(self) -> None:
+        self._answer(_ANSWER)
+        self.ended()
+
+    def _answer(self, body: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(body) + body)
+
+
+@contextlib.asynccontextmanager
+async def model_server(serve: Callable[[], ModelServer]) -> AsyncIterator[str]:
+    """`ip:port` of a server that makes a `ModelServer` for each connection."""
+    server = await asyncio.get_running_loop().create_server(serve, LOOPBACK, 0)
+    async with server:
+        yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
+
+
+class Client(asyncio.Protocol):
+    """One connection to Envoy."""
+
+    def __init__(self) -> None:
+        self._answered: asyncio.Future[int] | None = None
+        self._parser = httptools.HttpResponseParser(self)
+
+    @classmethod
+    async def connected(cls, url: str) -> Self:
+        at = urlsplit(url)
+        assert at.hostname is not None
+        assert at.port is not None
+        _, client = await asyncio.get_running_loop().create_connection(cls, at.hostname, at.port)
+        return client
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(self._parser.get_status_code())
+        self._parser = httptools.HttpResponseParser(self)
+
+    def connection_lost(self, fault: Exception | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(ConnectionError("Envoy closed a connection"))
+
+    async def ask(self, host: str, *headers: str) -> int:
+        """Ask for a completion; the status of the answer."""
+        self._answered = asyncio.get_running_loop().create_future()
+        fields = ("content-type: application/json", f"content-length: {len(ASK)}", *headers)
+        head = "\r\n".join((f"POST /v1/completions HTTP/1.1\r\nhost: {host}", *fields))
+        self._transport.write(head.encode() + b"\r\n\r\n" + ASK)
+        return await self._answered
