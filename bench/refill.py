@@ -168,7 +168,7 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
             times = Times()
             with tempfile.TemporaryDirectory(prefix="picker-refill-") as folder:
                 async with (
-                    model_server(lambda: _ModelServer(times)) as address,
+                    model_server(partial(_ModelServer, times)) as address,
                     stack(variant, [address], Path(folder)) as it,
                 ):
                     found[variant.name].append(
