@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+from background import running, until
 from local_requests import ask
 from metrics_page import samples
-from scripted_store import ScriptedStore, until
+from scripted_store import ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
@@ -22,7 +23,6 @@ from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
-from picker_tools.local_fleet import network
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
 PULSE = HeartbeatReply("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
@@ -227,12 +227,8 @@ class Bench:
 
 @asynccontextmanager
 async def watched(bench: Bench) -> AsyncIterator[None]:
-    running = asyncio.create_task(bench.gate.run())
-    try:
+    async with running(bench.gate.run()):
         yield
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
 
 
 @asynccontextmanager
@@ -241,7 +237,7 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
-        await eventually(lambda: not bench.gate.degraded)
+        await until(lambda: not bench.gate.degraded)
         yield
 
 
@@ -252,12 +248,5 @@ async def resyncing(bench: Bench) -> AsyncIterator[None]:
     async with watched(bench):
         bench.store.away = False
         bench.answer_heartbeats()
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+        await until(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
         yield
-
-
-async def eventually(condition: Any) -> None:
-    async def look() -> bool | None:
-        return True if condition() else None
-
-    assert await network.until(look, within_s=30)

@@ -17,25 +17,10 @@ PER_SOURCE = 40
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
     """A served stream; `fields` replace its own."""
     good = Answer(
-        source=source,
-        number=number,
-        turn=0,
-        streamed=True,
-        prompt_bytes=300,
-        asked_tokens=16,
-        due_s=0.5 * number,
-        sent_s=0.5 * number,
-        head_s=0.1,
-        first_s=0.1,
-        last_s=0.3,
-        status=200,
-        reason="",
-        retry_after_s=None,
-        served_by="127.0.0.1:9000",
-        tokens=16,
-        answers=1,
-        fault="",
-    )
+        source=source, number=number, turn=0, streamed=True, prompt_bytes=300, asked_tokens=16,
+        due_s=0.5 * number, sent_s=0.5 * number, head_s=0.1, first_s=0.1, last_s=0.3, status=200, reason="",
+        retry_after_s=None, served_by="127.0.0.1:9000", tokens=16, answers=1, fault="",
+    )  # fmt: skip
     return replace(good, **fields)
 
 
@@ -48,16 +33,9 @@ def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
 def sample(at_s: float, **fields: Any) -> Sample:
     """A fleet of three replicas with a stock of 8 of 8.8 and an empty queue."""
     good = Sample(
-        at_s=at_s,
-        stock=8,
-        lower=7.2,
-        upper=8.8,
-        queued={"Critical": 0, "Default": 0, "Sheddable": 0},
-        in_flight={"127.0.0.1:9000": 8},
-        leases=8,
-        replicas=3,
-        degraded=False,
-    )
+        at_s=at_s, stock=8, lower=7.2, upper=8.8, queued={"Critical": 0, "Default": 0, "Sheddable": 0},
+        in_flight={"127.0.0.1:9000": 8}, leases=8, replicas=3, degraded=False,
+    )  # fmt: skip
     return replace(good, **fields)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from scripted_store import until
+from background import until
 
 from picker_fleet.admission.gate import Wait
 from picker_fleet.bands import Band

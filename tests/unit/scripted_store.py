@@ -1,8 +1,7 @@
 """A store with scripted replies, which records its calls."""
 
 import asyncio
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
@@ -164,15 +163,6 @@ class ScriptedStore:
     def lose(self) -> None:
         """Forget everything, as after FLUSHALL."""
         self.epoch, self.version, self.overrides, self.changes = "0", "", {}, {}
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Let other tasks, threads and connections run until `condition` holds; TimeoutError after 30 s."""
-    async with asyncio.timeout(30):
-        for turn in itertools.count():
-            if condition():
-                return
-            await asyncio.sleep(0 if turn < 1000 else 0.001)
 
 
 def _overlaid(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from background import running
+
 from picker_fleet.endpoints.discovery import Source
 from picker_fleet.request import Endpoint
 
@@ -12,13 +14,8 @@ from picker_fleet.request import Endpoint
 @asynccontextmanager
 async def watching(source: Source, report: Callable[[tuple[Endpoint, ...]], None]) -> AsyncIterator[None]:
     """`source` reports its lists until the block ends."""
-    task = asyncio.create_task(source.watch(report))
-    try:
+    async with running(source.watch(report)):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=10)
-        assert task.cancelled()
 
 
 class Lines(logging.Handler):

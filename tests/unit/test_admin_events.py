@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 from admin_client import STATE, api, asking, problem
+from background import running, until
 from pydantic import BaseModel
-from scripted_store import until
 
 from picker_fleet.admin import models
 from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener, SnapshotReader
@@ -48,10 +48,8 @@ def source() -> CountingSource:
 async def events(source: CountingSource) -> AsyncIterator[Events]:
     """Running, with a short interval between two reads."""
     made = Events(source, interval_s=0.005)
-    running = asyncio.create_task(made.run())
-    yield made
-    running.cancel()
-    await asyncio.wait((running,))
+    async with running(made.run()):
+        yield made
 
 
 def joined(events: Events) -> Listener:
@@ -71,17 +69,15 @@ async def test_the_state_is_read_only_while_somebody_listens(source: CountingSou
             await asyncio.sleep(0)
 
     events = Events(source, interval_s=0.0)
-    running = asyncio.create_task(events.run())
-    await turns()
-    assert source.reads == 0
-    listener = joined(events)
-    await until(lambda: source.reads > 1)
-    events.leave(listener)
-    seen = source.reads
-    await turns()
-    assert source.reads <= seen + 1
-    running.cancel()
-    await asyncio.wait((running,))
+    async with running(events.run()):
+        await turns()
+        assert source.reads == 0
+        listener = joined(events)
+        await until(lambda: source.reads > 1)
+        events.leave(listener)
+        seen = source.reads
+        await turns()
+        assert source.reads <= seen + 1
 
 
 async def test_all_listeners_get_the_same_bytes(events: Events) -> None:
@@ -114,17 +110,17 @@ async def test_a_comment_keeps_a_silent_connection_open() -> None:
 async def test_when_the_replica_stops_streams_end_and_none_starts(source: CountingSource) -> None:
     events = Events(source, interval_s=3600.0)  # one read
     listener = joined(events)
-    running = asyncio.create_task(events.run())
+    reading = asyncio.create_task(events.run())
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()
         await anext(lines)
         await until(lambda: source.reads == 1)
-        running.cancel()
+        reading.cancel()
         async with asyncio.timeout(30):  # the server need not be forced
             assert [line async for line in lines][-1] == ""
             assert len([each async for each in listener.stream()]) == 2
         assert events.join() is None
-    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.gather(reading, return_exceptions=True)
 
 
 async def test_one_listener_too_many_is_refused_until_a_client_disconnects(events: Events) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from admin_client import api, asking, problem
+from background import until
 from clocks import Clock
 from fastapi import FastAPI
 from metrics_page import page_of
-from scripted_store import until
 
 from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
 from picker_fleet.admin.server import ConnectionLimits, serving

@@ -2,15 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from background import running, until
 from extproc_client import serving_on
 from local_requests import rules, start, waiting
-from scripted_store import until
 
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.extproc.certificates import Certificates
@@ -174,17 +174,10 @@ async def test_over_tls_the_counts_and_ends_of_any_number_of_requests_arrive() -
         assert await them.ended_before(address, many) == list(many)
 
 
-@asynccontextmanager
-async def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AsyncIterator[None]:
+def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AbstractAsyncContextManager[None]:
     """`gate` asks the replicas at `addresses` for budget."""
-    running = asyncio.create_task(
-        BudgetTransfer(gate, GrpcPeers("p", KEYS, margin_s=PATIENT_S), lambda: addresses, **options).run()
-    )
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
+    them = GrpcPeers("p", KEYS, margin_s=PATIENT_S)
+    return running(BudgetTransfer(gate, them, lambda: addresses, **options).run())
 
 
 async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica() -> None:

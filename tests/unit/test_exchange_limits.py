@@ -6,12 +6,12 @@ from typing import Any
 
 import extproc_client as envoy
 import pytest
+from background import until
 from clocks import Clock
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import ScriptedGate, Talk, body, headers, parts
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_store import until
 
 from picker_fleet.errors import ExpiredTtl, NoEndpoints, TooManyFlows
 from picker_fleet.extproc.context import NewFlowLimit

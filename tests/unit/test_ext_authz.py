@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 import uvloop
+from background import until
+from check_client import BODY, PATIENT_S, Connection, Reply, check, head
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_store import until
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ExpiredTtl
@@ -29,55 +30,7 @@ from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
 
-BODY = b'{"model": "llama", "prompt": "hi"}'
-PATIENT_S = 30.0
 LONGEST_S = 600.0
-
-
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def error(self) -> str:
-        code: str = json.loads(self.body)["error"]["code"]
-        return code
-
-
-class Connection:
-    """One connection of Envoy's, by hand."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    def send(self, *chunks: bytes) -> None:
-        for chunk in chunks:
-            self._writer.write(chunk)
-
-    async def reply(self) -> Reply:
-        async with asyncio.timeout(PATIENT_S):
-            head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
-            first, *lines = head.strip().split("\r\n")
-            headers = dict(line.split(": ", 1) for line in lines)
-            body = await self._reader.readexactly(int(headers["content-length"]))
-        return Reply(int(first.split()[1]), headers, body)
-
-    async def ended(self) -> bytes:
-        """What still comes until the server closes the connection."""
-        async with asyncio.timeout(PATIENT_S):
-            with contextlib.suppress(ConnectionError):
-                return await self._reader.read()
-        return b""
-
-    def leave(self) -> None:
-        self._writer.close()
-
-    async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
 
 
 @dataclass
@@ -121,18 +74,6 @@ async def staged(
         for connection in stage.connections:
             await connection.close()
         await server.stop()
-
-
-def check(path: str = "/v1/completions", body: bytes = BODY, method: str = "POST", **headers: str) -> bytes:
-    own = {"content-length": str(len(body)), "x-request-id": "req-1"}
-    return head(f"{method} /check{path}", own, headers) + body
-
-
-def head(line: str, own: dict[str, str], more: dict[str, str]) -> bytes:
-    """A request's line and headers; those without a value are left out."""
-    named = own | {name.replace("_", "-"): value for name, value in more.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
-    return f"{line} HTTP/1.1\r\nhost: pool\r\n{lines}\r\n".encode()
 
 
 async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back() -> None:

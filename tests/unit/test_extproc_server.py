@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from background import until
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import (
     Counted,
@@ -29,7 +30,6 @@ from extproc_client import (
     set_headers,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scripted_store import until
 
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError

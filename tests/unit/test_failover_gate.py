@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+from background import until
 from failover_bench import (
     E1,
     E2,
@@ -13,13 +14,11 @@ from failover_bench import (
     QUEUED,
     Bench,
     NoPeers,
-    eventually,
     resyncing,
     returned,
     watched,
 )
 from metrics_page import samples
-from scripted_store import until
 
 from picker_fleet.bands import Band
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
@@ -142,10 +141,10 @@ async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
     waiting = [await a.wait_here(f"waiting {n}") for n in range(7)]
     assert a.free == 0.0
     b.gate.redis_lost("refused", "away")
-    await eventually(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
+    await until(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
     peers.gate = b.gate
     # Six places are in use again; the seventh request waits for the end of one from before.
-    await eventually(lambda: sum(task.done() for task in waiting) == 6)
+    await until(lambda: sum(task.done() for task in waiting) == 6)
     assert a.free == 0.0
     b.end("8", placed["8"])
     assert (a.free, b.free) == (0.0, 1.0)
@@ -209,7 +208,7 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
                 bench.gate.heartbeat_answered(PULSE)
                 beats += 1
             wanted.append(beats)
-            await eventually(lambda: bench.gate.state is FailoverState.SHARED)
+            await until(lambda: bench.gate.state is FailoverState.SHARED)
     assert wanted == [2, 4, 8, 16, 16, 16]
     found = samples(bench.metrics)
     changes = {key: n for key, n in found.items() if key[0] == "epp_failover_transitions_total"}
@@ -299,7 +298,7 @@ async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
     # The process was paused, as between SIGSTOP and SIGCONT, and its call was given up.
     bench.stand_still()
     asking = bench.start("r")
-    await eventually(lambda: len(bench.store.ages_s) >= 3)
+    await until(lambda: len(bench.store.ages_s) >= 3)
     # The replica was away, not Redis; so it does not fail over.
     assert bench.gate.state is FailoverState.SHARED
     bench.store.away = False
@@ -343,11 +342,11 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
     bench.gate.renew(Alive("old", E1, placed[0].accounting_token))
     bench.tell_peers(b=True)
     async with watched(bench):
-        await eventually(lambda: bench.pokes)
+        await until(lambda: bench.pokes)
         # Redis answers probes again.
         bench.store.away = False
         bench.answer_heartbeats()
-        await eventually(lambda: not bench.gate.degraded)
+        await until(lambda: not bench.gate.degraded)
         # Redis has a tombstone of each end, and all that runs.
         assert bench.store.tombstones == ["over"]
         assert sorted(name for name, _ in bench.store.alive) == ["0", "1", "2", "3", "old"]
@@ -360,7 +359,7 @@ async def test_a_resync_tells_redis_all_that_ran_and_ended() -> None:
         assert [name for name, _, _ in bench.store.settled] == ["over", "0"]
         # When every replica has resynced, Redis decides alone.
         bench.tell_peers()
-        await eventually(lambda: bench.gate.status() is None)
+        await until(lambda: bench.gate.status() is None)
     assert [name for name, _, _ in bench.store.settled] == ["over", "0", "over", "0"]
     assert samples(bench.metrics)[("epp_degraded",)] == 0
     bench.end("1", placed[1])
@@ -423,7 +422,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
     bench.tell_peers(b=True, answered=())
     async with watched(bench):
         bench.answer_heartbeats(FULL)
-        await eventually(lambda: bench.gate.state is FailoverState.RESYNCING)
+        await until(lambda: bench.gate.state is FailoverState.RESYNCING)
         for n in range(4):
             bench.end(f"theirs {n}", placed)
         assert (bench.gate.degraded, bench.free) == (True, 4)
@@ -446,7 +445,7 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
         await until(lambda: bench.shared.waiting == free > 0)
         if shared:
             bench.tell_peers()
-            await eventually(lambda: bench.gate.state is FailoverState.SHARED)
+            await until(lambda: bench.gate.state is FailoverState.SHARED)
         # Redis, in which others have filled the stock, is lost again.
         bench.gate.heartbeat_answered(FULL)
         bench.gate.redis_lost("silence", "it went again")
@@ -466,12 +465,12 @@ async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_e
     alone = await bench.place("alone")
     assert [accounting_token.is_alone(each.accounting_token) for each in (shared, alone)] == [False, True]
     async with returned(bench):
-        await eventually(lambda: bench.gate.state is FailoverState.SHARED)
+        await until(lambda: bench.gate.state is FailoverState.SHARED)
         bench.store.tombstones.clear()
         # The end of the second leaves a tombstone, so that no replica restores it.
         bench.end("shared", shared)
         bench.end("alone", alone)
-        await eventually(lambda: bench.store.tombstones == ["alone"])
+        await until(lambda: bench.store.tombstones == ["alone"])
 
 
 async def test_a_withdrawn_local_placement_releases_its_cost_once() -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import hpack
 import pytest
+from background import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_store import until
 from tables import cases
 
 from picker_fleet.errors import BufferFull

@@ -7,6 +7,7 @@ from typing import cast
 
 import msgspec
 import pytest
+from background import running
 from kubernetes_server import PODS, POOLS, KubernetesServer, pod, pool
 from source_reports import Lines, watching
 
@@ -199,13 +200,8 @@ async def test_faults_are_waited_out_ever_longer_and_a_new_kind_of_fault_shortly
         return 0.0
 
     reflector = Reflector(cast(Api, Away()), Collection("pods", PODS), Pod, lambda: None, draw=draw)
-    task = asyncio.create_task(reflector.run())
-    try:
-        async with asyncio.timeout(20):
-            await asked_enough.wait()
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=10)
+    async with running(reflector.run()), asyncio.timeout(20):
+        await asked_enough.wait()
     doubled = [0.05 * 2**number for number in range(12)]
     assert pauses_s[:12] == pytest.approx([min(each, longest_s) for each in doubled])
     assert pauses_s[12] == pytest.approx(0.05)

@@ -5,10 +5,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from background import until
 from hypothesis import given
 from local_requests import ask, rules, start, waiting
 from metrics_page import samples
-from scripted_store import until
 
 from picker_fleet.bands import Band
 from picker_fleet.config import EffectiveConfig, parse

@@ -1,6 +1,5 @@
 """A replica's part in live changes: following them, showing them, and bringing back what was lost."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,8 +7,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from background import running, until
 from metrics_page import samples
-from scripted_store import POOL, ScriptedStore, until
+from scripted_store import POOL, ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig, Settings, parse
@@ -51,13 +51,9 @@ class Member:
 async def member(store: ScriptedStore, settings: Settings = CONFIGURED) -> AsyncIterator[Member]:
     one = Member(store, settings)
     one.membership.discovered([Endpoint("10.0.0.1:8000")])
-    running = asyncio.create_task(one.membership.run())
-    try:
+    async with running(one.membership.run()):
         await until(lambda: one.membership.pulse is not None and one.membership.pulse.epoch != "0")
         yield one
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
 
 
 async def test_an_unknown_pool_gets_the_whole_configuration() -> None:

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from background import running, until
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis_servers import Server, redis_server
-from scripted_store import until
 
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
 from picker_fleet.scheduling.route_stream import (
@@ -49,17 +49,12 @@ class Replica:
 
 
 @contextlib.asynccontextmanager
-async def running(*replicas: Replica, caught_up: bool = True) -> AsyncIterator[None]:
+async def following(*replicas: Replica, caught_up: bool = True) -> AsyncIterator[None]:
     """The replicas follow the stream, from when they have caught up with it."""
-    tasks = [asyncio.create_task(replica.routes.run()) for replica in replicas]
-    try:
+    async with running(*(replica.routes.run() for replica in replicas)):
         if caught_up:
             await wait_caught_up(*replicas)
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def wait_caught_up(*replicas: Replica) -> None:
@@ -107,7 +102,7 @@ def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
 
 async def test_three_followers_agree(url: str, stream: str) -> None:
     replicas = [Replica(url, stream, f"r{n}") for n in range(3)]
-    async with running(*replicas):
+    async with following(*replicas):
         for n, replica in enumerate(replicas):
             for turn in range(50):
                 replica.routes.add_route((A, B, C)[(n + turn) % 3], prompt(f"{n}-{turn}"))
@@ -130,8 +125,8 @@ async def test_three_followers_agree(url: str, stream: str) -> None:
 
 async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
-    async with running(other):
-        async with running(one):
+    async with following(other):
+        async with following(one):
             one.routes.add_route(A, prompt("by one"))
             assert one.index.match(prompt("by one")) == {A: 4}  # its own at once
             one.routes.add_completion(A, 1.5)
@@ -141,7 +136,7 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
         await until(lambda: other.completions(A) == 2)
 
         again = Replica(url, stream, "one, second life")
-        async with running(again):
+        async with following(again):
             pass
 
     assert again.index.match(prompt("by one")) == {A: 4}
@@ -160,7 +155,7 @@ async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_pass
     await client.xadd(stream, {"something": "else"})
     await client.xadd(stream, new)
     late = Replica(url, stream, "late")
-    async with running(late):
+    async with following(late):
         assert late.index.match(prompt("m")) == {B: 4}
 
 
@@ -168,8 +163,8 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     url: str, stream: str, client: Redis
 ) -> None:
     writer, slow = Replica(url, stream, "writer"), Replica(url, stream, "slow")
-    async with running(writer):
-        async with running(slow):
+    async with following(writer):
+        async with following(slow):
             writer.routes.add_completion(A, 1.0)
             await until(lambda: slow.completions(A) == 1)
         for count, address in enumerate((B, C), start=1):
@@ -177,7 +172,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
             await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
         await client.xtrim(stream, maxlen=1, approximate=False)
 
-        async with running(slow, caught_up=False):
+        async with following(slow, caught_up=False):
             await until(lambda: slow.completions(C) == 1)
 
     assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
@@ -185,7 +180,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
 
 async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: Redis) -> None:
     one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
-    async with running(one, other):
+    async with following(one, other):
         for n in range(5):
             address = f"10.0.0.{n}:80"
             one.routes.add_completion(address, 1.0)
@@ -204,19 +199,19 @@ async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, clie
     await client.xadd(
         stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0"
     )
-    async with running(replica, caught_up=False):
+    async with following(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 1)
     await client.delete(stream)
     await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(B, 1.0))})
 
-    async with running(replica, caught_up=False):
+    async with following(replica, caught_up=False):
         await until(lambda: replica.completions(B) == 1)
 
 
 async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: Server, stream: str) -> None:
     valkey.kill()
     one, other = Replica(valkey.url, stream, "one"), Replica(valkey.url, stream, "other")
-    async with running(one, other, caught_up=False):
+    async with following(one, other, caught_up=False):
         one.routes.add_route(A, prompt("m"))
         one.routes.add_completion(A, 1.0)
         await until(lambda: one.completions(A) == 1)
@@ -238,7 +233,7 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
             pipeline.xadd(stream, {"by": "x", "body": b""})
         await pipeline.execute()
     replica = Replica(url, stream, "r")
-    async with running(replica):
+    async with following(replica):
         last = (await client.xrevrange(stream, count=1))[0][0]
         for n in range(100):
             replica.routes.add_route(A, prompt(str(n), 100))
@@ -258,7 +253,7 @@ async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
         replica.routes.add_route(A, prompt(str(n), 1))
         replica.routes.add_completion(A, float(n))
 
-    async with running(replica, caught_up=False):
+    async with following(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 100)
 
     stats = replica.latencies.stats(A)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from background import running
 from page_server import PAGE, PageServer, answered, serving
 
 from picker_fleet.endpoints.readings import EndpointMetrics
@@ -88,13 +89,8 @@ async def scraping(
         late_s=late_s,
     )
     scraper.set_targets(addresses)
-    task = asyncio.create_task(scraper.run())
-    try:
+    async with running(scraper.run()):
         yield scraper
-    finally:
-        task.cancel()
-        await asyncio.wait((task,), timeout=10)
-        assert task.cancelled()
 
 
 @pytest.fixture

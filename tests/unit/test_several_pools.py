@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import yaml
+from check_client import BODY, Connection, Reply, check, head
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers
 from hypothesis import given
@@ -46,7 +47,6 @@ from picker_fleet.telemetry.metrics import Metrics, MetricsPage
 from picker_tools.local_fleet import network
 
 NOBODY = "c"
-ASK = b'{"model": "llama", "prompt": "hi"}'
 TWO: dict[str, Any] = {
     "pool": "a",
     "fair_request_queue": {"queue_ttl": "9s", "band_weights": {"Critical": 50}},
@@ -155,7 +155,7 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     # A client's header of that name is one of its request.
     await call.write(headers("lean", {POOL_HEADER: "b"}))
     if (POOL_HEADER, NOBODY) not in metadata:  # which is refused by its headers
-        await call.write(body(ASK))
+        await call.write(body(BODY))
     return await call.read()
 
 
@@ -227,33 +227,27 @@ async def checking(both: Both, placements: Placements) -> AsyncIterator[int]:
         await server.stop()
 
 
-async def http_asks(port: int, *requests: bytes) -> list[tuple[int, bytes]]:
-    """Status, and the rest, of the answers to `requests` on one connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    answers = []
-    async with asyncio.timeout(30):
-        for request in requests:
-            writer.write(request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            answers.append((int(head.split()[1]), head + await reader.readexactly(length)))
-    writer.close()
-    return answers
+async def http_asks(port: int, *requests: bytes) -> list[Reply]:
+    """The answers to `requests` on one connection."""
+    connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
+    replies = []
+    for request in requests:
+        connection.send(request)
+        replies.append(await connection.reply())
+    connection.leave()
+    return replies
 
 
-def check(pool: str = "", path: str = "/check/v1/completions", body: bytes = ASK, **more: str) -> bytes:
-    fields = {"content-length": str(len(body)), **({POOL_HEADER: pool} if pool else {})}
-    fields |= {name.replace("_", "-"): value for name, value in more.items()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode() + body
+def check_of(pool: str) -> bytes:
+    return check(**{POOL_HEADER: pool})
 
 
 async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_several() -> None:
     both = Both()
     async with checking(both, Placements([], 600.0, lambda: 0.0)) as port:
-        answers = await http_asks(port, check(), check("b"), check("c"), check(), check("a"), check("b"))
-    assert [status for status, _ in answers] == [200, 200, 404, 200, 200, 200]
-    assert b"unknown_pool" in answers[2][1]
+        answers = await http_asks(port, check(), *map(check_of, "bc"), check(), *map(check_of, "ab"))
+    assert [reply.status for reply in answers] == [200, 200, 404, 200, 200, 200]
+    assert answers[2].error == "unknown_pool"
     assert both.asked == {"a": 3, "b": 2}
     assert {context.bodies.held_bytes for context in (both.contexts.of(b"a"), both.contexts.of(b"b"))} == {0}
 
@@ -268,19 +262,17 @@ async def test_a_settle_token_ends_the_request_in_its_own_pool() -> None:
     accounts = [Account(gate_of[name], cast(Metrics, both.metrics[name]), keys[name]) for name in "ab"]
     placements = Placements(accounts, 600.0, lambda: 0.0)
     described = {
-        "x_forwarded_method": "POST",
-        "x_forwarded_uri": "/v1/completions",
-        "x_picker_model": "llama",
-        "x_request_id": "r-1",
-    }
+        "x-forwarded-method": "POST", "x-forwarded-uri": "/v1/completions", "x-picker-model": "llama",
+        "x-request-id": "r-1", POOL_HEADER: "b",
+    }  # fmt: skip
     async with checking(both, placements) as port:
-        ((status, placed),) = await http_asks(port, check("b", "/check", b"", **described))
-        assert status == 200
-        token = placed.split(f"{settle.TOKEN}: ".encode())[1].split(b"\r\n")[0].decode()
+        (placed,) = await http_asks(port, head("GET /check", described, {}))
+        assert placed.status == 200
         placements.renew()
         assert ([each.id for each in gate_of["b"].renewed], gate_of["a"].renewed) == (["r-1"], [])
-        ((status, _),) = await http_asks(port, check("", "/settle", b"", **{settle.TOKEN: token}))
-        assert status == 200
+        token = {settle.TOKEN: placed.headers[settle.TOKEN]}
+        (settled,) = await http_asks(port, head("POST /settle", {"content-length": "0"}, token))
+        assert settled.status == 200
     assert ([each.id for each in gate_of["b"].settled], gate_of["a"].settled) == (["r-1"], [])
 
 

@@ -4,9 +4,10 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from background import until
 from local_requests import ask as any_ask
 from metrics_page import samples
-from scripted_store import ScriptedStore, until
+from scripted_store import ScriptedStore
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import Band

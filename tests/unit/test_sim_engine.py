@@ -4,9 +4,9 @@ import asyncio
 
 import orjson
 import pytest
+from background import until
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_store import until
 
 from picker_tools.simulator.answer import VOCABULARY, Words
 from picker_tools.simulator.engine import (

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from scripted_store import ScriptedStore, until
+import pytest
+from background import running, until
+from scripted_store import ScriptedStore
 
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.outage import unseen_s
@@ -61,98 +62,91 @@ class Bench:
         )
 
 
-@asynccontextmanager
-async def running() -> AsyncIterator[Bench]:
-    bench = Bench()
-    task = asyncio.create_task(bench.ends.run())
-    try:
-        yield bench
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    """It runs."""
+    made = Bench()
+    async with running(made.ends.run()):
+        yield made
 
 
-async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time() -> None:
-    async with running() as bench:
-        bench.ends.add("early")
-        bench.say()
-        bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
-        bench.ends.add("late")
-        assert bench.store.tombstones == []
-        # Another replica fails over and resyncs: Redis gets the ends that are not too old.
-        bench.say(b=RETURNING)
-        await until(lambda: bench.pokes)
-        assert bench.store.tombstones == ["late"]
-        assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
+async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time(bench: Bench) -> None:
+    bench.ends.add("early")
+    bench.say()
+    bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
+    bench.ends.add("late")
+    assert bench.store.tombstones == []
+    # Another replica fails over and resyncs: Redis gets the ends that are not too old.
+    bench.say(b=RETURNING)
+    await until(lambda: bench.pokes)
+    assert bench.store.tombstones == ["late"]
+    assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
 
 
-async def test_while_another_is_away_each_end_is_told_at_once_and_once() -> None:
-    async with running() as bench:
-        bench.say(b={"degraded": True})
-        await until(lambda: bench.pokes)
-        bench.ends.add("x")
-        assert bench.store.tombstones == ["x"]
-        bench.say(b=RETURNING)
-        await until(lambda: bench.pokes > 1)
-        assert bench.store.tombstones == ["x"]
-        # The shared state comes back empty.
-        bench.store.epoch = "another life"
-        bench.say(b=RETURNING)
-        await until(lambda: bench.store.tombstones == ["x", "x"])
+async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Bench) -> None:
+    bench.say(b={"degraded": True})
+    await until(lambda: bench.pokes)
+    bench.ends.add("x")
+    assert bench.store.tombstones == ["x"]
+    bench.say(b=RETURNING)
+    await until(lambda: bench.pokes > 1)
+    assert bench.store.tombstones == ["x"]
+    # The shared state comes back empty.
+    bench.store.epoch = "another life"
+    bench.say(b=RETURNING)
+    await until(lambda: bench.store.tombstones == ["x", "x"])
 
 
-async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_done() -> None:
-    async with running() as bench:
-        bench.free = False
-        bench.ends.add("x")
-        bench.store.restored = {"x"}
-        bench.say(b=RETURNING)
-        await until(lambda: bench.pokes)
-        assert bench.store.settled == []
-        bench.ends.settle_restored()
-        assert [name for name, _, _ in bench.store.settled] == ["x"]
-    async with running() as bench:
-        # The other has resynced already, and restored a request whose end was received here.
-        bench.ends.add("x")
-        bench.store.restored = {"x"}
-        bench.say(b={"returns": 1})
-        await until(lambda: bench.store.settled)
-        assert [name for name, _, _ in bench.store.settled] == ["x"]
+async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_done(bench: Bench) -> None:
+    bench.free = False
+    bench.ends.add("x")
+    bench.store.restored = {"x"}
+    bench.say(b=RETURNING)
+    await until(lambda: bench.pokes)
+    assert bench.store.settled == []
+    bench.ends.settle_restored()
+    assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_one_that_is_away_itself_answers_nobody_until_it_is_back() -> None:
-    async with running() as bench:
-        bench.shared = False
-        bench.ends.add("x")
-        bench.say(b=RETURNING)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert (bench.store.tombstones, bench.ends.heartbeat_fields()["told"]) == ([], [])
-        bench.shared = True
-        bench.say(b=RETURNING)
-        await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
-        assert bench.store.tombstones == ["x"]
+async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(bench: Bench) -> None:
+    # Its end was received here.
+    bench.ends.add("x")
+    bench.store.restored = {"x"}
+    bench.say(b={"returns": 1})
+    await until(lambda: bench.store.settled)
+    assert [name for name, _, _ in bench.store.settled] == ["x"]
 
 
-async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat() -> None:
-    async with running() as bench:
-        bench.ends.add("x")
-        bench.store.away = True
-        bench.say(b=RETURNING)
-        await until(lambda: bench.store.tombstones)
-        assert bench.ends.heartbeat_fields()["told"] == []
-        bench.store.away = False
-        bench.say(b=RETURNING)
-        await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
+async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Bench) -> None:
+    bench.shared = False
+    bench.ends.add("x")
+    bench.say(b=RETURNING)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (bench.store.tombstones, bench.ends.heartbeat_fields()["told"]) == ([], [])
+    bench.shared = True
+    bench.say(b=RETURNING)
+    await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
+    assert bench.store.tombstones == ["x"]
 
 
-async def test_an_id_that_is_let_go_anew_is_not_told_as_ended() -> None:
-    async with running() as bench:
-        bench.ends.add("x")
-        del bench.received["x"]
-        bench.say(b=RETURNING)
-        await until(lambda: bench.pokes)
-        assert bench.store.tombstones == []
+async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(bench: Bench) -> None:
+    bench.ends.add("x")
+    bench.store.away = True
+    bench.say(b=RETURNING)
+    await until(lambda: bench.store.tombstones)
+    assert bench.ends.heartbeat_fields()["told"] == []
+    bench.store.away = False
+    bench.say(b=RETURNING)
+    await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
+
+
+async def test_an_id_that_is_let_go_anew_is_not_told_as_ended(bench: Bench) -> None:
+    bench.ends.add("x")
+    del bench.received["x"]
+    bench.say(b=RETURNING)
+    await until(lambda: bench.pokes)
+    assert bench.store.tombstones == []
 
 
 async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None:
