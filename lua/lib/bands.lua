@@ -7,12 +7,12 @@
 -- attributes of the nearest configured band at or below its priority, or else of the lowest one. While all numbers are
 -- in use, a request of yet another priority joins the nearest band.
 --
--- A version that knows three bands takes a record of any other for damaged. While one is active no band is made, and
--- the sweep moves the requests of other bands to the three.
+-- An older version knows three bands only, and treats a record of any other as damaged. While one is active no band is
+-- made, and the sweep moves the requests of other bands to the three.
 
 local pool = {} -- counters (lib/pool.lua)
--- By the number of a band: the names of its counters, for formatting a number costs as much as a command; and its
--- attributes. A number without a priority is not in use.
+-- By the number of a band: the names of its counters (formatting one costs as much as a command), and its attributes.
+-- A number without a priority is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
 local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}
 local BANDS = {0, 1, 2} -- the numbers in use, the highest priority first
@@ -35,7 +35,7 @@ do -- a chunk may have 200 locals
   local configured, weights = CONFIGURED, {} -- Critical, Default and Sheddable first; and their weights
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
-  -- The nearest of `count` priorities at or below `priority`, or else the lowest: its index.
+  -- The index of the nearest of `count` priorities at or below `priority`, or else of the lowest.
   local function nearest(priority, count, priority_of)
     local found, lowest
     for i = 1, count do
@@ -63,7 +63,7 @@ do -- a chunk may have 200 locals
     return PRIORITY[a] > PRIORITY[b] or (PRIORITY[a] == PRIORITY[b] and a < b)
   end
 
-  -- Put in order what is in use.
+  -- Sort the bands in use, and bring their attributes up to date.
   local function arrange()
     band_of = {}
     for i = #BANDS, 1, -1 do BANDS[i] = nil end
@@ -137,7 +137,8 @@ do -- a chunk may have 200 locals
   end
 
   local function named_priority(i) return PRIORITY[i - 1] end
-  -- The band where a request of this one may stay: one of the three while that is all that some version knows.
+
+  -- The band that a request of `band` may be in: one of the three while a version that knows only these is active.
   function bands.allowed(band)
     if band <= LAST_NAMED or not only_three() then return band end
     return nearest(PRIORITY[band], LAST_NAMED + 1, named_priority) - 1
@@ -156,11 +157,13 @@ do -- a chunk may have 200 locals
     return band
   end
 
-  -- The band of a priority, for a request that comes.
+  -- The band of a priority; a new one if there is none.
   function bands.of(priority) return band_of[priority] or make(priority) end
+
   -- The band of a priority; nil if it has none.
   function bands.find(priority) return band_of[priority] end
-  -- A request of a band from 3 on has come (1) or gone (-1).
+
+  -- Count a request of a band from 3 on that has come (1) or gone (-1).
   function bands.count_request(band, change)
     local name = REQUESTS[band]
     pool[name] = math.max(pool[name] + change, 0)
