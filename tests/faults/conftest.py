@@ -4,8 +4,10 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from fault_load import HANGS_S
 from proxy import Proxy, proxy
 from redis_servers import Server, debian, redis_server
+from script_fleet import Fleet, running
 
 _POOLS = itertools.count(1)
 
@@ -27,3 +29,11 @@ async def between(redis7: Server) -> AsyncIterator[Proxy]:
 @pytest.fixture
 def pool() -> str:
     return f"faults-{next(_POOLS)}"
+
+
+@pytest.fixture
+async def patient(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
+    """One replica, whose Redis is behind the proxy; it waits long before it gives it up."""
+    through = {"a": between.url}
+    async with running(redis7.url, pool, "a", upper_per=8, through=through, silence_s=HANGS_S) as it:
+        yield it

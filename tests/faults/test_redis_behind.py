@@ -49,17 +49,17 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
             for number in range(UPPER):
                 await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
             waits = tasks.create_task(b.gate.admit(ask("waits"), stream_owned=True))
-            await until(lambda: _queued(it, 1))
+            await it.until_queued(1)
             snapshot = Snapshot(redis7, it)
             # One ends, the waiting one is placed and another arrives; then the new primary has none of it.
             a.gate.settle(ended("runs0"))
             await waits
             lost = tasks.create_task(a.gate.admit(ask("lost"), stream_owned=True))
-            await until(lambda: _queued(it, 1))
+            await it.until_queued(1)
             snapshot.restore()
             # What was lost is queued again, what runs is counted, and nothing is admitted beyond it.
             async with asyncio.timeout(LEASE_S + 5):
-                await until(lambda: _queued(it, 2))
+                await it.until_queued(2)
                 assert not lost.done()
                 for number in range(1, UPPER):
                     a.gate.settle(ended(f"runs{number}"))
@@ -115,7 +115,3 @@ async def _counts(fleet: Fleet, count: int) -> bool:
     """Whether `count` requests are in flight or wait."""
     stock, queued, _ = await fleet.counts()
     return stock + queued == count
-
-
-async def _queued(fleet: Fleet, count: int) -> bool:
-    return (await fleet.counts())[1] == count

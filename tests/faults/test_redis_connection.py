@@ -1,9 +1,10 @@
 """Network faults between replicas and Redis: delays, stalls, lost messages, half-open connections."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
-from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
+from fault_load import HANGS_S, JOINED, UPPER, loaded, rests_within_a_lease
 from proxy import LOOPBACK, Proxy
 from redis_servers import Server
 from script_fleet import Fleet, ask, ended, running, until
@@ -16,7 +17,16 @@ from picker_fleet.state.keys import Keys
 from picker_fleet.state.subscriptions import listen
 
 SHORT_S = 0.3
-PATIENT_S = 20.0
+
+
+@pytest.fixture
+async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
+    """Two replicas, of which `a` is behind the proxy and soon gives up a silent Redis."""
+    through = {"a": between.url}
+    async with running(
+        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
+    ) as it:
+        yield it
 
 
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
@@ -29,29 +39,23 @@ async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool:
         assert load.refused == 0
         assert load.highest <= UPPER
         await rests_within_a_lease(it)
-        await it.ledger()
 
 
-async def test_stalls_leave_nothing_behind(redis7: Server, between: Proxy, pool: str) -> None:
+async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
     # A replica's connections stall for longer than `redis.silence`.
-    through = {"a": between.url}
-    async with running(
-        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
-    ) as it:
-        a = it.replicas[0]
-        async with loaded(it) as load:
-            for _ in range(3):
-                await load.served_more(20)
-                lost = len(a.lost)
-                between.stalled = True
-                await until(lambda lost=lost: len(a.lost) > lost)
-                between.stalled = False
+    a = hasty.replicas[0]
+    async with loaded(hasty) as load:
+        for _ in range(3):
             await load.served_more(20)
-        # Each time the silence is proven; a late message has taken no more than its lease.
-        assert set(a.lost) == {"silence"}
-        assert load.highest <= UPPER
-        await rests_within_a_lease(it)
-        await it.ledger()
+            lost = len(a.lost)
+            between.stalled = True
+            await until(lambda lost=lost: len(a.lost) > lost)
+            between.stalled = False
+        await load.served_more(20)
+    # Each time the silence is proven; a late message has taken no more than its lease.
+    assert set(a.lost) == {"silence"}
+    assert load.highest <= UPPER
+    await rests_within_a_lease(hasty)
 
 
 async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
@@ -64,7 +68,6 @@ async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: st
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)
-        await it.ledger()
 
 
 async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
@@ -78,7 +81,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         for number in range(UPPER):
             await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
         waiting = asyncio.create_task(b.gate.admit(ask("waits"), stream_owned=True))
-        await until(lambda: _queued(it, 1))
+        await it.until_queued(1)
         # When there is room, the request is placed though nothing wakes the replica.
         a.gate.settle(ended("runs0"))
         async with asyncio.timeout(15):
@@ -108,89 +111,72 @@ async def test_a_primary_that_refuses_writes_is_called_again_until_it_takes_them
             await load.served_more(50)
         assert load.highest == UPPER
         await rests_within_a_lease(it)
-        await it.ledger()
 
 
-async def test_a_half_open_connection_is_noticed_and_replaced(
-    redis7: Server, between: Proxy, pool: str
-) -> None:
+async def test_a_half_open_connection_is_noticed_and_replaced(hasty: Fleet, between: Proxy) -> None:
     # A replica under load whose connection is half-open.
-    through = {"a": between.url}
-    async with running(
-        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
-    ) as it:
-        async with loaded(it) as load:
-            await load.served_more(50)
-            made = between.connections
-            between.vanished = True
-            # Its calls fail in time, and it connects again.
-            with pytest.raises(StateUnavailable):
-                await it.replicas[0].store.live_config()
-            await until(lambda: between.connections > made + 1)
-            between.vanished = False
-            between.cut()  # what has lost bytes cannot go on
-            await until(lambda: it.replicas[0].store.fault is None)
-            await load.served_more(100)
-        assert load.highest <= 2 * UPPER
-        await rests_within_a_lease(it)
+    async with loaded(hasty) as load:
+        await load.served_more(50)
+        made = between.connections
+        between.vanished = True
+        # Its calls fail in time, and it connects again.
+        with pytest.raises(StateUnavailable):
+            await hasty.replicas[0].store.live_config()
+        await until(lambda: between.connections > made + 1)
+        between.vanished = False
+        between.cut()  # what has lost bytes cannot go on
+        await until(lambda: hasty.replicas[0].store.fault is None)
+        await load.served_more(100)
+    assert load.highest <= 2 * UPPER
+    await rests_within_a_lease(hasty)
 
 
-async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(
-    redis7: Server, between: Proxy, pool: str
-) -> None:
+async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fleet, between: Proxy) -> None:
     # A replica whose connection is half-open, while new ones work.
-    through = {"a": between.url}
-    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
-        (a,) = it.replicas
-        await a.admit("before")
-        epoch = a.store.connection_epoch
-        between.strand()
-        # It has its answer long before the silence would be proven.
-        async with asyncio.timeout(PATIENT_S):
-            assert (await a.admit("stuck")).status == "placed"
-        assert a.store.connection_epoch == epoch + 1
-        assert a.lost == []
-        await a.settle("before", "stuck")
-        assert await it.at_rest()
+    (a,) = patient.replicas
+    await a.admit("before")
+    epoch = a.store.connection_epoch
+    between.strand()
+    # It has its answer long before the silence would be proven.
+    async with asyncio.timeout(HANGS_S):
+        assert (await a.admit("stuck")).status == "placed"
+    assert a.store.connection_epoch == epoch + 1
+    assert a.lost == []
+    await a.settle("before", "stuck")
+    assert await patient.at_rest()
 
 
-async def test_connections_that_are_closed_at_once_count_as_refused(
-    redis7: Server, between: Proxy, pool: str
-) -> None:
+async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fleet, between: Proxy) -> None:
     # A replica whose connection breaks, behind a proxy of a dead server.
-    through = {"a": between.url}
-    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
-        (a,) = it.replicas
-        between.refusing = True
-        between.cut()
-        # Redis is away at once, though there is no call.
-        await until(lambda: a.lost)
-        assert set(a.lost) == {"refused"}
-        # It is back once a server answers.
-        between.refusing = False
-        await until(lambda: a.store.fault is None)
-        assert (await a.admit("r")).status == "placed"
-        await a.settle("r")
-        assert await it.at_rest()
+    (a,) = patient.replicas
+    between.refusing = True
+    between.cut()
+    # Redis is away at once, though there is no call.
+    await until(lambda: a.lost)
+    assert set(a.lost) == {"refused"}
+    # It is back once a server answers.
+    between.refusing = False
+    await until(lambda: a.store.fault is None)
+    assert (await a.admit("r")).status == "placed"
+    await a.settle("r")
+    assert await patient.at_rest()
 
 
 async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
-    redis7: Server, between: Proxy, pool: str
+    patient: Fleet, between: Proxy
 ) -> None:
     # Redis stalls on old connections and new ones.
-    through = {"a": between.url}
-    async with running(redis7.url, pool, "a", upper_per=4, through=through, silence_s=PATIENT_S) as it:
-        (a,) = it.replicas
-        made, between.stalled = between.connections, True
-        asked = asyncio.create_task(a.admit("r"))
-        await until(lambda: between.connections > made)
-        assert not asked.done()
-        between.stalled = False
-        # The caller has its answer, and Redis was never away.
-        assert (await asked).status == "placed"
-        assert (a.lost, a.store.fault) == ([], None)
-        await a.settle("r")
-        assert await it.at_rest()
+    (a,) = patient.replicas
+    made, between.stalled = between.connections, True
+    asked = asyncio.create_task(a.admit("r"))
+    await until(lambda: between.connections > made)
+    assert not asked.done()
+    between.stalled = False
+    # The caller has its answer, and Redis was never away.
+    assert (await asked).status == "placed"
+    assert (a.lost, a.store.fault) == ([], None)
+    await a.settle("r")
+    assert await patient.at_rest()
 
 
 async def test_a_subscriber_whose_server_vanished_subscribes_again(
@@ -265,7 +251,3 @@ async def test_route_and_metrics_streams_notice_that_their_server_vanished(betwe
         for task in following:
             task.cancel()
     await readings.close()
-
-
-async def _queued(fleet: Fleet, count: int) -> bool:
-    return (await fleet.counts())[1] == count

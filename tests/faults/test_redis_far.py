@@ -2,22 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 
-import pytest
+from fault_load import HANGS_S
 from proxy import Proxy
 from redis_servers import Server
-from script_fleet import Fleet, running, until
-
-PATIENT_S = 30.0
-
-
-@pytest.fixture
-async def far(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
-    """A fleet whose one replica is as far from Redis as `between` says."""
-    far = {"a": between.url}
-    async with running(redis7.url, pool, "a", through=far, silence_s=PATIENT_S, upper_per=8) as it:
-        yield it
+from script_fleet import Fleet, until
 
 
 def _forgotten(server: Server) -> int:
@@ -30,38 +19,38 @@ async def _logged(fleet: Fleet, count: int) -> bool:
     return len(await fleet.log()) >= count
 
 
-async def test_no_call_waits_for_the_answer_to_the_one_before(far: Fleet, between: Proxy) -> None:
-    (a,) = far.replicas
+async def test_no_call_waits_for_the_answer_to_the_one_before(patient: Fleet, between: Proxy) -> None:
+    (a,) = patient.replicas
     # The server's answers are held back.
     between.hold(True)
     calls: list[asyncio.Future[object]] = []
     for number in range(1, 5):
         # Each call is sent though none is answered.
         calls.append(asyncio.ensure_future(a.admit(f"r{number}")))
-        await until(lambda number=number: _logged(far, number))
+        await until(lambda number=number: _logged(patient, number))
     assert not any(call.done() for call in calls)
     # The connection is lost with all of them: each is answered over a new one, and once.
     between.cut()
     between.hold(False)
-    async with asyncio.timeout(PATIENT_S):
+    async with asyncio.timeout(HANGS_S):
         verdicts = await asyncio.gather(*calls)
     assert [verdict.status for verdict in verdicts] == ["placed"] * 4
-    assert await far.counts() == (4, 0, [4])
+    assert await patient.counts() == (4, 0, [4])
     await a.settle("r1", "r2", "r3", "r4")
-    assert await far.at_rest()
-    assert (await far.ledger()).ends == {"completed": 4}
+    assert await patient.at_rest()
+    assert (await patient.ledger()).ends == {"completed": 4}
 
 
 async def test_an_end_stands_though_the_message_before_it_was_forgotten(
-    far: Fleet, between: Proxy, redis7: Server
+    patient: Fleet, between: Proxy, redis7: Server
 ) -> None:
-    (a,) = far.replicas
+    (a,) = patient.replicas
     redis7.ask("CONFIG", "RESETSTAT")
     # The server loses the library between two messages in flight.
     between.hold(True)
     first = asyncio.ensure_future(a.admit("first"))
-    await until(lambda: _logged(far, 1))
-    await far.redis.function_flush()
+    await until(lambda: _logged(patient, 1))
+    await patient.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
     await until(lambda: _forgotten(redis7) == 1)
     # The end of the second message's request is sent behind it.
@@ -72,5 +61,5 @@ async def test_an_end_stands_though_the_message_before_it_was_forgotten(
     await asyncio.gather(second, end)
     # The end takes effect last, though the request was sent twice.
     await a.settle("first")
-    assert await far.at_rest()
-    assert (await far.ledger()).ends == {"cancelled": 1, "completed": 1}
+    assert await patient.at_rest()
+    assert (await patient.ledger()).ends == {"cancelled": 1, "completed": 1}

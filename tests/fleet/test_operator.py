@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from admin_calls import ask
-from decision_ledger import Ledger
 from fleet_load import PATIENT, at_rest, decisions, shared
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
@@ -43,7 +42,6 @@ async def logged(fleet: Any, since: int) -> list[Entry]:
     """The log from the entry `since` on, once the fleet is at rest; whatever began has ended once."""
     await at_rest(fleet)
     log = await decisions(fleet)
-    Ledger.replay(log)
     return log[since:]
 
 
