@@ -1,6 +1,7 @@
 """The scripts of one pool, called without a replica."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -12,6 +13,7 @@ from picker_fleet.state.store import pack_arrival
 
 OPEN = json.dumps({"labels": {}, "draining": False})  # an endpoint that takes requests
 START_MS = 1_800_000_000_000
+_FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 _CLOCK = """
 -- %s
 local now_us, now_ms
@@ -91,3 +93,26 @@ class DirectPool:
     def clear(self) -> None:
         if keys := self.keys():
             self.client.delete(*keys)
+
+
+def former_library() -> Library:
+    """The library of a version that knows three bands, and fewer counters."""
+    source = _FORMER.read_text(encoding="utf-8")
+    return Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_"))
+
+
+class ClockedPool(DirectPool):
+    """A pool whose time is set by hand; it begins at START_MS."""
+
+    def __init__(self, client: redis.Redis, pool: str) -> None:
+        self._clock, self._now_ms = f"clock:{pool}", START_MS
+        super().__init__(client, pool, self.named_library("one"))
+        self.passes(0)
+
+    def named_library(self, name: str) -> Library:
+        """The present library by this clock; libraries of different names are different versions."""
+        return load_library(clock_of(self._clock, name))
+
+    def passes(self, ms: int) -> None:
+        self._now_ms += ms
+        self.client.set(self._clock, self._now_ms * 1000)

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import redis
-from direct_calls import DirectPool, clock_of
+from direct_calls import ClockedPool
 
-from picker_fleet.state.scripts import Library, load_library
+from picker_fleet.state.scripts import Library
 
 _FAILING = """
 local made, fails_at = 0, 0
@@ -31,21 +30,18 @@ _READS: Mapping[bytes, tuple[Any, ...]] = {
 }
 
 
-class FailingPool(DirectPool):
-    """A pool, by a clock that is set. `fail_at(n)`: of the calls to Redis from then on, the n-th fails."""
+class FailingPool(ClockedPool):
+    """`fail_at(n)`: of the calls to Redis from then on, the n-th fails."""
 
-    def __init__(self, client: redis.Redis, pool: str) -> None:
-        library = load_library(clock_of("clock"))
+    def named_library(self, name: str) -> Library:
+        library = super().named_library(name)
         version = f"{library.version}_failing"
         head, body = library.source.split("\n", 1)
         builtins = "return redis, struct"
         assert body.count(builtins) == 1
         body = body.replace(builtins, "return failing(redis), struct").replace(library.version, version)
         source = f"{head}_failing\n{_FAILING.format(version=version)}\n{body}"
-        super().__init__(client, pool, Library(source, version))
-
-    def set_clock(self, now_ms: int) -> None:
-        self.client.set("clock", now_ms * 1000)
+        return Library(source, version)
 
     def fail_at(self, number: int) -> None:
         self.client.fcall(f"fail_at_{self.library.version}", 1, f"{self.prefix}pool", number)

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 import redis
 from decision_ledger import order_of
-from direct_calls import START_MS, DirectPool, clock_of
+from direct_calls import ClockedPool
 from script_fleet import OpenFleet, ask
 
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
-from picker_fleet.state.scripts import load_library
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
@@ -77,14 +76,13 @@ async def test_requests_registered_again_in_one_message_keep_their_order(fleet: 
 def test_a_call_moves_a_bounded_number_of_requests_that_have_waited_to_the_cap(
     client: redis.Redis, pool: str
 ) -> None:
-    direct = DirectPool(client, pool, load_library(clock_of("clock:caps")))
-    client.set("clock:caps", START_MS * 1000)
+    direct = ClockedPool(client, pool)
     direct.publish("e:1", upper_per=1, ordering="workload-aware", wait_cap_ms=5000)
     direct.call("heartbeat", "a", "{}", 60_000)
     for number in range(300):
         direct.admit(f"r{number}", workload="", criticality=4 if number == 100 else 3)
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299
-    client.set("clock:caps", (START_MS + 6000) * 1000)
+    direct.passes(6000)
     # The best of those that it has moved is served, and the next call moves the others.
     direct.settle("r0")
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299 - 256

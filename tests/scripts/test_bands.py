@@ -2,18 +2,15 @@
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import redis
-from direct_calls import OPEN, DirectPool, arrival
+from direct_calls import OPEN, DirectPool, arrival, former_library
 
 from picker_fleet.bands import Bands
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
-from picker_fleet.state.scripts import Library
 
-FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 OTHERS = 61  # bands besides the three
 
 
@@ -120,8 +117,7 @@ class Mixed(DirectPool):
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
-        source = FORMER.read_text(encoding="utf-8")
-        self.former = self.load(Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_")))
+        self.former = self.load(former_library())
         self.publish("a:1", upper_per=1)
         self.call("heartbeat", "a", "{}", 60_000)
         self.admit("runs")

@@ -47,39 +47,7 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         assert set((await it.state()).in_flight.values()) == {125}
 
 
-async def test_an_endpoint_that_takes_nothing_new_is_not_picked_whatever_its_score(fleet: OpenFleet) -> None:
-    # The best of three endpoints drained, and one of them at its flow's limit.
-    async with fleet("a", endpoints=3, upper_per=10) as (_, a):
-        scored = f"{E1}=0.9,{E2}=0.8,{E3}=0.1"
-        await a.store.mark_endpoint(E1, "drained", True)
-        await a.admit("limited", subset=(E2,), limit=1)
-        # When a request of that flow comes with scores, the third has it.
-        assert listed(await a.admit("r", candidates=scored, limit=1)) == [E3]
-        assert await a.admit("none", candidates=f"{E1}=0.9") == Decision("refused", "no-endpoints 1")
-
-
-@pytest.mark.parametrize("why", ["drained", "full"])
-async def test_an_endpoint_that_takes_nothing_new_does_not_scale_the_load_of_others(
-    fleet: OpenFleet, why: str
-) -> None:
-    # An endpoint that takes nothing of a flow, a busy one with the better score, and an idle one.
-    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
-        await a.admit("busy", subset=(E2,))
-        await a.admit("other", subset=(E1,))
-        await a.admit("limited", subset=(E1,), limit=1)
-        if why == "drained":
-            await a.store.mark_endpoint(E1, "drained", True)
-        # When a request may go to any of them, the load of the second weighs in full.
-        limit = 1 if why == "full" else 0
-        chosen = listed(await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0", limit=limit))
-        assert chosen == [E3, E2]
-
-
-E1, E2 = addresses(2)
-MARKS = pytest.mark.parametrize("what", ["drained", "down"])
-
-
-@MARKS
+@pytest.mark.parametrize("what", ["drained", "down"])
 async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
     # A marked endpoint.
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import redis
-from direct_calls import OPEN, START_MS, DirectPool, arrival
+from direct_calls import OPEN, DirectPool, arrival
 from failing_calls import FailingPool
 from script_fleet import SETTINGS
 
@@ -48,7 +48,6 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
 
 def prepare(library: FailingPool, ordering: str) -> None:
     """A pool with what a call may come upon: placed, granted, waiting, overdue requests, a silent replica."""
-    library.set_clock(START_MS)
     library.publish(*ENDPOINTS, **ROOM, ordering=ordering, silence_ms=5000)
     for replica in ("a", "silent"):
         library.call("heartbeat", replica, "{}", 5000, f"key-{replica}")
@@ -60,12 +59,12 @@ def prepare(library: FailingPool, ordering: str) -> None:
     ]
     library.call("admit", "a", *waiting, of("g3", "f7"), of("sheddable", "f8", band=2))
     library.call("admit", "silent", of("orphan", "f5"), of("late", "f6", ttl_ms=1000))
-    library.set_clock(START_MS + 3000)
+    library.passes(3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
     library.call("tombstone", "a", "old", 0)
     library.call("split", "a", "rule", "9 1", "known", 1)
     library.call("settle", "a", "p5", "completed", "5", "", "p6", "completed", "2", "9")
-    library.set_clock(START_MS + 3500)
+    library.passes(500)
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
@@ -77,7 +76,7 @@ def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one
     library = FailingPool(client, pool)
     prepare(library, ordering)
     if name == "next sweep":
-        library.set_clock(START_MS + 90_000)
+        library.passes(90_000)
     script, args = name.split()[-1], CALLS[name]
     saved, at_first = library.save(), library.everything()
     library.restore(saved)

@@ -2,27 +2,18 @@
 
 import pytest
 import redis
-from direct_calls import START_MS, DirectPool, clock_of
-
-from picker_fleet.state.scripts import load_library
+from direct_calls import START_MS, ClockedPool
 
 SILENCE_MS = 5000
 NAMES = [f"r{number:02d}" for number in range(50)]
 
 
-class Beating(DirectPool):
-    """A pool whose replicas beat at times set by hand."""
+class Beating(ClockedPool):
+    """A pool whose replicas beat."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
-        self._clock = f"clock-{pool}"
-        super().__init__(client, pool, load_library(clock_of(self._clock)))
-        self._now_ms = START_MS
-        self.passes(0)
+        super().__init__(client, pool)
         self.publish("e:1", silence_ms=SILENCE_MS)
-
-    def passes(self, ms: int) -> None:
-        self._now_ms += ms
-        self.client.set(self._clock, self._now_ms * 1000)
 
     def beat(self, name: str, info: str = "") -> tuple[int, int]:
         """Whether it publishes, and how many replicas are live."""

@@ -4,23 +4,16 @@ import json
 
 import pytest
 import redis
-from direct_calls import START_MS, DirectPool, clock_of
-
-from picker_fleet.state.scripts import load_library
+from direct_calls import ClockedPool
 
 
-class Versions(DirectPool):
-    """Two versions of the library, `one` and `other`, and their clock."""
+class Versions(ClockedPool):
+    """Two versions of the library: the pool's own, and `other`."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
-        self._clock = f"clock:{pool}"
-        super().__init__(client, pool, load_library(clock_of(self._clock, "one")))
-        self.one, self.other = self.library, self.load(load_library(clock_of(self._clock, "other")))
-        assert self.one.version != self.other.version
-        self.at_ms(0)
-
-    def at_ms(self, since_start_ms: int) -> None:
-        self.client.set(self._clock, (START_MS + since_start_ms) * 1000)
+        super().__init__(client, pool)
+        self.other = self.load(self.named_library("other"))
+        assert self.library.version != self.other.version
 
 
 @pytest.fixture
@@ -73,7 +66,7 @@ def test_either_version_expires_a_request_that_the_other_queued(server: Versions
     assert server.admit("runs")[0] == "placed"
     # When another one queues a request, whose time passes
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
-    server.at_ms(41)
+    server.passes(41)
     # The first ends it with the next thing that it is asked.
     assert server.admit("runs")[-1] == "adopted"
     assert server.requests() == {b"runs"}
@@ -86,7 +79,7 @@ def test_a_timer_before_the_remembered_one_is_not_missed(server: Versions) -> No
     assert server.admit("patient", ttl_ms=60_000)[0] == "queued"
     # When one with less time comes, and that time passes
     assert server.admit("hasty", ttl_ms=40)[0] == "queued"
-    server.at_ms(41)
+    server.passes(41)
     server.admit("runs")
     # It is gone, and the other one waits.
     assert server.requests() == {b"runs", b"patient"}

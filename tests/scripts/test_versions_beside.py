@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from direct_calls import OPEN, DirectPool, arrival
+from direct_calls import OPEN, DirectPool, arrival, former_library
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,6 @@ from picker_fleet.bands import NAMED
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
-from picker_fleet.state.scripts import Library
 
 DOUBLE = 8
 ADDED = 5  # counters that came after the others
@@ -55,7 +54,6 @@ def test_the_page_of_upgrades_names_the_layouts_in_use() -> None:
     assert list(schema.COUNTERS[:26]) == FIRST
 
 
-FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 ENDPOINTS = ("a:1", "b:1", "c:1")
 TOKEN = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
 
@@ -65,9 +63,8 @@ class Mixed(DirectPool):
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
-        source = FORMER.read_text(encoding="utf-8")
-        former = Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_"))
-        self._libraries = (self.load(former), self.library)
+        former = self.load(former_library())
+        self._libraries = (former, self.library)
         self.owners: dict[str, int] = {}
         self.publish(*ENDPOINTS, upper_per=2, lease_ms=600_000, library=former)
         for version in (0, 1):
