@@ -47,6 +47,16 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         assert set((await it.state()).in_flight.values()) == {125}
 
 
+async def test_a_drained_endpoint_does_not_scale_the_load_of_others(fleet: OpenFleet) -> None:
+    # The most loaded one drains; one has a better score and a request, and one is idle.
+    async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
+        for name, where in (("busy", E2), ("other", E1), ("another", E1)):
+            await a.admit(name, subset=(where,))
+        await a.store.mark_endpoint(E1, "drained", True)
+        # When a request may go to any of them, the load of the second weighs in full.
+        assert listed(await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0")) == [E3, E2]
+
+
 @pytest.mark.parametrize("what", ["drained", "down"])
 async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
     # A marked endpoint.
