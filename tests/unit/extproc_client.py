@@ -137,8 +137,8 @@ class Counted:
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
         self.answered(mode, model, "client_gone", seconds, target_model)
 
-    def access_log(self, kind: str, n: int) -> None:
-        self.reports += [kind] * n
+    def access_log(self, kind: str) -> None:
+        self.reports.append(kind)
 
     def access_log_rejected(self, reason: str) -> None:
         self.reports.append(reason)

@@ -98,7 +98,8 @@ def test_queue_events_have_the_specified_names() -> None:
     metrics.reclaimed(5)
     metrics.redis_call("admit", 0.0004, 8)
     metrics.redis_error("settle", "item")
-    metrics.access_log("ended", 6)
+    for _ in range(6):
+        metrics.access_log("ended")
     page = samples(metrics)
     assert page["epp_queue_latency_seconds_count", "model=m", "success=true"] == 1
     assert page["epp_queue_latency_seconds_count", "model=m", "success=false"] == 1

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
@@ -516,26 +516,30 @@ class SharedGate:
 
 class RecentlyRunning:
     """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
-    their costs."""
+    their costs; of more than `_MAX_RECENT` the newest."""
 
     def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
         self._window_s, self._clock = window_s, clock
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
+        # When each was seen, and its cost. What is older than a window is dropped as a whole.
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._former: dict[str, tuple[float, float]] = {}
+        self._full_s = 0.0  # when `_seen` becomes the former
 
     def seen(self, request_id: str, cost: float) -> None:
-        now_s, seen = self._clock(), self._seen
-        seen[request_id] = now_s, cost
-        seen.move_to_end(request_id)
-        while len(seen) > _MAX_RECENT or now_s - next(iter(seen.values()))[0] > self._window_s:
-            seen.popitem(last=False)
+        now_s = self._clock()
+        if now_s >= self._full_s or len(self._seen) >= _MAX_RECENT // 2:
+            self._former, self._seen, self._full_s = self._seen, {}, now_s + self._window_s
+        self._seen[request_id] = now_s, cost
 
     def ended(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
+        self._former.pop(request_id, None)
 
     def costs(self) -> dict[str, float]:
         """Cost by id."""
         since_s = self._clock() - self._window_s
-        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
+        known = (self._former | self._seen).items()
+        return {name: cost for name, (seen_s, cost) in known if seen_s >= since_s}
 
 
 class ServiceReport(TypedDict):

@@ -16,7 +16,7 @@ timer. docs/protocol.md has the names of headers.
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, cast
 
 import httptools
@@ -33,6 +33,7 @@ from picker_fleet.units import split_host_port
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
 SETTLE_PATH: Final = b"/settle"
 HEALTH_PATH: Final = b"/healthz"
+_MAX_NAMES = 1000  # of headers, remembered
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 _IDLE_S = 300.0  # of a connection without a request
 _BACKLOG = 1024
@@ -68,7 +69,7 @@ class CheckServer:
         self.draining = False
         read = {name for context in contexts.all for name in context.intake.headers}
         names = (*read, POOL_HEADER, codec.SUBSET, *FORWARDED_HEADERS, *settle.HEADERS)
-        self.wanted = {name.encode(): name for name in names}
+        self.wanted = _Wanted(names)
 
     @property
     def ready(self) -> bool:
@@ -141,12 +142,29 @@ async def _every(interval_s: float, work: Callable[[], None]) -> None:
         work()
 
 
+class _Wanted(dict[bytes, str]):
+    """The name, in lower case, of each header that is read, by the name as it came; '' for any other.
+
+    Names that come are remembered, at most `_MAX_NAMES`: proxies send the same ones again and again.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__((name.encode(), name) for name in names)
+
+    def __missing__(self, name: bytes) -> str:
+        wanted = self.get(name.lower(), "")
+        if len(self) < _MAX_NAMES:
+            self[name] = wanted
+        return wanted
+
+
 class _Connection(asyncio.Protocol):
     """One connection: parses a request, has it checked, writes the answer, and begins anew."""
 
     def __init__(self, server: CheckServer) -> None:
         self._server = server
         self._context = server.context
+        self._wanted = server.wanted
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
@@ -233,9 +251,9 @@ class _Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        known = self._server.wanted.get(name.lower())
-        if known is not None and known not in self._headers:
-            self._headers[known] = value
+        known = self._wanted[name]
+        if known:
+            self._headers.setdefault(known, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0

@@ -131,7 +131,7 @@ class Placements:
                 target_model=placed.target_model,
             )
         )
-        account.metrics.access_log("ended", 1)
+        account.metrics.access_log("ended")
         return True
 
     def renew(self) -> None:

@@ -76,11 +76,13 @@ class Account(NamedTuple):
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
     """The access-log service, by path. The metadata `namespace` says who served."""
 
+    def on_message(data: bytes) -> None:
+        message = _message(data)
+        if message.HasField("http_logs"):
+            take(message.http_logs.log_entry, accounts, namespace)
+
     async def collect(stream: Stream) -> bytes:
-        while (data := await stream.read()) is not None:
-            message = _message(data)
-            if message.HasField("http_logs"):
-                take(message.http_logs.log_entry, accounts, namespace)
+        await stream.read_all(on_message)
         return b""  # StreamAccessLogsResponse has no fields
 
     return {f"/{SERVICE}/StreamAccessLogs": collect}
@@ -109,7 +111,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             _log.warning("an access-log entry could not be read", exc_info=True)
             item = None
         if item is None:
-            accounts[0].metrics.access_log("ignored", 1)
+            accounts[0].metrics.access_log("ignored")
             continue
         account, token, fault = accounts[0], "", NO_TOKEN
         if item.accounting_token:  # else it still waits, or was refused
@@ -120,16 +122,16 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
                 # Its client left before Envoy had the token, or the entry is forged: only a suspicion.
                 for each in accounts:
                     each.gate.suspect(item.id)
-            account.metrics.access_log("ignored", 1)
+            account.metrics.access_log("ignored")
             continue
         if token is not item.accounting_token:
             item = item._replace(accounting_token=token)
         if isinstance(item, Completion):
             account.gate.settle(item)
-            account.metrics.access_log("ended", 1)
+            account.metrics.access_log("ended")
         else:
             account.gate.renew(item)
-            account.metrics.access_log("alive", 1)
+            account.metrics.access_log("alive")
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
@@ -140,9 +142,11 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     """
     common = entry.common_properties
     kind = common.access_log_type
-    intermediate = kind == _PERIODIC or (kind == _NOT_SET and common.intermediate_log_entry)
-    if not intermediate and kind not in (_END, _NOT_SET):
-        return None
+    intermediate = kind == _PERIODIC
+    if kind != _END and not intermediate:
+        if kind != _NOT_SET:
+            return None
+        intermediate = common.intermediate_log_entry
     metadata = common.metadata.filter_metadata
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
@@ -243,10 +247,12 @@ def _waited_s(fields: Any) -> float | None:
 
 def _tokens(fields: Any, key: str) -> int | None:
     value = fields.get(key)
-    if value is None or value.WhichOneof("kind") != "number_value":
+    if value is None:
         return None
-    number = value.number_value
-    return int(number) if math.isfinite(number) and 0 <= number <= _MOST_TOKENS else None
+    number = value.number_value  # 0 also if it is no number
+    if 0 < number <= _MOST_TOKENS:
+        return int(number)
+    return 0 if number == 0 and value.WhichOneof("kind") == "number_value" else None
 
 
 def _seconds(duration: Any) -> float | None:

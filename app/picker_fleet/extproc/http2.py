@@ -313,20 +313,23 @@ class Connection(asyncio.Protocol):
                     raise ConnectionFault(PROTOCOL_ERROR, "settings come first")
                 self.settled = True
             end = len(data)
+            arrived = 0
             while end - at >= _HEADER_BYTES:
                 high, low, kind, flags, stream_id = _HEADER.unpack_from(data, at)
                 size = high << 16 | low
                 if size > FRAME_BYTES:
                     raise ConnectionFault(FRAME_SIZE_ERROR, "a frame is too large")
                 start = at + _HEADER_BYTES
-                at = start + size
-                if at > end:
-                    at = start - _HEADER_BYTES
+                if start + size > end:
                     break
+                at = start + size
                 if kind == DATA and self._block is None:
+                    arrived += size
                     self._on_data(flags, stream_id & _ANY_STREAM, data, start, at)
                 else:
                     self._on_frame(kind, flags, stream_id & _ANY_STREAM, data, start, at)
+            if arrived:
+                self._count_arrived(arrived)
             if at < end:
                 self._tail = data[at:]
         except ConnectionFault as fault:
@@ -434,7 +437,38 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed GOAWAY")
 
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
-        size = end - start
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.remote_ended:
+            self._on_late_data(stream_id)
+            return
+        stream.receive_window -= end - start
+        if stream.receive_window < 0:
+            self.reset(stream_id, FLOW_CONTROL_ERROR)
+            return
+        if not flags:
+            if start < end:
+                stream.receive(data, start, end)
+            return
+        if flags & PADDED:
+            padding = data[start] + 1 if start < end else 1
+            if padding > end - start:
+                raise ConnectionFault(PROTOCOL_ERROR, "more padding than data")
+            start += 1
+            end -= padding - 1
+        if start < end:
+            stream.receive(data, start, end)
+        if flags & END_STREAM:
+            self._end_remote(stream_id, stream)
+
+    def _on_late_data(self, stream_id: int) -> None:
+        """Data came for a stream that is not open, or whose client had ended it."""
+        if stream_id == 0 or stream_id > self._last_id:
+            raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
+        if stream_id not in self._ended:
+            self.reset(stream_id, STREAM_CLOSED)
+
+    def _count_arrived(self, size: int) -> None:
+        """Count `size` bytes of data, and open the connection's window again when half of it is used."""
         self._receive_window -= size
         self._arrived_bytes += size
         if self._receive_window < 0:
@@ -443,30 +477,6 @@ class Connection(asyncio.Protocol):
             self.write(frame(WINDOW_UPDATE, 0, 0, self._arrived_bytes.to_bytes(4, "big")))
             self._receive_window += self._arrived_bytes
             self._arrived_bytes = 0
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            if stream_id == 0 or stream_id > self._last_id:
-                raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
-            if stream_id not in self._ended:
-                self.reset(stream_id, STREAM_CLOSED)
-            return
-        if stream.remote_ended:
-            self.reset(stream_id, STREAM_CLOSED)
-            return
-        stream.receive_window -= size
-        if stream.receive_window < 0:
-            self.reset(stream_id, FLOW_CONTROL_ERROR)
-            return
-        if flags & PADDED:
-            padding = data[start] + 1 if size else 1
-            if padding > size:
-                raise ConnectionFault(PROTOCOL_ERROR, "more padding than data")
-            start += 1
-            end -= padding - 1
-        if start < end:
-            stream.receive(data, start, end)
-        if flags & END_STREAM:
-            self._end_remote(stream_id, stream)
 
     def _end_remote(self, stream_id: int, stream: Stream) -> None:
         if not stream.end_remote():

@@ -6,8 +6,9 @@
 import asyncio
 import contextlib
 import logging
+import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
 _END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(RST_STREAM, 0, 4)
 _DATA = bytes((DATA, 0))  # what follows the size of a DATA frame: type and flags
+_MESSAGE = struct.Struct(">HBBBIBI")  # what precedes a message: size, type, flags, stream; its own prefix
 _CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class GrpcStream:
         "_reader",
         "_received_bytes",
         "_started",
+        "_take",
         "_unread_bytes",
         "_writer",
         "began_s",
@@ -100,6 +103,7 @@ class GrpcStream:
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
         self._reader: asyncio.Future[bytes | None] | None = None  # a message, or None: look again
+        self._take: Callable[[bytes], None] | None = None  # of a handler that takes all as it comes
         self._writer: asyncio.Future[None] | None = None
         self.remote_ended = False
         self._started = False  # the response's headers have been sent
@@ -133,23 +137,32 @@ class GrpcStream:
             if handed_over is not None:
                 return handed_over
         message = self._messages.popleft()
-        self._release(len(message) + _MESSAGE_COST)
-        if not self._messages and self.receive_window <= _CREDIT_BELOW:
-            self._give_credit()
+        if not self._messages:
+            self._release(self._unread_bytes - len(self._partial))
+            if self.receive_window <= _CREDIT_BELOW:
+                self._give_credit()
         return message
+
+    async def read_all(self, take: Callable[[bytes], None]) -> None:
+        """As `Stream.read_all`, without a task that wakes for each message. Raises as `read`, and what `take`
+        raises."""
+        self._take = take
+        try:
+            while (message := await self.read()) is not None:
+                take(message)
+        finally:
+            self._take = None
 
     async def write(self, message: bytes) -> None:
         """Send one message; returns when all of it is on its way."""
-        connection = self._connection
-        size = len(message) + 5
-        if not self._fits(size):
+        frames = self._in_one_frame(message)
+        if not frames:
             await self._write_parts(message)
-            return
-        self.send_window -= size
-        connection.send_window -= size
-        data = (size.to_bytes(3, "big"), _DATA, self.sid, b"\0", (size - 5).to_bytes(4, "big"), message)
-        connection.write(b"".join(data if self._started else (_OK, self.sid, OK_BLOCK, *data)))
-        self._started = True
+        elif self._started:
+            self._connection.write(frames)
+        else:
+            self._started = True
+            self._connection.write(b"".join((_OK, self.sid, OK_BLOCK, frames)))
 
     async def serve(self, handler: Handler) -> None:
         """Run the handler and send the end of the stream."""
@@ -166,21 +179,18 @@ class GrpcStream:
     async def _finish(self, message: bytes | None) -> None:
         """Send the last message, if there is one, and the end of the stream."""
         connection, sid = self._connection, self.sid
-        parts: tuple[bytes, ...] = ()
+        frames = b""
         if message is not None:
-            size = len(message) + 5
-            if not self._fits(size):
+            frames = self._in_one_frame(message)
+            if not frames:
                 await self._write_parts(message)
-            else:
-                connection.send_window -= size
-                parts = (size.to_bytes(3, "big"), _DATA, sid, b"\0", (size - 5).to_bytes(4, "big"), message)
         if not self._started:
-            parts = (_OK, sid, OK_BLOCK, *parts)
+            frames = b"".join((_OK, sid, OK_BLOCK, frames))
         if self.remote_ended:
-            connection.write(b"".join((*parts, _END, sid, _END_BLOCK)))
+            connection.write(b"".join((frames, _END, sid, _END_BLOCK)))
         else:
             # As gRPC's own servers do: nothing more is wanted of the client.
-            connection.write(b"".join((*parts, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
+            connection.write(b"".join((frames, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
         connection.forget(self._id, self.remote_ended)
 
     def _fail(self, status: Status, why: str) -> None:
@@ -192,11 +202,16 @@ class GrpcStream:
         self._connection.write(end + stop)
         self._connection.forget(self._id, self.remote_ended)
 
-    def _fits(self, size: int) -> bool:
-        """Whether `size` bytes may be sent now, in one frame."""
+    def _in_one_frame(self, message: bytes) -> bytes:
+        """The frame of a whole message, counted as sent; empty if it does not fit in one, or not now."""
         connection = self._connection
-        windows = size <= self.send_window and size <= connection.send_window
-        return windows and size <= FRAME_BYTES and not connection.paused
+        size = len(message) + 5
+        window = connection.send_window
+        if size > window or size > self.send_window or size > FRAME_BYTES or connection.paused:
+            return b""
+        connection.send_window = window - size
+        self.send_window -= size
+        return _MESSAGE.pack(size >> 8, size & 255, DATA, 0, self._id, 0, size - 5) + message
 
     async def _write_parts(self, message: bytes) -> None:
         """Send a message in frames, as the peer's windows allow."""
@@ -234,22 +249,33 @@ class GrpcStream:
 
     def receive(self, data: bytes, start: int, end: int) -> None:
         """Take what a DATA frame brought, `data[start:end]`."""
-        self._received_bytes += end - start
+        size = end - start
+        self._received_bytes += size
         if self._fault is not None:
             return  # and the window stays closed
+        if (
+            5 <= size <= self._message_bytes
+            and not self._partial
+            and data[start : start + 5] == (size - 5).to_bytes(5, "big")
+        ):
+            self._hand_over(data[start + 5 : end])  # most frames are one whole message
+        else:
+            self._take_frame(data, start, end)
+        if self.receive_window <= _CREDIT_BELOW and not self._messages:
+            self._give_credit()
+
+    def _take_frame(self, data: bytes, start: int, end: int) -> None:
+        """Take a frame that has more or less than one message."""
         if self._partial:
             self._keep_part(data[start:end])
-            if self._is_decided():
-                data, self._partial = bytes(self._partial), bytearray()
-                self._release(len(data))
-                start, end = 0, len(data)
-            else:
-                start = end
+            if not self._is_decided():
+                return
+            data, self._partial = bytes(self._partial), bytearray()
+            self._release(len(data))
+            start, end = 0, len(data)
         start = self._take_messages(data, start, end)
         if start < end and self._fault is None:
             self._keep_part(data[start:end])
-        if not self._messages and self.receive_window <= _CREDIT_BELOW:
-            self._give_credit()
 
     def _keep_part(self, part: bytes) -> None:
         """Keep what is not a whole message yet."""
@@ -278,15 +304,26 @@ class GrpcStream:
             stop = start + 5 + length
             if stop > end:
                 break
-            message, start = data[start + 5 : stop], stop
-            if self._messages or self._reader is None or self._reader.done():
-                self._messages.append(message)
-                self._count(length + _MESSAGE_COST)
-                if self._fault is not None:
-                    return end
-            else:
-                self._reader.set_result(message)  # the handler waits for it, so it is never unread
+            self._hand_over(data[start + 5 : stop])
+            start = stop
+            if self._fault is not None:
+                return end
         return start
+
+    def _hand_over(self, message: bytes) -> None:
+        """Give the handler a message, or keep it until it reads."""
+        if self._take is not None:
+            try:
+                self._take(message)
+            except Exception as fault:
+                self._fail_reads(fault)
+            return
+        reader = self._reader
+        if reader is None or self._messages or reader.done():
+            self._messages.append(message)
+            self._count(len(message) + _MESSAGE_COST)
+        else:
+            reader.set_result(message)  # the handler waits for it, so it is never unread
 
     def end_remote(self) -> bool:
         """The client's side has ended; whether it had as many bytes as its headers said."""

@@ -59,6 +59,10 @@ class Stream(Protocol):
         """The next message; None at the end of the client's side."""
         ...
 
+    async def read_all(self, take: Callable[[bytes], None]) -> None:
+        """Give each message to `take` when it comes, until the end of the client's side."""
+        ...
+
     async def write(self, message: bytes) -> None:
         """Send a message; waits while the client takes none."""
         ...
@@ -155,6 +159,10 @@ class _GrpcioStream:
     async def read(self) -> bytes | None:
         message = await self._context.read()
         return None if message is grpc.aio.EOF else message
+
+    async def read_all(self, take: Callable[[bytes], None]) -> None:
+        while (message := await self.read()) is not None:
+            take(message)
 
 
 class GrpcioTransport:

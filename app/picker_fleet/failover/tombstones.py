@@ -22,7 +22,7 @@ from picker_fleet.state.store import Store
 
 _CHUNK = 512  # ends on their way at a time; the store sends 16 a call
 _UNPUBLISHED = ""
-
+_FORGET_S = 1.0  # between two searches for old ends
 
 # By request id: when the end was received, and the epoch of the shared state that has its tombstone.
 ReceivedEnds = OrderedDict[str, tuple[float, str]]
@@ -53,6 +53,7 @@ class Tombstones:
     ) -> None:
         self._store, self._replica, self._ends = store, replica, ends
         self._keep_s = 2 * unseen_s(report_s)
+        self._forget_s = 0.0  # when old ones are dropped next
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
         self._restored: set[str] = set()  # those that another replica has restored after their end
@@ -86,12 +87,25 @@ class Tombstones:
 
     def add(self, request_id: str) -> None:
         now_s, ends = self._clock(), self._ends
+        if request_id in ends:
+            ends.move_to_end(request_id)
         ends[request_id] = now_s, _UNPUBLISHED
-        ends.move_to_end(request_id)
-        while len(ends) > MAX_ENTRIES or now_s - next(iter(ends.values()))[0] > self._keep_s:
-            ends.popitem(last=False)
+        if now_s >= self._forget_s or len(ends) > MAX_ENTRIES:
+            self._forget(now_s)
         if self._peer_degraded and self._may_publish():
             self._publish_end(request_id, now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop old ends, and the oldest of too many."""
+        ends, since_s = self._ends, now_s - self._keep_s
+        old: list[str] = []
+        for name, (received_s, _) in ends.items():
+            if received_s >= since_s and len(ends) - len(old) <= MAX_ENTRIES:
+                break
+            old.append(name)
+        for name in old:
+            del ends[name]
+        self._forget_s = now_s + _FORGET_S
 
     def heartbeat_fields(self) -> dict[str, object]:
         """For the other replicas: how often this one has begun to resync, and the resyncs of others before

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.request import Completion, InferenceRequest, Outcome
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
@@ -45,7 +45,6 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other re
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class Choice(NamedTuple):
@@ -119,19 +118,14 @@ class ExplanationCache:
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
         """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
         that the choice was made from (see `explain`). A second choice of one id replaces the first."""
-        old = self._choices.pop(request_id, None)
-        if old is not None:
-            self._values -= old.values
-        if isinstance(basis, LeastLoadedPick):
-            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
-        else:
-            values = len(basis.eligible) * (len(basis.parts) + 2) + 2 * len(basis.excluded) + 1
-        self._choices[request_id] = _Explained(basis, chosen, live, values)
+        choices = self._choices
+        if request_id in choices:
+            self._values -= choices.pop(request_id).values
+        values = basis.values
+        choices[request_id] = _Explained(basis, chosen, live, values)
         self._values += values
-        while len(self._choices) > self._max_choices or (
-            self._values > self._max_values and len(self._choices) > 1
-        ):
-            _, oldest = self._choices.popitem(last=False)
+        while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
+            _, oldest = choices.popitem(last=False)
             self._values -= oldest.values
 
     def get(self, request_id: str) -> Explanation | None:
@@ -159,9 +153,19 @@ class LeastLoadedChooser:
         self._endpoints = endpoints
         self._in_flight = in_flight
         self._explanations = ExplanationCache() if explanations is None else explanations
+        # The choice of a request that any endpoint may serve, and what it was made of: the same until the
+        # endpoints or their loads are read again.
+        self._any = Choice(ANY_ENDPOINT, LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT))
+        self._any_of: tuple[tuple[Endpoint, ...], Mapping[str, int]] = (), {}
 
     def choose(self, request: InferenceRequest) -> Choice:
         known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
+        if subset is None and not selector:
+            in_flight = self._in_flight()
+            if known is not self._any_of[0] or in_flight is not self._any_of[1]:
+                self._any_of = known, in_flight
+                self._any = Choice(ANY_ENDPOINT, LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT))
+            return self._any
         if selector:
             wanted = selector.items()
             candidates = ",".join(
@@ -170,7 +174,7 @@ class LeastLoadedChooser:
                 if wanted <= endpoint.labels.items() and (subset is None or endpoint.address in subset)
             )
         else:
-            candidates = ANY_ENDPOINT if subset is None else ",".join(subset)
+            candidates = ",".join(subset or ())
         return Choice(candidates, LeastLoadedPick(known, self._in_flight(), subset, selector, candidates))
 
     def unscored(self, request: InferenceRequest) -> Choice:

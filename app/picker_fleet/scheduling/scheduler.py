@@ -144,6 +144,11 @@ class Ranking(NamedTuple):
     waived: tuple[str, ...]
     live_weight: float
 
+    @property
+    def values(self) -> int:
+        """How many scores and reasons it has."""
+        return len(self.eligible) * (len(self.parts) + 2) + 2 * len(self.excluded) + 1
+
 
 class Scheduler:
     """Ranks under one set of weights (scorer name -> weight, from the configuration).

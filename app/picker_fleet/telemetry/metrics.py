@@ -190,6 +190,7 @@ class Metrics:
         self._pool_totals = {key: counters(name, text) for key, (name, text) in _POOL_TOTALS.items()}
         self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
+        self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the newest that is known
         self.waiting_requests: dict[Waiting, int] = {}  # of this replica, in its queue
         # A rate of 0 instead of a missing series.
@@ -212,13 +213,11 @@ class Metrics:
 
     def completed(self, completion: Completion, model: str) -> None:
         """A request ended. Fields of `completion` that are None are not counted."""
-        name = self._model(model)
-        self._completions.add((name, completion.outcome.value))
-        if completion.status == 0 and completion.outcome is Outcome.CLIENT_GONE:
-            self._statuses.add((name, _CLIENT_GONE))
-        else:
-            self._statuses.add((name, _STATUS_TEXTS.get(completion.status, OTHER)))
-        label = (name,)
+        ended = model, completion.outcome, completion.status
+        labels = self._ended_labels.get(ended) or self._labels_of_end(*ended)
+        label, of_outcome, of_status = labels
+        self._completions.add(of_outcome)
+        self._statuses.add(of_status)
         if completion.prompt_tokens:
             self._tokens_in.add(label, completion.prompt_tokens)
         if completion.completion_tokens:
@@ -231,9 +230,21 @@ class Metrics:
             success = completion.outcome is Outcome.COMPLETED
             self.waited(model, completion.waited_s, success, completion.target_model)
 
-    def access_log(self, kind: str, n: int) -> None:
-        """`n` access-log entries arrived: `kind` is `ended`, `alive` or `ignored`."""
-        self._entries.add((kind,), n)
+    def _labels_of_end(self, model: str, outcome: Outcome, status: int) -> tuple[Labels, Labels, Labels]:
+        """The labels of the model, of its outcome and of its status; remembered, since few differ."""
+        name = self._model(model)
+        text = _STATUS_TEXTS.get(status, OTHER)
+        if status == 0 and outcome is Outcome.CLIENT_GONE:
+            text = _CLIENT_GONE
+        if len(self._ended_labels) >= _MAX_SERIES:
+            self._ended_labels.clear()
+        labels = (name,), (name, outcome.value), (name, text)
+        self._ended_labels[model, outcome, status] = labels
+        return labels
+
+    def access_log(self, kind: str) -> None:
+        """An access-log entry arrived: `kind` is `ended`, `alive` or `ignored`."""
+        self._entries.add((kind,))
 
     def access_log_rejected(self, reason: str) -> None:
         """An entry was ignored for its accounting token; `reason` is a code of state/accounting_token.py."""
