@@ -190,6 +190,7 @@ def test_every_command_has_its_exit_codes_on_the_page() -> None:
 
 
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("operations", "errors", "tuning", "upgrading")]
+LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
 SECTIONS = "|".join(name for name, field in Settings.model_fields.items() if name != "pool")
 KEY = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+)`")
@@ -210,12 +211,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    for target, anchor in (each for each in links if "://" not in each[0]):
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+
+
+CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
+
+
+def test_parts_of_pages_that_the_code_cites_exist() -> None:
+    sources = [ROOT / "CHANGELOG.md", *(ROOT / "app").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml")]
+    cited = {each for file in sources for each in CITED.findall(file.read_text(encoding="utf-8"))}
+    assert len(cited) > 3
+    for page, title in cited:
+        assert re.search(rf"^(#+ |\*\*){re.escape(title)}", text_of(page), re.MULTILINE), f"{page}: {title}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
