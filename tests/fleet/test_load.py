@@ -18,10 +18,7 @@ END_S = 200.0  # some scenarios take more than a minute where the machine is bus
 
 async def started(*arguments: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", *arguments),
-        stdout=PIPE,
-        stderr=STDOUT,
-        cwd=ROOT,
+        *(sys.executable, "-P", "-m", *arguments), stdout=PIPE, stderr=STDOUT, cwd=ROOT
     )
 
 

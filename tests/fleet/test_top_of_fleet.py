@@ -43,11 +43,7 @@ class Terminal:
         self.before = termios.tcgetattr(slave)
         self._slave = slave
         self.process = subprocess.Popen(
-            [*TOP, url],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env={**PLAIN, "TERM": "xterm-256color"},
+            [*TOP, url], stdin=slave, stdout=slave, stderr=slave, env={**PLAIN, "TERM": "xterm-256color"}
         )
         self.seen = ""
         asyncio.get_running_loop().add_reader(self._master, self._read)
@@ -155,9 +151,7 @@ async def test_keys_drain_and_pause_and_the_terminal_is_restored(here: Any) -> N
         terminal.close()
 
 
-async def test_the_queue_is_paged_in_dispatch_order_and_a_request_is_evicted(
-    logged: Any,
-) -> None:
+async def test_the_queue_is_paged_in_dispatch_order_and_a_request_is_evicted(logged: Any) -> None:
     admin = logged.state["replicas"][0]["admin"]
     names = [f"flow-{number:02}" for number in range(30)]
     async with waiting(logged, *names):

@@ -76,10 +76,7 @@ async def test_while_the_collector_is_away_requests_are_served_and_each_decision
 ) -> None:
     await collector.stop()
     running = fleet("--replicas", "1", "--endpoints", "1", config=config(collector, sample=1.0))
-    headers = {
-        "x-gateway-inference-fairness-id": "tenant-7",
-        "x-gateway-inference-objective": "batch",
-    }
+    headers = {"x-gateway-inference-fairness-id": "tenant-7", "x-gateway-inference-objective": "batch"}
     async with running.client() as client:
         answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(10)))
         refused = await client.post("/v1/completions", content=b"{}")

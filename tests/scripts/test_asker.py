@@ -35,9 +35,7 @@ async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) ->
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
 
 
-async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(
-    asker: CommandClient,
-) -> None:
+async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(asker: CommandClient) -> None:
     await asker.execute([("SET", "a", 1)])
     with pytest.raises(StateUnavailable, match="WRONGTYPE"):
         await asker.execute([("GET", "a"), ("HGETALL", "a"), ("GET", "a")])

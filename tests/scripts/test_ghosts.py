@@ -39,9 +39,7 @@ async def report(
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
-async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
-    fleet: OpenFleet,
-) -> None:
+async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         for name in names:
@@ -103,9 +101,7 @@ async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
 
-async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
         # A placed request whose client has gone, as somebody says without an accounting token.
         assert await a.store.report_client_gone("r") == "unknown"

@@ -53,9 +53,7 @@ async def _one_runs(it: Fleet) -> bool:
     return await it.counts() == (1, 0, [1])
 
 
-async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
     # A placed request and a shared state that has been lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
@@ -148,9 +146,7 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
         assert await it.redis.zrange(tombstones, 0, 0) == ["r600"]
 
 
-async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(fleet: OpenFleet) -> None:
     # A request that one replica let go without the shared state, and whose end another is told of.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)

@@ -269,10 +269,7 @@ async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fl
 async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     fleet: OpenFleet, redis_url: str
 ) -> None:
-    async with (
-        proxy_to(redis_url) as between,
-        fleet("a", through={"a": between.url}, silence_s=1.0) as it,
-    ):
+    async with proxy_to(redis_url) as between, fleet("a", through={"a": between.url}, silence_s=1.0) as it:
         (a,) = it.replicas
         await a.admit("r1")
         await a.admit("r2")

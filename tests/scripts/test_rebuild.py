@@ -236,9 +236,7 @@ def settled(server: TimedPool) -> bool:
     return server.report("nobody", TOKEN) == "unknown"
 
 
-def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(
-    server: TimedPool,
-) -> None:
+def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_fleet(server: TimedPool) -> None:
     # A request that has ended, and its accounting token.
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"

@@ -128,9 +128,7 @@ async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_f
         assert await it.at_rest()
 
 
-async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(
-    valkey_fleet: OpenFleet,
-) -> None:
+async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(valkey_fleet: OpenFleet) -> None:
     # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         await broken(it, BAD)

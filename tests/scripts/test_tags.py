@@ -50,9 +50,7 @@ async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_boun
         assert all(math.isfinite(tag) for _, tag in tags)
 
 
-async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
-    fleet: OpenFleet,
-) -> None:
+async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         await a.admit("running")
         for number in range(2):
@@ -74,9 +72,7 @@ async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(
         assert all(math.isfinite(number) for number in doubles(packed))
 
 
-async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(
-    fleet: OpenFleet,
-) -> None:
+async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1, lower_per=1) as (it, a):
         # Turns of the lightest flow that there may be, of the dearest requests, and one that waits.
         await a.admit("running")

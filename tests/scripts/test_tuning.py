@@ -33,9 +33,7 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         assert await b.store.live_config() == LiveConfig("2")
 
 
-async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(
-    valkey_fleet: OpenFleet,
-) -> None:
+async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", upper_per=1) as it:
         # Many flows that wait.
         (a,) = it.replicas
@@ -63,8 +61,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [pair for pair in itertools.product(POLICIES, POLICIES) if pair[0] != pair[1]][::5],
+    ("before", "after"), [pair for pair in itertools.product(POLICIES, POLICIES) if pair[0] != pair[1]][::5]
 )
 async def test_policies_change_while_requests_wait(
     fleet: OpenFleet, before: dict[str, str], after: dict[str, str]

@@ -402,10 +402,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
 
 
 async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet) -> None:
-    async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (
-        a,
-        _,
-    ):
+    async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
         # Pages bring all of them, and what would need all is not found.
         flows = await pages(lists.flows, "flows", 4, band=None)

@@ -119,9 +119,7 @@ async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet)
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
 
-async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_others(
-    fleet: OpenFleet,
-) -> None:
+async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_others(fleet: OpenFleet) -> None:
     # One slot, a flow with five requests, and twenty waiting requests with a flow each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
