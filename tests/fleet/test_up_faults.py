@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from picker_fleet import cli
+from picker_tools.local_fleet.network import free_port
+
 SMALL = ("--replicas", "1", "--endpoints", "1")
 
 
@@ -30,13 +33,6 @@ def taken_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         yield holder.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(
@@ -88,20 +84,22 @@ def test_unreachable_redis_is_told() -> None:
     assert "secret" not in said.stderr
 
 
-def test_bad_configuration_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_configuration_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "picker.yaml"
     config.write_text("pol: default\n")
-    said = up("--port", "0", "--config", str(config))
-    assert said.returncode == 2
-    assert said.stderr.startswith("pol: unknown key")
-    assert said.stdout == ""
+    assert cli.main(["up", "--port", "0", "--config", str(config)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("pol: unknown key")
+    assert said.out == ""
 
 
 @pytest.mark.parametrize(
     "options",
     [["--replicas", "0"], ["--endpoints", "-1"], ["--port", "70000"], ["--mode", "fat"], ["--sim-itl", "x"]],
 )
-def test_bad_options_are_told(options: list[str]) -> None:
-    said = up(*options)
-    assert said.returncode == 2
-    assert options[0] in said.stderr
+def test_bad_options_are_told(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["up", *options])
+    assert options[0] in capsys.readouterr().err

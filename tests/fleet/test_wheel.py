@@ -27,7 +27,9 @@ class Installed:
         (wheel,) = wheels.glob("picker_fleet-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(self._bin.parent)], check=True)
         lock = ["--constraint", str(ROOT / "requirements.lock")]
-        subprocess.run([*pip, "--python", str(self.python), "install", *lock, str(wheel)], check=True)
+        subprocess.run(
+            [*pip, "--python", str(self.python), "install", "--no-compile", *lock, str(wheel)], check=True
+        )
 
     @property
     def python(self) -> Path:
