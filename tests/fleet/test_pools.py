@@ -24,7 +24,6 @@ from picker_tools.local_fleet.processes import picker_command
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 POOLS = ("default", "batch")
-COUNTED_AFTER_S = 6.0  # a younger replica has no part of the bound when it loses Redis
 PLACES = 4  # of the default pool's queue
 CONFIG: dict[str, Any] = {
     "pools": {
@@ -259,12 +258,7 @@ async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: A
 
 async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:
     here, valkey = two
-
-    async def counted() -> bool:
-        listed = (await here.admin("/api/v1/replicas")).json()["replicas"]
-        return len(listed) == 2 and all(each["started_s_ago"] > COUNTED_AFTER_S for each in listed)
-
-    await here.eventually(counted, within_s=60, what="replicas that count")
+    await here.until_counted()
     valkey.freeze()
     try:
         async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:

@@ -23,7 +23,6 @@ SERVICE_S = 0.4  # long enough to keep the pool full on a busy machine
 REFUSED_S = 0.4  # six of the clients are refused at any time; faster retries only cost CPU
 LEASE_S = 15.0
 PRIORITIES = (7, -3)
-COUNTED_AFTER_S = 6.0  # a younger replica has no part of the bound when it loses Redis
 
 
 class Load:
@@ -80,14 +79,7 @@ async def three(
                 "objectives": [{"name": f"p{each}", "priority": each} for each in PRIORITIES],
             }
             async with running(folder, *options, config=config) as here:
-
-                async def counted() -> bool:
-                    replicas = (await here.admin("/api/v1/replicas")).json()["replicas"]
-                    return len(replicas) == 3 and all(
-                        each["started_s_ago"] > COUNTED_AFTER_S for each in replicas
-                    )
-
-                await here.eventually(counted, within_s=60, what="replicas that count")
+                await here.until_counted()
                 yield here, valkey, servers
 
 

@@ -36,6 +36,7 @@ STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
 _ADMIN_PAUSE_S = 0.1
+_COUNTED_AFTER_S = 6.0
 
 
 class Fleet:
@@ -189,6 +190,16 @@ class Fleet:
             return all(state.get(name) == value for name, value in wanted.items())
 
         await self.eventually(has_them, within_s=within_s, what=str(wanted))
+
+    async def until_counted(self) -> None:
+        """Wait until each replica has a part of the bound when it loses Redis; a young one has none."""
+
+        async def are_counted() -> bool:
+            listed = (await self.get("replicas"))["replicas"]
+            old = [each for each in listed if each["started_s_ago"] > _COUNTED_AFTER_S]
+            return len(old) == len(listed) == len(self.state["replicas"])
+
+        await self.eventually(are_counted, within_s=60, what="replicas that count")
 
     def kill_replica(self, index: int) -> None:
         """SIGKILL to a replica."""

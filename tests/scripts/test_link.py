@@ -231,16 +231,21 @@ async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFlee
         await until(well)
 
 
+async def sleep_while_in_flight(replica: Replica) -> None:
+    """As if the process had slept for 10 s since its call was sent."""
+    link = replica.store._client
+    while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
+        await asyncio.sleep(0)
+    link._in_flight[0].sent_s -= 10
+    link._in_flight[0].paused_s -= 10
+
+
 async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
     # An admission that is on its way when its process falls asleep.
     async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
-        link = a.store._client
-        while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
-            await asyncio.sleep(0)
         # When it wakes long after, and comes upon the reply before its own timer has had a turn
-        link._in_flight[0].sent_s -= 10
-        link._in_flight[0].paused_s -= 10
+        await sleep_while_in_flight(a)
         # What it grants counts for nothing, for it may be another's by now.
         with pytest.raises(StateUnavailable):
             await admission
@@ -256,10 +261,7 @@ async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fl
         link = a.store._client
         epoch = link.connection_epoch
         listed = asyncio.ensure_future(a.store.reads.flow_queues(10))
-        while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
-            await asyncio.sleep(0)
-        link._in_flight[0].sent_s -= 10
-        link._in_flight[0].paused_s -= 10
+        await sleep_while_in_flight(a)
         # It is answered on a new connection: reading twice does no harm.
         async with asyncio.timeout(DEADLINE_S):
             assert list((await listed).queues) == []

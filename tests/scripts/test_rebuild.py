@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.request import Alive, InferenceRequest, Placement
+from picker_fleet.request import Alive, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
@@ -89,11 +89,9 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         _, waiting = await filled(it, 4, 5)
         real = a.store.admit
 
-        async def paused(
-            request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-        ) -> Decision:
+        async def paused(*of_it: Any) -> Decision:
             time.sleep(0.1)  # noqa: ASYNC251 - the host takes the core, longer than between two arrivals
-            return await real(request, attempt, candidates, age_s)
+            return await real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", paused)
         await it.redis.flushall()
@@ -160,14 +158,12 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         real = a.store.admit
         failures = 0
 
-        async def failing(
-            request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-        ) -> Decision:
+        async def failing(*of_it: Any) -> Decision:
             nonlocal failures
             if failures < 3:
                 failures += 1
                 raise StateUnavailable("gone again")
-            return await real(request, attempt, candidates, age_s)
+            return await real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", failing)
         # The state is lost.
@@ -289,26 +285,27 @@ def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_t
     assert server.report("r", TOKEN) == "restored"
 
 
-def test_after_a_loss_running_requests_are_restored_for_a_lease(server: TimedPool) -> None:
-    for name in ("r", "late"):
-        server.admit(name)
+def lose_everything(server: TimedPool) -> None:
     server.flush()
     server.publish_endpoint()
-    server.beat()
-    # When it is seen alive, it counts; and past the time by which all that runs has been, no more.
-    assert server.report("r", TOKEN) == "restored"
-    server.calm(WINDOW_MS + SECOND_MS)
-    assert server.report("late", TOKEN) == "unknown"
 
 
-def test_after_a_failover_the_requests_of_lost_writes_are_restored(server: TimedPool) -> None:
-    for name in ("r", "late"):
-        server.admit(name)
-    # Another server in its place, which lacks the last writes, for a while nobody's.
+def fail_over(server: TimedPool) -> None:
+    """Another server takes its place, which lacks the last writes, and is for a while nobody's."""
     server.lose("r", "late")
     server.restart()
     server.passes(20 * SECOND_MS)
+
+
+@pytest.mark.parametrize("happen", [lose_everything, fail_over])
+def test_after_a_loss_running_requests_are_restored_for_a_lease(
+    server: TimedPool, happen: Callable[[TimedPool], None]
+) -> None:
+    for name in ("r", "late"):
+        server.admit(name)
+    happen(server)
     server.beat()
+    # When it is seen alive, it counts; and past the time by which all that runs has been, no more.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
