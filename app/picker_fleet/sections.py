@@ -575,7 +575,7 @@ class Leases(Section):
     def _renewed_in_time(self) -> Self:
         if self.inflight < 2 * self.access_log_interval:
             raise ValueError(
-                "inflight must be at least twice access_log_interval, or live requests are reaped"
+                "inflight must be at least twice access_log_interval, or leases of running requests run out"
             )
         if self.replica_silence < 2 * self.heartbeat:
             raise ValueError("replica_silence must be at least twice heartbeat")
@@ -597,6 +597,4 @@ class Tracing(Section):
 
     enabled: Flag = False
     endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
-    sample: Number = Field(
-        0.1, ge=0, le=1
-    )  # of requests without a traceparent; others are sampled by theirs
+    sample: Number = Field(0.1, ge=0, le=1)  # of requests without a traceparent; others are sampled by theirs

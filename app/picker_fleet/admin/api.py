@@ -273,7 +273,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         """One flow; its name may contain any character, `/` too."""
         found = await within(limit_s, lists.flow(flow))
         if found is None:
-            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served of late")
+            raise Refused(404, "unknown_flow", "no request of this flow waits, and none was served lately")
         return found
 
     @routes.get("/queue", summary="Requests that wait", response_model=models.Queue, responses=_PAGED)
@@ -298,7 +298,7 @@ def _add_lists(routes: APIRouter, lists: FleetLists, deadlines: Deadlines) -> No
         """One workload; its id may contain any character."""
         found = await within(limit_s, lists.workload(workload_id))
         if found is None:
-            raise Refused(404, "unknown_workload", "no such workload has asked of late")
+            raise Refused(404, "unknown_workload", "no such workload has sent a request lately")
         return found
 
     @routes.get("/requests/{request_id:path}", summary="Where a request is, and why", responses=_UNKNOWN)
@@ -333,7 +333,9 @@ def _add_events(routes: APIRouter, events: Events) -> None:
         """Snapshots and decisions as they are made, until the client disconnects."""
         listener = events.join()
         if listener is None:
-            raise Refused(503, "too_many_listeners", "no more can listen to this replica; ask another")
+            raise Refused(
+                503, "too_many_listeners", "this replica has as many listeners as it takes; ask another"
+            )
         return EventStream(events, listener)
 
 

@@ -192,9 +192,12 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("404", "/api/v1/flows/{flow}"): (
         "unknown_flow",
-        "no request of this flow waits, and none was served of late",
+        "no request of this flow waits, and none was served lately",
     ),
-    ("404", "/api/v1/workloads/{workload_id}"): ("unknown_workload", "no such workload has asked of late"),
+    ("404", "/api/v1/workloads/{workload_id}"): (
+        "unknown_workload",
+        "no such workload has sent a request lately",
+    ),
     ("404", "/api/v1/requests/{request_id}"): (
         "unknown_request",
         "neither the pool nor this replica knows of the request",
@@ -212,7 +215,10 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("429", ""): ("too_many_calls", "more than 200 calls a second from one client (a change counts as 10)"),
     ("500", ""): ("internal_error", "the replica failed to answer: KeyError"),
     ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
-    ("503", "/api/v1/events"): ("too_many_listeners", "no more can listen to this replica; ask another"),
+    ("503", "/api/v1/events"): (
+        "too_many_listeners",
+        "this replica has as many listeners as it takes; ask another",
+    ),
 }
 # The details of these faults do not begin with the call.
 _WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
