@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from picker_fleet.admin.api import OperatedPool
 from picker_fleet.admin.changes import FleetControls
@@ -178,7 +179,10 @@ class Pool:
         )
         start(self._source.watch(membership.discovered), "discovery")
         if settings.discovery.kubernetes is not None:
-            start(_follow_objects(settings.discovery.kubernetes, self.context.intake, membership), "objects")
+            at = urlsplit(settings.redis.url)  # without its user and password
+            fleet = f"{settings.pool} {at.netloc.rpartition('@')[2]} {at.path}"
+            objects = _follow_objects(settings.discovery.kubernetes, self.context.intake, membership, fleet)
+            start(objects, "objects")
         start(membership.run(), "membership")
         start(parts.failover.run(), "redis-watch")
         start(parts.scraping.run(), "scraping")
@@ -196,13 +200,14 @@ class Pool:
             await self.parts.traces.stop(_GOODBYE_S)
 
 
-async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership) -> None:
+async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership, fleet: str) -> None:
     """Have `intake` follow the objectives and model rewrites of the API server."""
     from picker_fleet.replica.inference_objects import InferenceObjects  # needs the extra [kubernetes]
 
     await InferenceObjects(
         named.pool,
         named.namespace,
+        fleet=fleet,
         report=lambda found: intake.use_live(found.priorities, found.splits, found.anything),
         publishes=lambda: membership.pulse is not None and membership.pulse.leader,
     ).run()

@@ -4,9 +4,12 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import pytest
 from api_server import NAMESPACE, POOLS, ApiServer
 from seat import Seat
 
+from picker_fleet.replica import inference_objects
+from picker_fleet.replica.inference_objects import InferenceObjects, Objective, Rewrite
 from picker_tools.local_fleet import network
 
 GROUP = "inference.networking.x-k8s.io"
@@ -176,3 +179,84 @@ async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
     assert answer.status_code == 422
     assert "should have at least 1 properties" in answer.json()["message"]
     assert (await seat.ask()).status_code == 200
+
+
+class Publisher(InferenceObjects):
+    """The replica of a fleet that writes conditions. `fault` is what it finds in every object of its pool, as
+    another version might; `looked` counts how often it has looked at them."""
+
+    def __init__(self, fleet: str, fault: str = "", pool: str = "llm") -> None:
+        super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda found: None, publishes=lambda: True)
+        self._fault, self.looked = fault, 0
+
+    async def _is_usable(self, *about: Any, **more: Any) -> bool:
+        api, path, kind, item, _, *rest = about
+
+        def fault_of(_: Objective | Rewrite) -> str:
+            return self._fault
+
+        return await super()._is_usable(api, path, kind, item, fault_of, *rest, **more)
+
+    async def _judge_of_others(self, *about: Any) -> None:
+        await super()._judge_of_others(*about)
+        self.looked += 1
+
+    async def look_again(self) -> None:
+        """Look at everything once more, as after any change."""
+        before = self.looked
+
+        async def has_looked() -> bool | None:
+            return self.looked > before or None
+
+        self._changed.set()
+        assert await network.until(has_looked, within_s=READY_S)
+
+
+async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
+    empty: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))
+    path = f"/apis/{GROUP}/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives/o"
+    empty.put_pool("llm", [8000], {"app": "llm"})
+    put(empty, "InferenceObjective", "o", {"priority": 1})
+    first, second = Publisher("one"), Publisher("another", fault="disliked")
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(first.run())
+        assert await condition(empty, "inferenceobjectives", "o", "True") == "in use"
+        further = tasks.create_task(second.run())
+        # However often both look, and whichever comes first: nothing is written any more.
+        version = empty.call("GET", path)["metadata"]["resourceVersion"]
+        for _ in range(5):
+            await second.look_again()
+            await first.look_again()
+        assert empty.call("GET", path)["metadata"]["resourceVersion"] == version
+        # A new version of the object is judged by the owner of the condition,
+        put(empty, "InferenceObjective", "o", {"priority": 2})
+
+        async def judged() -> bool | None:
+            (one,) = empty.call("GET", path)["status"]["conditions"]
+            return (one["observedGeneration"], one["message"]) == (2, "in use") or None
+
+        assert await network.until(judged, within_s=READY_S)
+        # and by the other one once that has gone.
+        running.cancel()
+        await asyncio.wait([running])
+        monkeypatch.setattr(inference_objects, "_TAKE_OVER_S", 0.3)
+        put(empty, "InferenceObjective", "o", {"priority": 3})
+        assert await condition(empty, "inferenceobjectives", "o", "False") == "disliked"
+        further.cancel()
+
+
+async def test_the_condition_of_an_object_whose_pool_was_not_there_is_replaced_once_it_is(
+    empty: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))
+    put(empty, "InferenceObjective", "o", {"priority": 1})
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(Publisher("one", pool="other").run())]
+        assert "which is not there" in await condition(empty, "inferenceobjectives", "o", "False")
+        empty.put_pool("llm", [8000], {"app": "llm"})
+        running.append(tasks.create_task(Publisher("another").run()))
+        assert await condition(empty, "inferenceobjectives", "o", "True") == "in use"
+        for each in running:
+            each.cancel()

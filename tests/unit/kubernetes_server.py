@@ -50,7 +50,6 @@ class KubernetesServer:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, dict[str, str]]] = []
         self.refuse: tuple[int, str] | None = None  # status and message of every answer
-        self.patches: list[tuple[str, dict[str, Any]]] = []
         self._objects: dict[tuple[str, str], dict[str, Any]] = {}
         self._history: list[tuple[int, str, str, dict[str, Any]]] = []  # version, type, path, object
         self._version = 100
@@ -146,16 +145,13 @@ class KubernetesServer:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         method, target, _ = head.split("\r\n", 1)[0].split(" ")
         fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-        body = await reader.readexactly(int(fields.get("content-length", 0)))
+        await reader.readexactly(int(fields.get("content-length", 0)))
         url = urlsplit(target)
         params = dict(parse_qsl(url.query))
         self.calls.append((method, url.path, params))
         if self.refuse is not None:
             code, message = self.refuse
             return await self._send(writer, code, {"kind": "Status", "code": code, "message": message})
-        if method == "PATCH":
-            self.patches.append((url.path, json.loads(body)))
-            return await self._send(writer, 200, {})
         if "watch" in params:
             await self._watch(writer, url.path, params)
             return False

@@ -201,6 +201,12 @@ class ObjectsOfTwoPools:
             # One that is in both groups, and has a fault in the newer one.
             both = {"priority": 2**31 if newer else 5, "poolRef": {"name": "own"}}
             items.append({"metadata": {"name": "both"}, "spec": both})
+            # Of another group: a pool of this name, and one that is not there. Its own picker judges.
+            for name, pool in (("of-others", "own"), ("also-of-others", "gone-2")):
+                reference = {"name": pool, "group": "inference.networking.x-k8s.io"}
+                items.append({"metadata": {"name": name}, "spec": {"priority": 9, "poolRef": reference}})
+            unnamed = {"name": "own", "group": ""}  # the API's default
+            items.append({"metadata": {"name": "unnamed"}, "spec": {"priority": 8, "poolRef": unnamed}})
         return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
 
     async def lines(self, *_: object) -> AsyncGenerator[bytes, None]:
@@ -214,12 +220,17 @@ class ObjectsOfTwoPools:
 async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_others() -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
-        "own", None, report=reported.put_nowait, publishes=lambda: False, api=lambda: cast(Api, server)
+        "own",
+        None,
+        fleet="test",
+        report=reported.put_nowait,
+        publishes=lambda: False,
+        api=lambda: cast(Api, server),
     )
     task = asyncio.create_task(followed.run())
     try:
         async with asyncio.timeout(10):
-            while (await reported.get()).priorities != {"own": 7}:
+            while (await reported.get()).priorities != {"own": 7, "unnamed": 8}:
                 pass
             server.answers.set()
             asked = sorted([await server.asked.get() for _ in range(2)])

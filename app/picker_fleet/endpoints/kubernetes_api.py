@@ -94,6 +94,7 @@ class KubernetesFault(Exception):
         self.code = code
 
 
+CONFLICT: Final = 409
 _EXPIRED, _TOO_NEW = 410, 504  # of a resource version: no longer known, not known yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
@@ -140,13 +141,19 @@ class Api:
         """The body of the answer. Raises KubernetesFault."""
         return await self._call("GET", path, params=params)
 
-    async def patch_status(self, path: str, patch: Mapping[str, Any]) -> None:
-        """Merge `patch` into the object's status. Raises KubernetesFault."""
+    async def apply_status(self, path: str, tree: Mapping[str, Any], *, manager: str, force: bool) -> None:
+        """Apply `tree` to the object's status, on the server's side, as the field manager `manager`. With
+        `force` it takes fields that another manager owns.
+
+        Raises:
+            KubernetesFault: as `get`; with the code CONFLICT another manager owns a field of another value.
+        """
         await self._call(
             "PATCH",
             f"{path}/status",
-            content=msgspec.json.encode(patch),
-            headers={"content-type": "application/merge-patch+json"},
+            params={"fieldManager": manager, "force": "true" if force else "false"},
+            content=msgspec.json.encode(tree),
+            headers={"content-type": "application/apply-patch+yaml"},  # JSON is YAML
         )
 
     async def _call(self, method: str, path: str, **options: Any) -> bytes:

@@ -2,7 +2,8 @@
 
 Requests that name an objective have its priority, any int32 (bands.py). A rewrite sends requests for a model
 as other models, split by weights (traffic_split.py). Both are taken from two API groups, the newer one before
-the older. What cannot be used is logged, and the replica that publishes writes a condition into its status.
+the older. What cannot be used is logged, and the replica that publishes writes a condition into its status,
+which it leaves to another fleet that has written it first.
 """
 
 import asyncio
@@ -11,11 +12,20 @@ import datetime
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+from xxhash import xxh64_hexdigest
 
-from picker_fleet.endpoints.kubernetes_api import Api, Collection, Kind, KubernetesFault, Metadata, Reflector
+from picker_fleet.endpoints.kubernetes_api import (
+    CONFLICT,
+    Api,
+    Collection,
+    Kind,
+    KubernetesFault,
+    Metadata,
+    Reflector,
+)
 from picker_fleet.traffic_split import Split
 from picker_fleet.units import has_control
 
@@ -25,13 +35,22 @@ GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # the first that 
 _SETTLE_S = 0.05
 _LONGEST_NAME = 256
 _MOST_WEIGHT = 1_000_000
+POOL_GROUP: Final = "inference.networking.k8s.io"
+# A condition of an object whose pool is not there: whoever serves the pool once it is there replaces it.
+_NO_POOL = "PoolNotFound"
+_TAKE_OVER_S = 30.0  # how long the owner of a condition has to judge a new version of its object
 _MOST_STEPS = 50_000  # of a search for cycles: some 20 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
     name: str = ""
     kind: str = "InferencePool"
-    group: str = "inference.networking.k8s.io"
+    group: str = POOL_GROUP
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it names a pool of the group that is followed. The API takes an empty group, too."""
+        return self.group in ("", POOL_GROUP)
 
 
 class _Condition(msgspec.Struct, frozen=True, rename="camel"):
@@ -40,6 +59,7 @@ class _Condition(msgspec.Struct, frozen=True, rename="camel"):
     reason: str = ""
     message: str = ""
     observed_generation: int = 0
+    last_transition_time: str = ""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -226,10 +246,20 @@ def _of_first_group(followed: Sequence[tuple[str, Reflector[Kind]]]) -> dict[str
     return found
 
 
+class _Sent(NamedTuple):
+    """A condition that was sent for the object of this age; `refused`: another field manager owns it."""
+
+    created: str
+    condition: _Condition
+    at_s: float
+    refused: bool
+
+
 class InferenceObjects:
     """Follows the objects of the pool `pool`; `report` is called with what they amount to after each change.
 
-    `publishes` says whether this replica writes conditions.
+    `publishes` says whether this replica writes conditions. `fleet` is the same text in all replicas of the
+    fleet and, with their namespace, in no other.
     """
 
     def __init__(
@@ -237,6 +267,7 @@ class InferenceObjects:
         pool: str,
         namespace: str | None,
         *,
+        fleet: str,
         report: Callable[[LiveObjects], object],
         publishes: Callable[[], bool],
         api: Callable[[], Api] = Api.of_environment,
@@ -247,12 +278,15 @@ class InferenceObjects:
         self._remarks: dict[tuple[str, str], str] = {}
         self._judged: dict[tuple[str, str], tuple[int, str]] = {}  # objects of other pools: generation, pool
         self._pools_path = ""
+        self._fleet, self._manager = fleet, ""
+        self._sent: dict[tuple[str, str], _Sent] = {}  # the last of each object
 
     async def run(self) -> None:
         """Follow until cancelled. Raises StartupError as KubernetesSource does."""
         api = self._api_of()
         namespace = self._namespace or api.namespace
-        self._pools_path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
+        self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
+        self._manager = f"picker-fleet-{xxh64_hexdigest(f'{api.namespace} {self._fleet}'.encode())}"
         try:
             async with asyncio.TaskGroup() as group:
                 objectives: list[tuple[str, Reflector[Objective]]] = []
@@ -282,7 +316,7 @@ class InferenceObjects:
                     in_cycles = cycles(
                         rewrite
                         for _, rewrite in named.values()
-                        if rewrite.spec.pool_ref.name == self._pool and not rewrite_fault(rewrite)
+                        if self._is_own(rewrite) and not rewrite_fault(rewrite)
                     )
                     rules = {
                         name: rewrite
@@ -310,6 +344,12 @@ class InferenceObjects:
             del self._remarks[gone]
         for gone in self._judged.keys() - present:
             del self._judged[gone]
+        for gone in self._sent.keys() - present:
+            del self._sent[gone]
+
+    def _is_own(self, item: Objective | Rewrite) -> bool:
+        reference = item.spec.pool_ref
+        return reference.is_known and reference.name == self._pool
 
     async def _is_usable(
         self,
@@ -322,7 +362,7 @@ class InferenceObjects:
     ) -> bool:
         """Whether `item` counts here. A new fault is logged, and its condition written."""
         reference, name = item.spec.pool_ref, item.metadata.name
-        if reference.name != self._pool:
+        if not self._is_own(item):
             return False
         fault = (
             fault_of(item)
@@ -344,7 +384,7 @@ class InferenceObjects:
                 message=remark or "in use",
                 observed_generation=item.metadata.generation,
             )
-            await self._write(api, f"{path}/{name}", item, wanted)
+            await self._write(api, path, item, wanted)
         return not fault
 
     async def _judge_of_others(
@@ -355,6 +395,8 @@ class InferenceObjects:
         exists: dict[str, bool | None] = {}  # each pool is asked for once; None: no answer
         for (path, name), (condition, item) in present.items():
             pool, generation = item.spec.pool_ref.name, item.metadata.generation
+            if not item.spec.pool_ref.is_known:
+                continue  # a pool of another kind of picker
             if pool == self._pool or self._judged.get((path, name)) == (generation, pool):
                 continue
             if pool not in exists:
@@ -371,18 +413,45 @@ class InferenceObjects:
             fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
             _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
             if self._publishes():
-                wanted = _Condition(condition, "False", "Invalid", fault, generation)
-                await self._write(api, f"{path}/{name}", item, wanted)
+                wanted = _Condition(condition, "False", _NO_POOL, fault, generation)
+                await self._write(api, path, item, wanted)
 
     async def _write(self, api: Api, path: str, item: Objective | Rewrite, wanted: _Condition) -> None:
-        if wanted in (item.status.conditions or ()):
+        """Have the object's condition be `wanted`, unless it is another fleet's.
+
+        Two writers that disagree must not replace each other's condition for ever. So each writes a judgement
+        once, and who comes second leaves the condition to its owner, the field manager of the first one. An
+        owner that has not judged a new version of the object for a while has gone: its condition is taken.
+        """
+        metadata = item.metadata
+        present = next(
+            (each for each in item.status.conditions or () if each.type == wanted.type), _Condition()
+        )
+        if msgspec.structs.replace(present, last_transition_time="") == wanted:
             return
-        others = [
-            msgspec.to_builtins(each) for each in item.status.conditions or () if each.type != wanted.type
-        ]
+        force = present.reason == _NO_POOL
+        sent, loop = self._sent.get((path, metadata.name)), asyncio.get_running_loop()
+        if sent is not None and (sent.created, sent.condition) == (metadata.creation_timestamp, wanted):
+            is_late = present.observed_generation < metadata.generation
+            if not (sent.refused and is_late and loop.time() >= sent.at_s + _TAKE_OVER_S):
+                return
+            force = True
+        since = present.last_transition_time if present.status == wanted.status else ""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        written = {**msgspec.to_builtins(wanted), "lastTransitionTime": now}
-        with contextlib.suppress(
-            KubernetesFault
-        ):  # an API that is away is watched again, and tells what it has
-            await api.patch_status(path, {"status": {"conditions": [*others, written]}})
+        tree = {
+            "apiVersion": "/".join(path.split("/")[2:4]),
+            "kind": f"Inference{'Objective' if isinstance(item, Objective) else 'ModelRewrite'}",
+            "metadata": {"name": metadata.name},
+            "status": {"conditions": [msgspec.structs.replace(wanted, last_transition_time=since or now)]},
+        }
+        refused = False
+        try:
+            await api.apply_status(f"{path}/{metadata.name}", tree, manager=self._manager, force=force)
+        except KubernetesFault as fault:
+            if fault.code != CONFLICT:
+                return  # an API that is away is watched again, and tells what it has
+            what = path.rsplit("/", 1)[1]
+            _log.info("the condition of %s %s is left to another writer: %s", what, metadata.name, fault)
+            loop.call_later(_TAKE_OVER_S, self._changed.set)
+            refused = True
+        self._sent[path, metadata.name] = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)
