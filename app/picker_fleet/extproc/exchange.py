@@ -77,8 +77,6 @@ _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member thro
 class _PlacedBody(NamedTuple):
     """A request that was placed before the end of its body was signalled. `length` is the body's, where it
     was rewritten.
-
-    A tuple, since each request makes one and a frozen dataclass takes three times as long to make.
     """
 
     answer: codec.Placed

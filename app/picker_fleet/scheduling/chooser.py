@@ -48,10 +48,7 @@ _MAX_TOKENS = 10_000
 
 
 class Choice(NamedTuple):
-    """The candidates for the script, in the form `lua/place.lua` takes, and what they were chosen from.
-
-    A tuple: each request makes one, and a frozen dataclass takes three times as long to make.
-    """
+    """The candidates for the script, in the form `lua/place.lua` takes, and what they were chosen from."""
 
     candidates: str
     basis: PickBasis
@@ -94,7 +91,7 @@ class EndpointChooser(Protocol):
 
 
 class _Explained(NamedTuple):
-    """A tuple: each request makes one, and a frozen dataclass takes three times as long to make."""
+    """What `ExplanationCache` keeps of a choice."""
 
     basis: PickBasis
     chosen: tuple[str, ...]

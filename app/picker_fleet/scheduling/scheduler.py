@@ -117,8 +117,6 @@ def apply_filters(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Filt
 class Candidate(NamedTuple):
     """An endpoint that may be picked. `score` in [0, 1] is the whole score; `base` is it without the share of
     the load in flight, for a caller that adds that share from a fresher figure (`Scheduler.live_weight`).
-
-    A tuple: each pick makes several, and a frozen dataclass takes three times as long to make.
     """
 
     address: str

@@ -28,9 +28,7 @@ _PARSED_AT_ONCE = 250  # queues of a shared snapshot
 class FlowQueueRow(NamedTuple):
     """A flow queue of one band; `name` is the flow, or '' where the whole band is one queue.
 
-    `oldest_s` and `weight` are those of its oldest request; under `edf` of the one served next. Rows are
-    named tuples: a thousand are made in the event loop that decides, and a frozen dataclass takes three
-    times as long."""
+    `oldest_s` and `weight` are those of its oldest request; under `edf` of the one served next."""
 
     group: int  # of its band, the highest first; plus THROTTLED while its flow is at its limit
     name: str
