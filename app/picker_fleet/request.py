@@ -1,7 +1,6 @@
 """The domain: what a request and an endpoint are to the picker. Pure: no I/O, no clock, no randomness.
 
-What each request makes, here and in other modules, is a tuple: a frozen dataclass takes three times as long to
-make.
+What each request makes, here and elsewhere, is a tuple: a frozen dataclass takes three times as long to make.
 """
 
 import enum
