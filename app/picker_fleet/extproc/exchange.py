@@ -490,8 +490,9 @@ class ExchangeService:
         try:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
+            uploading = True
             while True:
-                uploading = exchange.uploading
+                uploading = uploading and exchange.uploading
                 if uploading:
                     self._uploads.wait(exchange, task)
                 try:

@@ -24,6 +24,7 @@ from picker_fleet.extproc.transport import Handler
 from picker_fleet.rates import Rates
 
 WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
+_DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
 FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
 _BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
@@ -224,7 +225,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._open_streams, self._limits = open_streams, open_streams.limits
         self._new_stream = new_stream
-        self.send_window = 65_535
+        self.send_window = _DEFAULT_WINDOW
         self.paused = False
         self.blocked: dict[int, Stream] = {}  # those whose handlers wait to write
         self.received = False  # anything since the transport last asked
@@ -240,9 +241,8 @@ class Connection(asyncio.Protocol):
         self._ended: dict[int, None] = {}
         self._last_id = 0
         self._refuse_after = _ANY_STREAM
-        self._initial_send_window = 65_535
-        self._receive_window = 65_535
-        self._arrived_bytes = 0
+        self._initial_send_window = _DEFAULT_WINDOW
+        self._arrived_bytes = 0  # of data, since the connection's window was last opened
         self._decoder = hpack.Decoder(max_header_list_size=_LIST_BYTES)
         self._blocks: dict[bytes, _Request] = {}
         self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
@@ -272,9 +272,8 @@ class Connection(asyncio.Protocol):
             (_MAX_STREAMS, self._limits.streams), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES)
         )  # fmt: skip
         payload = b"".join(_PAIR.pack(*pair) for pair in settings)
-        more = _CONNECTION_WINDOW - self._receive_window
+        more = _CONNECTION_WINDOW - _DEFAULT_WINDOW
         self.write(frame(SETTINGS, 0, 0, payload) + frame(WINDOW_UPDATE, 0, 0, more.to_bytes(4, "big")))
-        self._receive_window = _CONNECTION_WINDOW
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
@@ -328,8 +327,9 @@ class Connection(asyncio.Protocol):
                     self._on_data(flags, stream_id & _ANY_STREAM, data, start, at)
                 else:
                     self._on_frame(kind, flags, stream_id & _ANY_STREAM, data, start, at)
-            if arrived:
-                self._count_arrived(arrived)
+            self._arrived_bytes += arrived
+            if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
+                self._open_window()
             if at < end:
                 self._tail = data[at:]
         except ConnectionFault as fault:
@@ -467,16 +467,10 @@ class Connection(asyncio.Protocol):
         if stream_id not in self._ended:
             self.reset(stream_id, STREAM_CLOSED)
 
-    def _count_arrived(self, size: int) -> None:
-        """Count `size` bytes of data, and open the connection's window again when half of it is used."""
-        self._receive_window -= size
-        self._arrived_bytes += size
-        if self._receive_window < 0:
-            raise ConnectionFault(FLOW_CONTROL_ERROR, "more data than the connection's window")
-        if self._arrived_bytes >= _CONNECTION_WINDOW // 2:
-            self.write(frame(WINDOW_UPDATE, 0, 0, self._arrived_bytes.to_bytes(4, "big")))
-            self._receive_window += self._arrived_bytes
-            self._arrived_bytes = 0
+    def _open_window(self) -> None:
+        """Let the peer send as much as it has sent since the connection's window was last opened."""
+        self.write(frame(WINDOW_UPDATE, 0, 0, self._arrived_bytes.to_bytes(4, "big")))
+        self._arrived_bytes = 0
 
     def _end_remote(self, stream_id: int, stream: Stream) -> None:
         if not stream.end_remote():

@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,7 +37,8 @@ from picker_fleet.extproc.transport import Handler, RpcError, Status
 from picker_fleet.units import split_host_port
 
 _BACKLOG = 1024
-_MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
+FREE_BYTES = 4096  # unread ones of a stream that no budget counts: about what the stream itself takes
+MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
 _CREDIT_BELOW = WINDOW_BYTES // 2  # a window that is no larger is opened again
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
@@ -49,7 +49,6 @@ _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
 _END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(RST_STREAM, 0, 4)
 _DATA = bytes((DATA, 0))  # what follows the size of a DATA frame: type and flags
-_MESSAGE = struct.Struct(">HBBBIBI")  # what precedes a message: size, type, flags, stream; its own prefix
 _CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
@@ -65,6 +64,7 @@ class GrpcStream:
         "_budget",
         "_connection",
         "_content_length",
+        "_counted_bytes",
         "_fault",
         "_id",
         "_message_bytes",
@@ -72,6 +72,7 @@ class GrpcStream:
         "_partial",
         "_reader",
         "_received_bytes",
+        "_shifted_id",
         "_started",
         "_take",
         "_unread_bytes",
@@ -97,6 +98,7 @@ class GrpcStream:
         self._connection = connection
         self._id = stream_id
         self.sid = stream_id.to_bytes(4, "big")
+        self._shifted_id = stream_id << 40  # where it is in what precedes a message
         self._budget = budget
         self._message_bytes = message_bytes
         self._content_length = content_length
@@ -109,6 +111,7 @@ class GrpcStream:
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
         self._unread_bytes = 0
+        self._counted_bytes = 0  # of the unread, in the replica's budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
         self.receive_window = WINDOW_BYTES
@@ -138,7 +141,9 @@ class GrpcStream:
                 return handed_over
         message = self._messages.popleft()
         if not self._messages:
-            self._release(self._unread_bytes - len(self._partial))
+            self._unread_bytes = len(self._partial)
+            if self._counted_bytes:
+                self._count()
             if self.receive_window <= _CREDIT_BELOW:
                 self._give_credit()
         return message
@@ -211,7 +216,8 @@ class GrpcStream:
             return b""
         connection.send_window = window - size
         self.send_window -= size
-        return _MESSAGE.pack(size >> 8, size & 255, DATA, 0, self._id, 0, size - 5) + message
+        # The frame's size, DATA and its flags (0), the stream; the message's compression (0) and its size.
+        return (size << 88 | self._shifted_id | size - 5).to_bytes(14, "big") + message
 
     async def _write_parts(self, message: bytes) -> None:
         """Send a message in frames, as the peer's windows allow."""
@@ -271,7 +277,9 @@ class GrpcStream:
             if not self._is_decided():
                 return
             data, self._partial = bytes(self._partial), bytearray()
-            self._release(len(data))
+            self._unread_bytes -= len(data)
+            if self._counted_bytes:
+                self._count()
             start, end = 0, len(data)
         start = self._take_messages(data, start, end)
         if start < end and self._fault is None:
@@ -280,7 +288,9 @@ class GrpcStream:
     def _keep_part(self, part: bytes) -> None:
         """Keep what is not a whole message yet."""
         self._partial += part
-        self._count(len(part))
+        self._unread_bytes += len(part)
+        if self._unread_bytes > FREE_BYTES:
+            self._count()
 
     def _is_decided(self) -> bool:
         """Whether the partial message is whole, or wrong."""
@@ -321,7 +331,9 @@ class GrpcStream:
         reader = self._reader
         if reader is None or self._messages or reader.done():
             self._messages.append(message)
-            self._count(len(message) + _MESSAGE_COST)
+            self._unread_bytes += len(message) + MESSAGE_COST
+            if self._unread_bytes > FREE_BYTES:
+                self._count()
         else:
             reader.set_result(message)  # the handler waits for it, so it is never unread
 
@@ -337,7 +349,8 @@ class GrpcStream:
         """The stream is over: keep nothing of it."""
         self._messages.clear()
         self._partial = bytearray()
-        self._release(self._unread_bytes)
+        self._unread_bytes = 0
+        self._count()
 
     def _give_credit(self) -> None:
         """Open the window again: the handler has read all whole messages, so the rest of one may come."""
@@ -346,19 +359,18 @@ class GrpcStream:
             self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
-    def _count(self, size: int) -> None:
-        """Count `size` unread bytes in the replica's budget."""
+    def _count(self) -> None:
+        """Count the unread bytes in the replica's budget, but for a few that each stream may have."""
+        more = max(self._unread_bytes - FREE_BYTES, 0) - self._counted_bytes
         try:
-            self._budget.take(size, self._unread_bytes + size)
+            if more > 0:
+                self._budget.take(more, self._unread_bytes)
+            else:
+                self._budget.give_back(-more)
         except BufferFull as fault:
             self._fail_reads(fault)
         else:
-            self._unread_bytes += size
-
-    def _release(self, size: int) -> None:
-        size = min(size, self._unread_bytes)
-        self._unread_bytes -= size
-        self._budget.give_back(size)
+            self._counted_bytes += more
 
     def _fail_reads(self, fault: Exception) -> None:
         if self._fault is None:
