@@ -5,6 +5,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from picker_fleet.errors import (
     BandCapacity,
     DeadlineExceeded,
@@ -88,8 +90,7 @@ class Gate(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Wait:
+class Wait(msgspec.Struct, eq=False):
     """A request's time in the queue: one wait, however often it moves between the shared and the local queue.
 
     It is counted once, when the outcome of its request is known (`epp_queue_latency_seconds`).

@@ -13,8 +13,9 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
+
+import msgspec
 
 from picker_fleet.admission.gate import Wait, refusal
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -54,8 +55,7 @@ _MAX_LISTED = 200
 _MAX_LISTED_BYTES = 16_000  # of names, about
 
 
-@dataclass(slots=True)
-class Waiter:
+class Waiter(msgspec.Struct, eq=False):
     """A request between its admission and its placement. `notification` is what happens to it in the queue.
 
     `asking`: its admission is not answered yet. `placing`: it is granted, and its placement is not answered
@@ -74,8 +74,7 @@ class Waiter:
     expired: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnedStream:
+class _OwnedStream(NamedTuple):
     """A placed request whose stream this replica owns; no other can renew its lease."""
 
     attempt: int

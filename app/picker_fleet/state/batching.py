@@ -18,17 +18,19 @@ not the primary, its unanswered calls are sent once more on a new connection (sc
 request id). Redis is unavailable when its silence is proven (state/connection.py), when a new connection is
 refused, or when one is lost before anything was read from it. Then items fail with StateUnavailable; durable
 ones stay pending until Redis has taken them.
+
+Items, calls and messages are msgspec's structs, which are made faster than dataclasses.
 """
 
 import asyncio
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import hiredis
+import msgspec
 
 from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
@@ -73,8 +75,7 @@ class CallMetrics(Protocol):
     def strays(self, n: int) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class Item:
+class Item(msgspec.Struct, eq=False):
     """One submission. `durable`: kept until Redis has taken it. `tried`: Redis may have seen it."""
 
     args: tuple[Argument, ...]
@@ -83,8 +84,7 @@ class Item:
     tried: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """One function call or plain command, and the items that its reply answers: none, one, or a batch."""
 
     name: str
@@ -235,8 +235,7 @@ class MessageState(enum.Enum):
     RESENT = enum.auto()
 
 
-@dataclass(slots=True)
-class Message:
+class Message(msgspec.Struct, eq=False):
     """Calls that are written together and answered in order.
 
     `sent_s` is in event-loop time, `paused_s` the pause detector's total at that moment. `exclusive`: while
@@ -247,8 +246,8 @@ class Message:
     paused_s: float
     exclusive: bool
     state: MessageState = MessageState.SENT
-    awaiting: deque[Call] = field(init=False)  # a reply each, in order
-    retry: list[Call] = field(default_factory=list)  # calls to write once more, in order
+    awaiting: deque[Call] = msgspec.field(default_factory=deque)  # a reply each, in order
+    retry: list[Call] = msgspec.field(default_factory=list)  # calls to write once more, in order
     library_missing: bool = False
     loads: int = 0  # of the library, on its behalf
     load_error: str = ""
