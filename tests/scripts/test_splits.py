@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 import redis
-from direct_calls import START_MS, DirectPool
-from failing_calls import FailingPool
+from direct_calls import START_MS, ClockedPool, DirectPool
 from script_fleet import OpenFleet
 
 from picker_fleet.admission.variants import Variants
@@ -86,16 +85,15 @@ def test_the_script_decides_as_a_replica_alone_does(direct: DirectPool, weights:
 def test_ids_are_forgotten_after_ten_minutes_and_beyond_a_hundred_thousand(
     client: redis.Redis, pool: str
 ) -> None:
-    library = FailingPool(client, pool)
-    library.set_clock(START_MS)
+    library = ClockedPool(client, pool)
     library.publish("e:1")
     ids = f"{library.prefix}variants"
     library.call("split", "a", "rule", "1 1", "first", 1)
-    library.set_clock(START_MS + 599_000)
+    library.passes(599_000)
     library.call("split", "a", "rule", "1 1", "second", 1)
     library.call("sweep", "a", 0, 3000, 60_000, 2000)
     assert client.zcard(ids) == 2
-    library.set_clock(START_MS + 601_000)
+    library.passes(2_000)
     library.call("sweep", "a", 0, 3000, 60_000, 2000)
     assert client.zrange(ids, 0, -1) == [b"second"]
     for begin in range(0, 101_000, 1000):
@@ -106,14 +104,13 @@ def test_ids_are_forgotten_after_ten_minutes_and_beyond_a_hundred_thousand(
 
 
 def test_counts_that_nobody_uses_for_an_hour_go_when_new_ones_come(client: redis.Redis, pool: str) -> None:
-    library = FailingPool(client, pool)
-    library.set_clock(START_MS)
+    library = ClockedPool(client, pool)
     counts = f"{library.prefix}splits"
     library.call("split", "a", "old", "1 1", "one", 1)
-    library.set_clock(START_MS + 1_800_000)
+    library.passes(1_800_000)
     library.call("split", "a", "in use", "1 1", "two", 1)
     client.hset(counts, "damaged", "x y")
-    library.set_clock(START_MS + 3_700_000)
+    library.passes(1_900_000)
     library.call("split", "a", "in use", "1 1", "three", 1)
     assert set(client.hkeys(counts)) == {b"old", b"in use", b"damaged"}
     library.call("split", "a", "new", "1 1", "four", 1)
