@@ -112,10 +112,10 @@ async def test_a_client_that_does_not_read_its_answers_is_disconnected() -> None
         await until(lambda: not here.connections())
 
 
-async def test_fifteen_hundred_incomplete_requests_leave_room_for_a_complete_one() -> None:
+async def test_five_hundred_incomplete_requests_leave_room_for_a_complete_one() -> None:
     async with port(ConnectionLimits()) as here:
         async with asyncio.TaskGroup() as group:
-            for _ in range(1500):
+            for _ in range(500):  # twice as many as there may be
                 group.create_task(here.connect(HALF_SENT["half the headers"]))
         assert (await here.connect(GET))[0]
         reader, _ = await here.connect(GET)

@@ -1,5 +1,6 @@
 """The auditor: what it parses, that it accepts correct logs and names each broken rule, and its measures."""
 
+import functools
 import itertools
 import pickle
 import random
@@ -83,8 +84,12 @@ def audited(log: list[dict[str, str]], settings: str | None = None) -> Report:
     return report
 
 
+@functools.cache
 def busy_queue(seed: int, steps: int = 300) -> QueueSimulator:
-    """Bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes."""
+    """Bands, weights, limits, deadlines, corrections, cancels, adoptions, overdue requests, live changes.
+
+    Its log is for several tests, which change nothing of it.
+    """
     chance, names = random.Random(seed), itertools.count()
     queue = QueueSimulator(total_capacity=40, starvation_ms=200)
     weights = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
@@ -188,7 +193,7 @@ def test_decisions_while_the_log_was_off_are_no_violation() -> None:
 def test_memory_grows_with_open_requests_and_not_with_the_log() -> None:
     # The queue stays short; each request has a new flow.
     queue = QueueSimulator(endpoints=1)
-    for i in range(8_000):
+    for i in range(3_000):
         queue.admit(f"r{i}", f"flow{i}", band=i % 3)
         if len(queue.requests) > 6:
             queue.place_granted()

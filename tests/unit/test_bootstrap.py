@@ -1,5 +1,7 @@
 """Envoy's bootstrap in each mode, validated by the real Envoy."""
 
+import functools
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from picker_fleet.errors import ConfigError
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, Mode
 
-PICKERS = [("127.0.0.1", 9002), ("127.0.0.1", 9003)]
+PICKERS = (("127.0.0.1", 9002), ("127.0.0.1", 9003))
 
 
 def envoy_binary() -> str:
@@ -29,14 +31,14 @@ EXT_PROC_MODES = [mode for mode in MODES if mode != "http"]
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    return build_bootstrap(
-        config.parse(settings or {}),
-        mode=mode,
-        listen=("127.0.0.1", 0),
-        admin=("127.0.0.1", 0),
-        pickers=others.pop("pickers", PICKERS),
-        **others,
-    )
+    """The bootstrap, to be read only: the same is built once."""
+    return _built(mode, json.dumps(settings or {}), **{"pickers": PICKERS, **others})
+
+
+@functools.cache
+def _built(mode: Mode, settings: str, **others: Any) -> dict[str, Any]:
+    local = ("127.0.0.1", 0)
+    return build_bootstrap(config.parse(json.loads(settings)), mode=mode, listen=local, admin=local, **others)
 
 
 def manager(tree: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def test_debug_headers_only_when_asked() -> None:
 
 
 def test_pickers_by_name_are_resolved() -> None:
-    tree = built("lean", pickers=[("picker.example.internal", 9002)])
+    tree = built("lean", pickers=(("picker.example.internal", 9002),))
     assert cluster(tree, "picker")["type"] == "STRICT_DNS"
 
 

@@ -1,6 +1,7 @@
 """The load generator: its arguments, its arrivals, its client, its figures and its report."""
 
 import asyncio
+import functools
 import json
 import math
 import re
@@ -470,18 +471,28 @@ class Tags(HTMLParser):
 DRAWN = ("noisy-neighbour", "long-prompts", "multi-turn")
 
 
-def written(evidence: RunResult, folder: Path) -> tuple[dict[str, object], str]:
+def written(evidence: RunResult, folder: Path) -> tuple[dict[str, Any], str]:
     write(evidence, check_promises(evidence), folder)
-    summary: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary, (folder / "report.html").read_text()
 
 
+@pytest.fixture(scope="module")
+def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], str]]:
+    """Summary and page of a run with faults, by its scenario; drawing takes most of the time."""
+    return functools.cache(
+        lambda name: written(run(name, faults_injected=FAULTS), tmp_path_factory.mktemp(name))
+    )
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_page_is_self_contained(name: str, tmp_path: Path) -> None:
-    evidence = run(name, faults_injected=FAULTS)
+def test_the_page_is_self_contained(
+    name: str, report_of: Callable[[str], tuple[dict[str, Any], str]]
+) -> None:
     if name in DRAWN:
-        _, page = written(evidence, tmp_path)
-    else:  # drawing takes most of the time
+        _, page = report_of(name)
+    else:
+        evidence = run(name, faults_injected=FAULTS)
         promises = check_promises(evidence)
         page = report.page(report.summarise(evidence, promises), promises, {})
     tags = Tags()
@@ -511,24 +522,26 @@ def test_a_broken_promise_is_reported_with_its_evidence(tmp_path: Path) -> None:
     assert "client-1 #0: sent at 0.000 s, 503 <b>full</b>" in text
     assert "<b>full</b>" not in page
     assert summary["verdict"] == "broken"
-    promises = {each["name"]: each for each in summary["promises"]}  # type: ignore[attr-defined]
+    promises = {each["name"]: each for each in summary["promises"]}
     assert promises["no-errors"]["verdict"] == "broken"
     assert len(promises["no-errors"]["cases"]) == 2
-    assert summary["counts"]["ends"]["503 rejected-saturated"] == 1  # type: ignore[index]
+    assert summary["counts"]["ends"]["503 rejected-saturated"] == 1
 
 
-def test_the_summary_has_what_is_needed_to_repeat_the_run(tmp_path: Path) -> None:
-    summary, _ = written(run("noisy-neighbour", faults_injected=FAULTS), tmp_path)
+def test_the_summary_has_what_is_needed_to_repeat_the_run(
+    report_of: Callable[[str], tuple[dict[str, Any], str]],
+) -> None:
+    summary, _ = report_of("noisy-neighbour")
     assert summary["scenario"] == "noisy-neighbour"
     assert summary["seed"] == 1
-    assert summary["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}  # type: ignore[index]
-    assert summary["versions"]["picker-fleet"]  # type: ignore[index]
-    quiet = summary["sources"]["quiet"]  # type: ignore[index]
+    assert summary["parameters"]["rates_per_s"] == {"noisy": 2.0, "quiet": 2.0}
+    assert summary["versions"]["picker-fleet"]
+    quiet = summary["sources"]["quiet"]
     assert quiet["sent"] == quiet["served"] == 40
     assert quiet["ttft_s"] == {"p50": 0.1, "p90": 0.1, "p95": 0.1, "p99": 0.1, "max": 0.1}
-    assert summary["shares"]["quiet"]["served"] == pytest.approx(0.5)  # type: ignore[index]
-    assert summary["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]  # type: ignore[index]
-    assert summary["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]  # type: ignore[index]
+    assert summary["shares"]["quiet"]["served"] == pytest.approx(0.5)
+    assert summary["faults"]["kills"] == [{"at_s": 3.0, "replica": "replica-1"}]
+    assert summary["faults"]["redis_away"] == [{"from_s": 5.0, "to_s": 8.0}]
 
 
 def test_what_was_asked_while_redis_was_away_is_in_no_fair_share() -> None:
@@ -554,7 +567,7 @@ def test_what_was_asked_while_redis_was_away_is_in_no_fair_share() -> None:
 )
 def test_every_run_has_a_report(evidence: RunResult, tmp_path: Path) -> None:
     summary, page = written(evidence, tmp_path)
-    assert summary["counts"]["sent"] == evidence.sent  # type: ignore[index]
+    assert summary["counts"]["sent"] == evidence.sent
     assert ("INTERRUPTED" in page) is evidence.interrupted
 
 
