@@ -25,6 +25,14 @@ ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
 PATIENT_S = 60.0  # long enough for a busy machine
 
 
+def exchange_on(channel: grpc.aio.Channel) -> Any:
+    """A stream of ext_proc on `channel`."""
+    process: Any = channel.stream_stream(
+        f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+    )
+    return process(timeout=PATIENT_S)
+
+
 class Replica:
     """A replica's process, its gRPC services and its admin API."""
 
@@ -39,9 +47,7 @@ class Replica:
         self.admin = admin
         self.endpoint = endpoint  # the address of its model server
         self._health = health_pb2_grpc.HealthStub(channel)
-        self._process = channel.stream_stream(
-            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-        )
+        self._channel = channel
 
     async def health(self, name: str) -> str:
         request = health_pb2.HealthCheckRequest(service=name)
@@ -50,7 +56,7 @@ class Replica:
 
     def exchange(self) -> Any:
         """A stream of ext_proc."""
-        return self._process(timeout=PATIENT_S)
+        return exchange_on(self._channel)
 
     async def stopped(self) -> int:
         """Its exit status after a SIGTERM."""

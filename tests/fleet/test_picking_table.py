@@ -16,15 +16,13 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import body, headers, response_body, response_headers, set_headers
-from own_replica import PATIENT_S, served_here
+from own_replica import PATIENT_S, exchange_on, served_here
 from page_server import answered, serving
 from picking_table import GROUPS, TABLE, Ask, Case, Server
 from redis_servers import redis_server
 
 from picker_fleet.allowlist import STEERING
-from picker_fleet.extproc.server import SERVICE
 from picker_fleet.scheduling.endpoint_states import REFRESH_S
 
 _POLL_S = 0.02
@@ -79,10 +77,7 @@ class PickingReplica:
 
     async def _begun(self, ask: Ask) -> Any:
         """A stream of ext_proc that has sent the whole request, as Envoy does in mode `standard`."""
-        process = self._channel.stream_stream(
-            f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-        )
-        call = process(timeout=PATIENT_S)
+        call = exchange_on(self._channel)
         metadata: dict[str, Mapping[str, Any]] = {}
         if ask.subset is not None:
             hint = self._in_hint(ask.subset)

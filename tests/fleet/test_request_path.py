@@ -8,14 +8,12 @@ from typing import Any
 
 import grpc
 import redis.asyncio
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import body, headers
-from own_replica import ASK, served_here
+from own_replica import ASK, exchange_on, served_here
 from page_server import serving
 from redis_servers import Server
 
 import picker_fleet
-from picker_fleet.extproc.server import SERVICE
 from picker_fleet.state.scripts import load_library
 from picker_tools.local_fleet import network
 
@@ -58,10 +56,7 @@ QUIET: dict[str, Any] = {
 
 async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
     """Have one request placed, in lean mode, and end its stream as Envoy does; whether it was placed."""
-    process: Any = channel.stream_stream(
-        f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-    )
-    call = process(timeout=60)
+    call = exchange_on(channel)
     await call.write(headers("lean", {"x-request-id": request_id}))
     await call.write(body(ASK))
     answer = await call.read()

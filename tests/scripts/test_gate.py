@@ -151,18 +151,6 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         assert (await it.ledger()).started["q"] == 2
 
 
-async def test_two_settlements_of_one_request_count_once(fleet: OpenFleet) -> None:
-    # With two in flight, when two replicas report the end of the same one, the other runs on.
-    async with fleet("a", "b") as (it, a, b):
-        for name in ("r1", "r2"):
-            await a.gate.admit(ask(name), stream_owned=False)
-        for replica in (a, b, a):
-            replica.gate.settle(ended("r1"))
-        await a.beat()
-        await b.beat()
-        assert await it.counts() == (1, 0, [1])
-
-
 async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
     fleet: OpenFleet,
 ) -> None:
