@@ -1,5 +1,7 @@
 """One exchange with Envoy in every mode, whole and broken: messages in, answers out."""
 
+import asyncio
+import dataclasses
 import json
 import logging
 
@@ -10,6 +12,7 @@ from extproc_client import PLACEMENT, Fault, ScriptedGate, Talk, body, given_bac
 from hypothesis import given
 from hypothesis import strategies as st
 
+from picker_fleet.admission.variants import Variants
 from picker_fleet.errors import (
     ExpiredTtl,
     NoEndpoints,
@@ -540,6 +543,39 @@ async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
     assert refused.status == 500
     assert "m-v2" in refused.error["message"]
     assert talk.gate.admitted == []
+
+
+@every_mode
+async def test_a_model_with_variants_is_split_and_a_request_that_comes_again_gets_the_same(mode: str) -> None:
+    targets = [{"name": "m", "weight": 1}, {"name": "m-v2", "weight": 1}]
+    talk = Talk(settings={"models": [{"name": "m", "target_models": targets}]})
+    for number in (1, 2, 3, 4, 1, 2, 3, 4):
+        await talk.another().say(*asks(mode, {"x-request-id": f"id-{number}"}))
+    sent_as = [request.target_model for request, _ in talk.gate.admitted]
+    if mode == "headers":  # it renames nothing, so half are refused
+        assert sent_as == ["m"] * 4
+        assert [code for _, _, code in talk.metrics.answers].count("unsupported_processing_mode") == 4
+    else:
+        assert sent_as[:4] == sent_as[4:]
+        assert sorted(sent_as[:4]) == ["m", "m", "m-v2", "m-v2"]
+
+
+async def test_a_client_that_leaves_while_its_variant_is_chosen_is_counted() -> None:
+    class LateSplits:
+        asked = asyncio.Event()
+
+        async def split(self, *_: object) -> int:
+            self.asked.set()
+            await asyncio.Event().wait()
+            return 0
+
+    targets = [{"name": "m"}, {"name": "m-v2"}]
+    talk, late = Talk(settings={"models": [{"name": "m", "target_models": targets}]}), LateSplits()
+    talk.here = dataclasses.replace(talk.here, variants=Variants(late, lambda: True))
+    talk = talk.another()
+    await talk.leave(*asks("lean"), once=late.asked)
+    assert talk.gate.admitted == []
+    assert talk.metrics.answers == [("lean", "m", "client_gone")]
 
 
 async def renamed(

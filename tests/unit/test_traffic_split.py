@@ -76,13 +76,13 @@ class SplitStore:
 async def test_the_shared_state_decides_and_is_asked_once_for_an_id() -> None:
     store, shares = SplitStore(given=1), Shares(CANARY)
     chooser = Variants(store, lambda: True)
-    assert {await chooser.of(shares, f"id-{number % 50}") for number in range(100)} == {"canary"}
+    assert {await chooser.of(shares, f"id-{number % 50}", 60.0) for number in range(100)} == {"canary"}
     assert store.asked == 50
     # What it has decided counts for nothing here: without it the shares begin as they are.
     alone = Variants(store, lambda: False)
-    given = Counter([await alone.of(shares, f"alone-{number}") for number in range(100)])
+    given = Counter([await alone.of(shares, f"alone-{number}", 60.0) for number in range(100)])
     assert abs(given["canary"] - 10) <= 1
-    assert await alone.of(shares, "id-7") == "canary"
+    assert await alone.of(shares, "id-7", 60.0) == "canary"
     assert store.asked == 50
 
 
@@ -95,13 +95,22 @@ async def test_a_shared_state_that_is_away_or_late_leaves_the_choice_to_the_repl
     monkeypatch.setattr(variants, "DEADLINE_S", 0.001)
     store, shares = SplitStore(fault=fault), Shares(CANARY)
     chooser = Variants(store, lambda: True)
-    given = Counter([await chooser.of(shares, f"id-{number}") for number in range(100)])
+    given = Counter([await chooser.of(shares, f"id-{number}", 60.0) for number in range(100)])
     assert abs(given["canary"] - 10) <= 1
-    assert store.asked == 100
+    # One that is late is not asked again for a while, or each request would wait for it.
+    assert store.asked == (100 if fault is not None else 1)
+
+
+async def test_a_request_with_little_time_does_not_wait_for_longer_and_spoils_nothing_for_others() -> None:
+    store, shares = SplitStore(), Shares(CANARY)
+    chooser = Variants(store, lambda: True)
+    assert await chooser.of(shares, "in haste", 0.001) in shares.split.names
+    store.given = 1
+    assert await chooser.of(shares, "patient", 60.0) == "canary"
 
 
 async def test_more_variants_than_a_script_tells_apart_are_the_replicas_to_choose() -> None:
     store = SplitStore(given=0)
     shares = Shares(Split.of((f"v{number}", 1) for number in range(1024)))
-    assert len({await Variants(store, lambda: True).of(shares, f"id-{n}") for n in range(200)}) > 100
+    assert len({await Variants(store, lambda: True).of(shares, f"id-{n}", 60.0) for n in range(200)}) > 100
     assert store.asked == 0

@@ -12,7 +12,9 @@ from picker_fleet.errors import StateFault
 from picker_fleet.state.schema import MOST_VARIANTS
 from picker_fleet.traffic_split import Shares
 
-DEADLINE_S: Final = 0.5  # of the question; it is part of the request's time
+# Of the question. A Redis that is away is noticed sooner (state/connection.py); this one answers, and slowly.
+DEADLINE_S: Final = 2.0
+_PAUSE_S: Final = 5.0  # after a late answer: requests must not all wait for answers that come too late
 
 
 class SplitStore(Protocol):
@@ -27,22 +29,28 @@ class Variants:
 
     def __init__(self, store: SplitStore, in_use: Callable[[], bool]) -> None:
         self._store, self._in_use = store, in_use
+        self._asks_from_s = 0.0
 
-    async def of(self, shares: Shares, request_id: str) -> str:
-        """The name that a request is sent as; the same for an id that comes again, at any replica."""
-        names = shares.split.names
+    async def of(self, shares: Shares, request_id: str, within_s: float) -> str:
+        """The name that a request is sent as, which has `within_s` left; the same for an id that comes again,
+        at any replica."""
+        names, clock = shares.split.names, asyncio.get_running_loop().time
         digest = shares.hash_of(request_id)
         at = shares.remembered(digest)
         if at is not None:
             return names[at]
-        if self._in_use() and len(names) < MOST_VARIANTS:
+        if self._in_use() and len(names) < MOST_VARIANTS and clock() >= self._asks_from_s:
             try:
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(min(DEADLINE_S, within_s)):
                     at = await self._store.split(
                         shares.key, shares.weights, f"{digest:016x}", shares.propose(digest)
                     )
-            except (TimeoutError, StateFault):
-                return shares.of(request_id)
-            shares.remember(digest, at)
-            return names[at]
+            except TimeoutError:
+                if within_s >= DEADLINE_S:  # else a client has asked for the haste
+                    self._asks_from_s = clock() + _PAUSE_S
+            except StateFault:
+                pass
+            else:
+                shares.remember(digest, at)
+                return names[at]
         return shares.of(request_id)

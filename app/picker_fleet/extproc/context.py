@@ -518,7 +518,7 @@ class ExchangeContext:
         began_s = self.clock()
         # Behind a gateway that is not trusted with ids, the id that a client sends again is the header's.
         request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or request.id
-        target = await self.variants.of(shares, request_id)
+        target = await self.variants.of(shares, request_id, request.ttl_s)
         return self.intake.sent_as(request, target, ask, self.clock() - began_s)
 
     def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
