@@ -32,15 +32,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`make faults` runs each case in modes `lean` and `http`, unless it is marked `ext_proc_only`. The short
-    form runs in the modes of its mark `short_form`, in `lean` without one.
+    """`make faults` runs each case in modes `lean` and `http`, the short form in those of its mark
+    `short_form`, in `lean` without one.
     """
     if "mode" in metafunc.fixturenames:
-        marked = metafunc.definition.get_closest_marker
-        short = marked("short_form")
+        short = metafunc.definition.get_closest_marker("short_form")
         modes = short.args if short else ("lean",)
         if "FAULT_SUITE" in os.environ:
-            modes = ("lean",) if marked("ext_proc_only") else ("lean", "http")
+            modes = ("lean", "http")
         metafunc.parametrize("mode", modes)
 
 

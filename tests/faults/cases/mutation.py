@@ -1,8 +1,10 @@
-"""Envoy's messages, damaged: streams of ext_proc and of the access log that no Envoy sends, from a seed."""
+"""Damaged messages, from a seed: streams of ext_proc and of the access log that no Envoy sends, and requests
+to the port of mode `http` that no proxy sends.
+"""
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
@@ -15,6 +17,14 @@ _NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-in
 _VALUES = (b"", b"0", b"-1", b"1e309", b"NaN", b"5ms", b"llama", b"\xff\xfe\x00", b"{" * 500, b"x" * 5000,
            b'{"workload_id": "w", "criticality": 5}', b'{"workload_id": null}', "ü\u202e".encode(),
            b"99999999999999999999999", b"a\tb\nc")  # fmt: skip
+_FORWARDED = (
+    "x-forwarded-method",
+    "x-forwarded-uri",
+    "x-forwarded-for",
+    "x-picker-body-bytes",
+    "x-picker-refuse-as",
+)
+_REPORTED = ("x-picker-outcome", "x-picker-answer-status", "x-picker-served", "x-picker-seconds")
 _MODES = ((4, 4), (4, 0), (0, 0), (2, 1), (99, 4))
 _NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e308)
 
@@ -44,6 +54,40 @@ def end(name: str) -> HTTPAccessLogEntry:
     entry.common_properties.metadata.filter_metadata["picker"].update({"id": name})
     entry.response.response_code.value = 200
     return entry
+
+
+def requests(dice: random.Random, name: str, tokens: Sequence[str]) -> list[tuple[bytes, bool]]:
+    """What one connection to the port of mode `http` sends, each with whether it is a whole request, however
+    odd. Some of them settle one of `tokens`.
+    """
+    found = []
+    for number in range(dice.randrange(1, 4)):
+        body = b"".join(message.request_body.body for message in _bodies(dice))
+        common = {"x-request-id": f"{name}-{number}".encode()}
+        common |= {dice.choice(_NAMES): dice.choice(_VALUES) for _ in range(dice.randrange(3))}
+        match dice.randrange(4):
+            case 0 | 1:
+                found.append(_request(b"POST /check/v1/completions", common, body))
+            case 2:
+                said = {"x-forwarded-method": b"POST", "x-forwarded-uri": b"/v1/completions"}
+                more = {"x-picker-model": b"llama", dice.choice(_FORWARDED): dice.choice(_VALUES)}
+                found.append(_request(b"GET /check", {**common, **said, **more}))
+            case _:
+                token = dice.choice([*(each.encode() for each in tokens), *_VALUES])
+                report = {dice.choice(_REPORTED): dice.choice(_VALUES)}
+                found.append(_request(b"POST /settle", {"x-picker-settle-token": token, **report}))
+    return [(data, data in found) for data in _damaged(dice, [*found], 0.3)]
+
+
+def settlement(token: str) -> bytes:
+    """What a proxy says when a request has ended well."""
+    return _request(b"POST /settle", {"x-picker-settle-token": token.encode()})
+
+
+def _request(line: bytes, headers: Mapping[str, bytes], body: bytes = b"") -> bytes:
+    fields = {"host": b"a", **headers, "content-length": b"%d" % len(body)}
+    head = b"".join(b"%b: %b\r\n" % (name.encode(), value) for name, value in fields.items())
+    return b"%b HTTP/1.1\r\n%b\r\n%b" % (line, head, body)
 
 
 def _headers(dice: random.Random, name: str) -> ProcessingRequest:

@@ -1,4 +1,4 @@
-"""Damaged messages in numbers, to a replica's gRPC port: no crash, no leak, an answer to each (G10)."""
+"""Damaged messages in numbers, to a replica's port for Envoy: no crash, no leak, an answer to each (G10)."""
 
 import asyncio
 import random
@@ -9,37 +9,46 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from case_fleet import config, ready, replica_process, rests
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
-from mutation import end, entries, exchange
+from mutation import end, entries, exchange, requests, settlement
 
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.server import SERVICE
+from picker_fleet.units import split_host_port
 from picker_tools.load.client_history import closed_loop
 
 STREAMS = 40
 HANGS_S = 60.0
 SEED = 20
 MOST_GROWTH = 40 * 1024 * 1024
+LEAVES_S = 0.5  # what is not a whole request is answered when it has stalled, which takes longer
 TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
 
 
-@pytest.mark.ext_proc_only
+KINDS = {
+    "lean": "ext_proc messages, headers, bodies and access-log entries",
+    "http": "checks, checks by headers and reports of ends",
+}
+
+
 async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
-    case.describe(f"{count} mutated ext_proc messages, headers, bodies and access-log entries")
+    case.describe(f"{count} mutated {KINDS[case.mode]}")
     # A fleet, one replica of which is warm.
-    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
-    fuzz = Fuzz(SEED)
-    async with grpc.aio.insecure_channel(here.state["replicas"][0]["grpc"]) as channel:
-        await fuzz.run(channel, count // 5)
+    # What is placed and never settled counts for a lease.
+    sections = {"http": {"longest_request": "1s"}}
+    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000, **sections))
+    replica = here.state["replicas"][0]
+    async with grpc.aio.insecure_channel(replica["grpc"]) as channel:
+        fuzz = HttpFuzz(SEED, replica["http"]) if case.mode == "http" else GrpcFuzz(SEED, channel)
+        await fuzz.run(count // 5)
         process = replica_process(here, 0)
         before = process.memory_info().rss
         # The replica is sent messages that no Envoy sends.
-        await fuzz.run(channel, count)
+        await fuzz.run(count)
     # Every stream is answered or closed.
     case.report(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
     assert fuzz.ends["hangs"] == 0
@@ -60,39 +69,95 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
 
 
 class Fuzz:
-    """What was sent, and how the streams ended: by grpc's status, or that they hang."""
+    """What was sent, and how the streams ended: by their status, or that they hang."""
 
     def __init__(self, seed: int) -> None:
-        self._dice = random.Random(seed)
+        self.dice = random.Random(seed)
         self.sent = 0
         self.streams = 0
         self.ends: Counter[str] = Counter()
-        self._placed: list[str] = []
 
-    async def run(self, channel: grpc.aio.Channel, count: int) -> None:
+    async def run(self, count: int) -> None:
         """Send so many messages more."""
         goal = self.sent + count
-        exchanges, reports = channel.stream_stream(f"/{SERVICE}/Process"), channel.stream_unary(
-            f"/{accesslog.SERVICE}/StreamAccessLogs"
-        )  # fmt: skip
 
         async def talk() -> None:
             while self.sent < goal:
                 self.streams += 1
-                if self._dice.random() < 0.8:
-                    await self._exchange(exchanges)
-                else:
-                    await self._report(reports)
+                await self.stream()
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(STREAMS):
                 tasks.create_task(talk())
 
-    async def _exchange(self, exchanges: Any) -> None:
+    async def stream(self) -> None:
+        """One stream or connection, from its beginning to its end."""
+        raise NotImplementedError
+
+
+class HttpFuzz(Fuzz):
+    """Connections to the port of mode `http` at `address`."""
+
+    def __init__(self, seed: int, address: str) -> None:
+        super().__init__(seed)
+        self._host, self._port = split_host_port(address)
+        self._tokens: list[str] = []  # of requests that were placed and get a true end
+
+    async def stream(self) -> None:
+        sent = requests(self.dice, f"fuzz-{self.streams}", self._tokens[-3:])
+        while self._tokens:
+            sent.append((settlement(self._tokens.pop()), True))
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            for data, is_whole in sent:
+                self.sent += 1
+                writer.write(data)
+                if not await self._answer(reader, HANGS_S if is_whole else LEAVES_S, is_whole):
+                    return
+        finally:
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, patience_s: float, is_whole: bool) -> bool:
+        """Read the answer; false if the connection has ended, or nothing comes."""
+        try:
+            async with asyncio.timeout(patience_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                assert length is not None
+                await reader.readexactly(int(length[1]))
+        except TimeoutError:
+            self.ends["hangs" if is_whole else "left"] += 1
+            return False
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.ends["closed"] += 1
+            return False
+        self.ends[head.split()[1].decode()] += 1
+        found = re.search(rb"x-picker-settle-token: (\S+)", head)
+        if found and self.dice.random() < TRUE_ENDS:
+            self._tokens.append(found[1].decode())
+        return b"connection: close" not in head
+
+
+class GrpcFuzz(Fuzz):
+    """Streams of ext_proc and of the access log."""
+
+    def __init__(self, seed: int, channel: grpc.aio.Channel) -> None:
+        super().__init__(seed)
+        self._exchanges = channel.stream_stream(f"/{SERVICE}/Process")
+        self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
+        self._placed: list[str] = []
+
+    async def stream(self) -> None:
+        if self.dice.random() < 0.8:
+            await self._exchange()
+        else:
+            await self._report()
+
+    async def _exchange(self) -> None:
         name = f"fuzz-{self.streams}"
-        messages = exchange(self._dice, name)
+        messages = exchange(self.dice, name)
         self.sent += len(messages)
-        call = exchanges()
+        call = self._exchanges()
         try:
             async with asyncio.timeout(HANGS_S):
                 try:
@@ -114,16 +179,16 @@ class Fuzz:
         """Keep what a placement says of the request's name, for the access log."""
         said = ProcessingResponse.FromString(answer)
         name = said.dynamic_metadata.fields["picker"].struct_value.fields["id"].string_value
-        if name and self._dice.random() < TRUE_ENDS:
+        if name and self.dice.random() < TRUE_ENDS:
             self._placed.append(name)
 
-    async def _report(self, reports: Any) -> None:
+    async def _report(self) -> None:
         mine, self._placed = self._placed, []
-        messages = [entries(self._dice, mine) for _ in range(self._dice.randrange(1, 4))]
+        messages = [entries(self.dice, mine) for _ in range(self.dice.randrange(1, 4))]
         truth = StreamAccessLogsMessage()
         truth.http_logs.log_entry.extend(end(name) for name in mine)
         self.sent += len(messages) + 1
-        call = reports(iter([*messages, truth.SerializeToString()]))
+        call = self._reports(iter([*messages, truth.SerializeToString()]))
         try:
             async with asyncio.timeout(HANGS_S):
                 await call
