@@ -121,7 +121,8 @@ async def test_five_hundred_incomplete_requests_leave_room_for_a_complete_one() 
         reader, _ = await here.connect(GET)
         async with asyncio.timeout(30):
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        assert here.connections() <= ConnectionLimits().connections // 2 + 2
+        # The kernel may have taken earlier ones that the server has not seen yet.
+        await until(lambda: here.connections() <= ConnectionLimits().connections // 2 + 2)
 
 
 async def test_the_connection_that_waits_longest_makes_room_and_an_event_stream_is_kept() -> None:
