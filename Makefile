@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -51,6 +51,9 @@ redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian
 
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)
+
+proxies-test: $(VENV)/.installed ## Caddy before a fleet, built once (some minutes)
+	@PROXY_TEST_CADDY="$$(bash .ci/proxies)" && export PROXY_TEST_CADDY && $(BIN)/pytest tests/proxies $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
 	$(BIN)/ruff check .

@@ -78,6 +78,21 @@ def haproxy(fleet: Any, folder: Path) -> Iterator[str]:
 
 
 @contextmanager
+def caddy(fleet: Any, folder: Path, binary: str) -> Iterator[str]:
+    """The URL of a running Caddy, whose program is `binary`; ended with the block."""
+    port = free_port()
+    text = (_EXAMPLES / "caddy" / "Caddyfile").read_text()
+    pickers = " ".join(each["http"] for each in fleet.state["replicas"])
+    text = _replaced(text, r"127\.0\.0\.1:9003 127\.0\.0\.1:9004", pickers)
+    text = _replaced(text, r"http://:8080 \{", f"http://:{port} {{")
+    file = folder / "Caddyfile"
+    file.write_text(f"{{\n\tadmin off\n\tstorage file_system {folder}\n}}\n{text}")
+    arguments = ["--config", str(file), "--adapter", "caddyfile"]
+    with _serving([binary, "run", *arguments], [binary, "validate", *arguments], port) as url:
+        yield url
+
+
+@contextmanager
 def _serving(command: Sequence[str], check: Sequence[str], port: int) -> Iterator[str]:
     checked = subprocess.run(check, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -476,6 +476,7 @@ async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost
         stage.now_s[0] = LONGEST_S + 1
         renewals.renew()
         assert len(renewals) == 0
+        assert stage.gate.suspected == ["one", "two"]  # their endpoints' pages decide
         # Many can be lost at once, so they are told in one line.
         assert [vars(line)["requests"] for line in caplog.records if "longest_request" in line.message] == [2]
 

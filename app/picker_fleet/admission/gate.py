@@ -78,7 +78,8 @@ class Gate(Protocol):
         ...
 
     def suspect(self, request_id: str) -> None:
-        """An entry without an accounting token says that the request's client has gone. Returns at once."""
+        """The request may have ended: an entry without an accounting token says so, or nobody has told of its
+        end for long. Its endpoint's next metrics pages decide. Returns at once."""
         ...
 
     def renew(self, alive: Alive) -> "asyncio.Future[str] | None":

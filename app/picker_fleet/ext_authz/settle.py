@@ -4,8 +4,9 @@ A check by headers (check.py) gives the proxy a settle token. The proxy keeps it
 to `POST /settle` of any replica when the request has ended. The token has the fleet's signature for its
 request, so nobody else can end it. Until then the replica that placed the request renews its lease, in place
 of an access log. It stops when the request is settled, here or elsewhere, and after `http.longest_request`,
-when the proxy must have lost the request: then the lease runs out. A request whose record Redis has lost is
-not restored, since another replica may have settled it.
+when the proxy must have lost the request: then its place is free when its endpoint's metrics pages no longer
+count it, or when the lease runs out. A request whose record Redis has lost is not restored, since another
+replica may have settled it.
 """
 
 import asyncio
@@ -139,7 +140,7 @@ class Placements:
         lost_before_s = self._clock() - self._longest_s
         lost = [request_id for request_id, entry in self._open.items() if entry.since_s < lost_before_s]
         for request_id in lost:
-            del self._open[request_id]
+            self._open.pop(request_id).gate.suspect(request_id)
         if lost:
             _log.warning(
                 "nobody has settled a request within http.longest_request",
