@@ -52,24 +52,23 @@ ERROR: Final = "x-picker-error"  # the client's body, one line of ASCII
 FORWARDED_HEADERS: Final = (FORWARDED_METHOD, FORWARDED_URI, MODEL, BODY_BYTES, REFUSE_AS)
 _REFUSE_AS: Final = {b"401": 401, b"403": 403}
 
-Headers = list[tuple[str, str]]
-
 _log = logging.getLogger(__name__)
 
 
 class Answer:
-    """What Envoy is told: status, headers, body. `withdraw` takes the placement back if it cannot be sent.
+    """What Envoy is told: status, header `lines`, body. `withdraw` takes the placement back if it cannot be
+    sent.
 
     `to_settle` is what the proxy of a check by headers has to settle, None if it has nothing to.
     """
 
-    __slots__ = ("_context", "_placement", "_request", "body", "headers", "status", "to_settle")
+    __slots__ = ("_context", "_placement", "_request", "body", "lines", "status", "to_settle")
 
     def __init__(
         self,
         context: ExchangeContext,
         status: int,
-        headers: Headers,
+        lines: str,
         body: bytes = b"",
         request: InferenceRequest | None = None,
         placement: Placement | None = None,
@@ -77,7 +76,7 @@ class Answer:
     ) -> None:
         self._context, self._request, self._placement = context, request, placement
         self.to_settle = to_settle
-        self.status, self.headers, self.body = status, headers, body
+        self.status, self.lines, self.body = status, lines, body
 
     def withdraw(self) -> None:
         """The answer cannot reach Envoy."""
@@ -98,19 +97,21 @@ class Check:
         self._request: InferenceRequest | None = None
         self._model = self._target_model = ""
 
-    async def decide(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
+    def decide(
+        self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer
+    ) -> Coroutine[None, None, Answer]:
         """Admit and place the request; every refusal is an answer, too. `body` is released before a wait.
 
         Raises:
             CancelledError: the client left while the request waited.
         """
-        return await self._decide(self._place(method, path, headers, body))
+        return self._decide(self._place(method, path, headers, body))
 
-    async def decide_by_headers(self, headers: dict[str, bytes]) -> Answer:
+    def decide_by_headers(self, headers: dict[str, bytes]) -> Coroutine[None, None, Answer]:
         """As `decide`, for a proxy that keeps the body and says the rest in `FORWARDED_HEADERS`."""
         self._by_headers = True
         self._refuse_as = _REFUSE_AS.get(headers.pop(REFUSE_AS, b""), 0)
-        return await self._decide(self._place_by_headers(headers))
+        return self._decide(self._place_by_headers(headers))
 
     async def _decide(self, placing: Coroutine[None, None, Answer]) -> Answer:
         try:
@@ -134,12 +135,13 @@ class Check:
         seconds = self._seconds()
         context.metrics.answered(MODE, self._model, error.code, seconds, self._target_model)
         context.lines.refused(self._request, error.code, refusal.status, MODE, seconds)
-        headers = list(refusal.headers.items())
+        lines = "".join([f"{name}: {value}\r\n" for name, value in refusal.headers.items()])
         if self._refuse_as:
-            headers += [(STATUS, str(refusal.status)), (ERROR, json.dumps(json.loads(refusal.body)))]
-            return Answer(context, self._refuse_as, headers)
+            body = json.dumps(json.loads(refusal.body))
+            lines += f"{STATUS}: {refusal.status}\r\n{ERROR}: {body}\r\n"
+            return Answer(context, self._refuse_as, lines)
         status = refusal.status if self._by_headers else CARRIED.get(refusal.status, refusal.status)
-        return Answer(context, status, headers, refusal.body)
+        return Answer(context, status, lines, refusal.body)
 
     async def _place(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
         if self._context.is_read(method, path, has_body=body.size_bytes > 0):
@@ -219,27 +221,23 @@ class Check:
 
     def _placed(self, request: InferenceRequest | None, placement: Placement, pressure: str) -> Answer:
         tries = self._context.tries(None if request is None else request.subset, request)
-        headers: Headers = [
-            (codec.DESTINATION, codec.destinations(placement, tries)),
-            (codec.PRESSURE, pressure),
-        ]
-        if request is not None and self._by_headers:
-            if placement.session:
-                headers.append((SESSION_HEADER, placement.session))
+        endpoints = codec.destinations(placement, tries)
+        lines = f"{codec.DESTINATION}: {endpoints}\r\n{codec.PRESSURE}: {pressure}\r\n"
+        if request is None:
+            return Answer(self._context, 200, lines)
+        if placement.session:
+            lines += f"{SESSION_HEADER}: {placement.session}\r\n"
+        token = placement.accounting_token
+        if self._by_headers:
             target = "" if placement.waited_s is None else request.target_model
-            to_settle = settle.Placed(request.id, placement.accounting_token, placement.waited_s, target)
-            headers.append((settle.TOKEN, to_settle.token()))
-            return Answer(self._context, 200, headers, b"", request, placement, to_settle)
-        if request is not None:
-            headers += [(ID_HEADER, request.id), (TOKEN_HEADER, TOKEN_MARK + placement.accounting_token)]
-            if placement.session:
-                headers.append((SESSION_HEADER, placement.session))
-            if placement.waited_s is not None:
-                headers += [
-                    (WAITED_HEADER, f"{placement.waited_s:.6f}"),
-                    (TARGET_HEADER, TOKEN_MARK + request.target_model),
-                ]
-        return Answer(self._context, 200, headers, b"", request, placement)
+            to_settle = settle.Placed(request.id, token, placement.waited_s, target)
+            lines += f"{settle.TOKEN}: {to_settle.token()}\r\n"
+            return Answer(self._context, 200, lines, b"", request, placement, to_settle)
+        lines += f"{ID_HEADER}: {request.id}\r\n{TOKEN_HEADER}: {TOKEN_MARK}{token}\r\n"
+        if placement.waited_s is not None:
+            target = TOKEN_MARK + request.target_model
+            lines += f"{WAITED_HEADER}: {placement.waited_s:.6f}\r\n{TARGET_HEADER}: {target}\r\n"
+        return Answer(self._context, 200, lines, b"", request, placement)
 
     def _seconds(self) -> float:
         return self._context.clock() - self._started_s

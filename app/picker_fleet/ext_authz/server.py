@@ -288,7 +288,7 @@ class _Connection(asyncio.Protocol):
         method, url = self._parser.get_method(), self._url
         if url == HEALTH_PATH:
             self._context.open_requests.ended()
-            self._write(200 if self._server.ready else 503, [], b"", keep=keep)
+            self._write(200 if self._server.ready else 503, "", b"", keep=keep)
         elif url == SETTLE_PATH and method == b"POST":
             self._context.open_requests.ended()
             self._settle(keep=keep)
@@ -333,10 +333,10 @@ class _Connection(asyncio.Protocol):
         try:
             is_signed = self._server.placements.settle(self._headers)
         except BadRequest as error:
-            self._write(error.status, [], f"{error}\n".encode(), keep=keep)
+            self._write(error.status, "", f"{error}\n".encode(), keep=keep)
             return
         refusal = b"the fleet has not signed this token for a request\n"
-        self._write(*((200, [], b"") if is_signed else (403, [], refusal)), keep=keep)
+        self._write(*((200, "", b"") if is_signed else (403, "", refusal)), keep=keep)
 
     def _checked(self, task: asyncio.Task[None]) -> None:
         if self._task is task:
@@ -358,13 +358,12 @@ class _Connection(asyncio.Protocol):
         self._write_answer(Check(self._context).refuse(error), keep=False)
 
     def _write_answer(self, answer: Answer, *, keep: bool) -> None:
-        self._write(answer.status, answer.headers, answer.body, keep=keep)
+        self._write(answer.status, answer.lines, answer.body, keep=keep)
 
-    def _write(self, status: int, headers: list[tuple[str, str]], body: bytes, *, keep: bool) -> None:
+    def _write(self, status: int, lines: str, body: bytes, *, keep: bool) -> None:
         if self._transport is None:
             return
         keep = keep and not self._server.draining
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
         head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"

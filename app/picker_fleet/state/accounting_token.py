@@ -111,22 +111,18 @@ def write(
     `answer_tokens` completes a cost that lacks the answer's part: the mean of the flow is lost together with
     the state that the token restores.
     """
-    workload = request.workload
-    return "\t".join(
-        (
-            request.flow,
-            _NUMBERS[request.band.criticality],
-            repr(request.weight),
-            repr(request.cost + answer_tokens if request.learn else request.cost),
-            workload.id if workload.registered else "",
-            str(workload.criticality),
-            request.model,
-            endpoint,
-            str(request.limit),
-            *(() if alone_ms is None else (f"{ADMITTED_ALONE}{alone_ms}",)),
-            *(() if request.band.is_named else (f"{OTHER_PRIORITY}{request.band.priority}",)),
-        )
+    workload, band = request.workload, request.band
+    cost = request.cost + answer_tokens if request.learn else request.cost
+    fields = (
+        f"{request.flow}\t{_NUMBERS[band.criticality]}\t{request.weight!r}\t{cost!r}\t"
+        f"{workload.id if workload.registered else ''}\t{workload.criticality}\t"
+        f"{request.model}\t{endpoint}\t{request.limit}"
     )
+    if alone_ms is not None:
+        fields += f"\t{ADMITTED_ALONE}{alone_ms}"
+    if not band.is_named:
+        fields += f"\t{OTHER_PRIORITY}{band.priority}"
+    return fields
 
 
 def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
