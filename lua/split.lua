@@ -1,8 +1,8 @@
 -- include: dispatch
 -- Choose the variant of a model that a request is sent as. The id proposes one; the counts of the whole fleet decide.
 --
--- Guarantees: after any number of requests each of two variants was given to its exact share of them, but for one
--- request; of more variants, but for two. An id that comes again while it is remembered gets the same.
+-- Guarantees: after any number of requests each of two variants has had its exact share of them, give or take one
+-- request; with more variants, two requests. An id that comes again while it is remembered gets the same variant.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: its split (a hash of model, variants and weights), the weights
@@ -10,11 +10,14 @@
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: the variant's number, from 1
 
-local IDLE_MS = 3600000 -- a split that nobody asked about for so long is forgotten: its weights have been changed
-local LOOKED_AT = 32 -- splits that may be idle, each time that one is new
+local IDLE_MS = 3600000 -- a split that is unused for so long is forgotten: its weights have probably changed
+local LOOKED_AT = 32 -- splits that are checked for this whenever a new one appears
 
--- Of each variant: how many requests more than its share it was given, times the sum of the weights, so they are whole.
+-- The surplus of a variant is how many requests more than its exact share it was given, times the sum of the weights,
+-- so that it is a whole number.
 local splits, known -- of this call: split -> {weights, sum, surplus of each}; id -> its variant
+
+-- Drop splits that are idle, of a random few.
 local function forget_idle_splits()
   local some = read('HRANDFIELD', key.splits, LOOKED_AT, 'WITHVALUES') or {}
   for i = 1, #some, 2 do
@@ -28,7 +31,7 @@ local function read_split(name, weights_text)
   if split then return split end
   local text = read('HGET', key.splits, name)
   if not text then forget_idle_splits() end
-  local stored, weights, surplus, sum = {}, {}, {}, 0 -- the first that is stored is when it was used
+  local stored, weights, surplus, sum = {}, {}, {}, 0 -- stored: when it was last used, then the surpluses
   for number in string.gmatch(text or '', '%S+') do stored[#stored + 1] = tonumber(number) end
   for weight in string.gmatch(weights_text, '%S+') do weights[#weights + 1] = tonumber(weight) end
   local valid = #stored == #weights + 1
@@ -42,7 +45,7 @@ local function read_split(name, weights_text)
   return split
 end
 
--- As `Shares` of app/picker_fleet/traffic_split.py chooses without Redis.
+-- The variant of the next request, by the same rule as `Shares` of app/picker_fleet/traffic_split.py without Redis.
 local function choose(split, proposed)
   local surplus, weights, sum = split.surplus, split.weights, split.sum
   local last = 1

@@ -116,7 +116,7 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Drop the ids of a set, which has their times, that are older than `life_ms` or not among the latest LIMIT; at most
+-- Drop ids from a set that has their times: those older than `life_ms`, and those not among the latest LIMIT; at most
 -- `most`. Returns whether there may be more.
 local drop_old
 do
