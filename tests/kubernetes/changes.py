@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from api_server import NAMESPACE, ApiServer
 from seat import READY_S, Load, Seat
 
-from picker_tools.local_fleet import network
-
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
 APP, OTHER_APP = {"app": "llm"}, {"app": "next"}
@@ -52,7 +50,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         return began_s
 
     async with loaded(seat, found) as load:
-        await progress(load)
+        await load.progress()
         began_s = await call(lambda: cluster.set_ready("p1", first, ready=False))
         found.seconds["an unready pod is out"] = await until_out(seat, load, first) - began_s
         began_s = await call(lambda: cluster.set_ready("p1", first, ready=True))
@@ -63,7 +61,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         await call(lambda: cluster.delete_pod("p2", grace_s=0))
 
         await asyncio.to_thread(cluster.kill_api)
-        await progress(load, 100)
+        await load.progress(100)
         await asyncio.sleep(away_s)
         await asyncio.to_thread(cluster.start_api)  # it is ready
         began_s = await call(lambda: cluster.set_ready("p1", first, ready=False))
@@ -89,13 +87,9 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         former = [until_out(seat, load, each) for each in HOSTS if each != second]
         at_s = max(await asyncio.gather(until_in(seat, OTHER_HOST), *former))
         found.seconds["an edited pool is in force"] = at_s - began_s
-        await progress(load)
+        await load.progress()
     began_s = await call(lambda: cluster.put_pool("llm", [seat.port], {"app": "nobody"}))
-
-    async def refused() -> bool | None:
-        return (await seat.ask()).status_code == 503 or None
-
-    assert await network.until(refused, within_s=READY_S), "a pool that selects nothing is not refused"
+    await seat.until_answered(503)
     found.seconds["a pool that selects nothing is refused"] = time.monotonic() - began_s
     return found
 
@@ -105,16 +99,6 @@ async def loaded(seat: Seat, found: Found) -> AsyncIterator[Load]:
     async with seat.load() as load:
         yield load
     found.errors += load.errors
-
-
-async def progress(load: Load, requests: int = 50) -> None:
-    """Wait until so many more requests were served."""
-    aim = load.served.total() + requests
-
-    async def reached() -> bool | None:
-        return load.served.total() >= aim or None
-
-    assert await network.until(reached, within_s=READY_S), f"no progress; errors: {load.errors[:3]}"
 
 
 async def until_out(seat: Seat, load: Load, host: str) -> float:

@@ -315,6 +315,15 @@ class Load:
     served: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
 
+    async def progress(self, requests: int = 50) -> None:
+        """Wait until so many more requests were served."""
+        aim = self.served.total() + requests
+
+        async def reached() -> bool | None:
+            return self.served.total() >= aim or None
+
+        assert await network.until(reached, within_s=READY_S), f"no progress; errors: {self.errors[:3]}"
+
 
 @dataclass(slots=True)
 class Seat:
@@ -394,6 +403,17 @@ class Seat:
         self.pickers.append(picker)
         return picker
 
+    async def replace_pickers(self, config: str, kubeconfig: Path, pool: str, namespace: str) -> None:
+        """End all replicas; as many others, with this configuration, serve behind a new gateway."""
+        file = self.folder / "picker.yaml"
+        file.write_text(config)
+        former, self.pickers = self.pickers, []
+        for picker in former:
+            picker.process.terminate()
+            picker.process.wait()
+            await self.ready(await self.start_picker(kubeconfig, pool, namespace, "--config", str(file)))
+        await self.start_gateway()
+
     async def ready(self, picker: Picker) -> None:
         async def is_ready() -> bool | None:
             assert picker.process.poll() is None, picker.log.read_text()[-3000:]
@@ -457,6 +477,14 @@ class Seat:
         assert self.gateway is not None
         body = json.dumps({**ASK, "max_tokens": tokens})
         return await self.gateway.post("/v1/completions", content=body, headers=headers or {})
+
+    async def until_answered(self, status: int) -> None:
+        """Wait until a request is answered so."""
+
+        async def is_answered() -> bool | None:
+            return (await self.ask()).status_code == status or None
+
+        assert await network.until(is_answered, within_s=READY_S), f"no answer is {status}"
 
     @contextlib.asynccontextmanager
     async def load(self, clients: int = 8, tokens: int = 4) -> AsyncIterator[Load]:

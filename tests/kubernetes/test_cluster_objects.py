@@ -45,16 +45,8 @@ async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, s
     put(empty, "InferenceObjective", "batch", {"priority": -1})
     assert await condition(empty, "inferenceobjectives", "urgent", "True") == "in use"
     assert await condition(empty, "inferenceobjectives", "batch", "True") == "in use"
-    for picker in seat.pickers:
-        picker.process.terminate()
-        picker.process.wait()
-    seat.pickers.clear()
-    file = seat.folder / "queueing.yaml"
-    file.write_text("fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}")
-    await seat.ready(
-        await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE, "--config", str(file))
-    )
-    await seat.start_gateway()
+    queueing = "fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}"
+    await seat.replace_pickers(queueing, empty.kubeconfig("admin"), "llm", NAMESPACE)
     objective = "x-gateway-inference-objective"
     asks = [
         asyncio.create_task(seat.ask({objective: name})) for name in ("urgent", "urgent", "batch", "unknown")
@@ -90,10 +82,7 @@ async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat:
     put(empty, "InferenceModelRewrite", "canary", {"rules": rules})
     assert await condition(empty, "inferencemodelrewrites", "canary", "True") == "in use"
 
-    async def serves() -> bool | None:
-        return (await seat.ask()).status_code == 404 or None  # the simulator has neither v1 nor v2
-
-    assert await network.until(serves, within_s=READY_S)
+    await seat.until_answered(404)  # the simulator has neither v1 nor v2
     sent: Counter[str] = Counter()
     for _ in range(60):
         answer = await seat.ask()
@@ -108,10 +97,7 @@ async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat:
         {"rules": [{**rules[0], "targets": [{"modelRewrite": "llama"}]}]},
     )
 
-    async def back() -> bool | None:
-        return (await seat.ask()).status_code == 200 or None
-
-    assert await network.until(back, within_s=READY_S)
+    await seat.until_answered(200)
 
 
 async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_on(
@@ -146,10 +132,7 @@ async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_o
         for picker in seat.pickers:
             assert what in picker.log.read_text()
 
-    async def serves() -> bool | None:
-        return (await seat.ask()).status_code == 200 or None
-
-    assert await network.until(serves, within_s=READY_S)
+    await seat.until_answered(200)
 
 
 async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(

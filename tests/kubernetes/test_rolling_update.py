@@ -1,23 +1,15 @@
 """Replicas are replaced one by one under load, as a Deployment does it: no client sees an error."""
 
+import asyncio
+
 from api_server import NAMESPACE, ApiServer
-from seat import READY_S, Load, Picker, Seat, publish
+from seat import READY_S, Picker, Seat, publish
 
 from picker_tools.local_fleet import network
 
 HOSTS = ("127.0.0.51", "127.0.0.52")
 LONG_TOKENS = 400  # of an answer that takes about 1.2 s
 LATE_REQUESTS = 20  # that are served before the gateway hears that a replica ends
-
-
-async def progress(loads: tuple[Load, ...], requests: int) -> None:
-    """Wait until so many more requests were served in each."""
-    aims = [load.served.total() + requests for load in loads]
-
-    async def reached() -> bool | None:
-        return all(load.served.total() >= aim for load, aim in zip(loads, aims, strict=True)) or None
-
-    assert await network.until(reached, within_s=READY_S), [load.errors[:3] for load in loads]
 
 
 async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServer, seat: Seat) -> None:
@@ -31,21 +23,24 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
     publish(discovery, [picker.grpc for picker in serving])
     await seat.start_gateway(discovery=discovery)
     async with seat.load(clients=8) as short, seat.load(clients=8, tokens=LONG_TOKENS) as long:
-        loads = (short, long)
-        await progress(loads, 20)
+
+        async def progress(requests: int) -> None:
+            await asyncio.gather(short.progress(requests), long.progress(requests))
+
+        await progress(20)
         for old in tuple(serving):
             new = await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
             await seat.ready(new)
             publish(discovery, [picker.grpc for picker in (*serving, new)])
-            await progress(loads, 20)
+            await progress(20)
             old.process.terminate()
             serving.remove(old)
-            await progress((short,), LATE_REQUESTS)
+            await short.progress(LATE_REQUESTS)
             serving.append(new)
             publish(discovery, [picker.grpc for picker in serving])
             await ended(old)
             seat.pickers.remove(old)
-            await progress(loads, 20)
+            await progress(20)
         assert [picker.process.poll() for picker in serving] == [None, None]
         assert await network.until(lambda: running_is(seat, any_run=True), within_s=READY_S)
     assert short.errors == []

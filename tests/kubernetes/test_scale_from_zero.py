@@ -19,17 +19,7 @@ async def test_requests_wait_for_the_first_ready_pod(
 ) -> None:
     assert (await seat.ask()).status_code == 503, "by default an empty pool refuses"
     queueing = "fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}"
-    for picker in seat.pickers:
-        picker.process.terminate()
-        picker.process.wait()
-    seat.pickers.clear()
-    for _ in range(2):
-        file = seat.folder / "queueing.yaml"
-        file.write_text(queueing)
-        await seat.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE, "--config", str(file))
-    for picker in seat.pickers:
-        await seat.ready(picker)
-    await seat.start_gateway()
+    await seat.replace_pickers(queueing, empty.kubeconfig("admin"), "llm", NAMESPACE)
 
     async def demand() -> float:
         return sum([await picker.figure("epp_queue_length") for picker in seat.pickers])
