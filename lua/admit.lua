@@ -9,12 +9,12 @@
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
 --   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: priority,
 --   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the
---   answer's part, which is estimated by the flow's mean)
+--   answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
---     too-many-flows, band-capacity, total-capacity
+--     too-many-flows, band-capacity, band-bytes, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first)
 
 local function adopt(r, attempt, candidates, turn, picks)
@@ -125,6 +125,8 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_TOO_MANY_FLOWS)
   end
   if pool[QUEUED[r.band]] >= CAPACITY[r.band] then return refuse(r, REFUSED_BAND_CAPACITY) end
+  r.bytes = math.min(r.bytes, MOST_BYTES)
+  if not bands.has_room_for_bytes(r) then return refuse(r, REFUSED_BAND_BYTES) end
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end

@@ -69,6 +69,7 @@ local function restore(id, attempt, served, token, ago_ms)
   r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
   local bound = pool.largest_bound()
   r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, bound), -1
+  r.bytes = 0
   pool.stock = pool.stock + r.taken
   endpoints.reserve(r.endpoints)
   if r.limit > 0 then

@@ -7,7 +7,7 @@
 -- args[1] silence_ms after which a replica counts as gone
 --
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
---   {priority, v, backlogged flow queues, queued} of each band, the highest first,
+--   {priority, v, backlogged flow queues, queued, bytes of the bodies that wait} of each band, the highest first,
 --   {id, replica info (JSON)} of each live replica, {endpoint, load},
 --   guard dispatches, credit, overdue, drain rate per second, paused, tuned version}
 
@@ -18,6 +18,7 @@ local function state(args)
     of_bands[#of_bands + 1] = exact(pool[V[band]])
     of_bands[#of_bands + 1] = read('ZCARD', key.flows[band]) + read('ZCARD', key.throttled[band])
     of_bands[#of_bands + 1] = pool[QUEUED[band]]
+    of_bands[#of_bands + 1] = exact(bands.bytes(band))
   end
   local replicas = {}
   local ids = read('ZRANGEBYSCORE', key.replicas, '(' .. (now_ms - tonumber(args[1])), '+inf', 'LIMIT', 0, 256)

@@ -251,7 +251,10 @@ local function sweep(args)
     if upkeep.drop_finish_tags(band, LIGHT) then more = true end
   end
   if fresh then
-    for _, band in ipairs(BANDS) do upkeep.rebase_tags(band) end
+    for _, band in ipairs(BANDS) do
+      upkeep.rebase_tags(band)
+      if pool[QUEUED[band]] == 0 then bands.forget_bytes(band) end
+    end
     upkeep.rebase_band_tags()
     for _, band in ipairs(bands.idle()) do
       log_flow_queue('collected', band, '')

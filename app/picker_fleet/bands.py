@@ -43,7 +43,8 @@ class Band:
 
     `weight` is its share under `band_policy: weighted`. Requests of a `preemptible` band make room for those
     of higher bands in a full queue. Those of a `guaranteed` band are not refused for the number of waiting
-    flows, nor for their criticality. At most `capacity` requests wait in it, None for any number.
+    flows, nor for their criticality. At most `capacity` requests wait in it, with
+    bodies of at most `bytes` together, None for any number.
     `criticality` is the nearest of the three bands, or the band itself, which then `is_named`.
     """
 
@@ -58,6 +59,7 @@ class Band:
     guaranteed: bool
     criticality: Criticality
     capacity: int | None = None
+    bytes: int | None = None
     is_named: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -157,6 +157,10 @@ class BandCapacity(Dropped, code="band_capacity"):
     """As many requests wait in its band as its capacity allows."""
 
 
+class BandBytes(Dropped, code="band_bytes"):
+    """With its body more bytes would wait in its band than may."""
+
+
 class TooManyFlows(Dropped, code="too_many_flows"):
     """Its flow is new, and its address has begun too many flows, or too many flows wait in all."""
 

@@ -314,6 +314,7 @@ class Intake:
             prefix=self._prefix(target, ask) if target else (),
             selector=self._selectors.get(model, _ANYWHERE),
             trace=trace,
+            body_bytes=ask.body_bytes,
         )
 
     def _rank(self, model: str, objective: str) -> tuple[Band, float]:

@@ -33,7 +33,8 @@ class InferenceRequest(NamedTuple):
     prompt's blocks, empty where nobody asks for them. `limit` is how many requests of the flow may be in
     flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the
     flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody
-    asks for it. `by_client` says that `ttl_s` is a deadline of the client's own.
+    asks for it. `by_client` says that `ttl_s` is a deadline of the client's own. `body_bytes` is the length
+    of its body, 0 if unknown.
     """
 
     id: str
@@ -54,6 +55,7 @@ class InferenceRequest(NamedTuple):
     selector: Mapping[str, str] = _NO_LABELS
     trace: str = ""
     by_client: bool = False
+    body_bytes: int = 0
 
 
 class Placement(NamedTuple):

@@ -267,6 +267,7 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
+    bytes: Count | None = Field(None, ge=1)  # of the bodies that wait
 
     @property
     def label(self) -> str:
@@ -282,6 +283,7 @@ class PriorityBand(Section):
             band.guaranteed if self.guaranteed is None else self.guaranteed,
             band.criticality,
             band.capacity if self.capacity is None else self.capacity,
+            band.bytes if self.bytes is None else self.bytes,
         )
 
 

@@ -7,6 +7,11 @@
 -- attributes of the nearest configured band at or below its priority, or else of the lowest one. While all numbers are
 -- in use, a request of yet another priority joins the nearest band.
 --
+-- The bytes of the bodies that wait in a band are counted in a field of their own, which is written with the counters
+-- and holds them too. A version that does not count bytes writes the counters alone. What it did meanwhile is not in
+-- the field, so the bytes then begin at 0, in a new epoch. A request takes away its bytes in the epoch in which they
+-- were added, and nothing in a later one.
+--
 -- An older version knows three bands only, and treats a record of any other as damaged. While one is active no band is
 -- made, and the sweep moves the requests of other bands to the three.
 
@@ -18,7 +23,7 @@ local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {
 local BANDS = {0, 1, 2} -- the numbers in use, the highest priority first
 local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
-local bands = {}
+local bands = {keeps_bytes = false} -- whether bytes wait, or the field of them must be emptied
 do -- a chunk may have 200 locals
   local LAST = 63
   -- number, priority, requests (waiting or running), queued, v, new, tag
@@ -32,6 +37,8 @@ do -- a chunk may have 200 locals
     BAND_TAG[band], REQUESTS[band] = 'band:' .. band, 'requests:' .. band
   end
 
+  local bytes, byte_limits = {}, {} -- by the number of a band: of the bodies that wait in it, and how many may
+  local bytes_epoch = 0
   local configured, weights = CONFIGURED, {} -- Critical, Default and Sheddable first; and their weights
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
@@ -57,6 +64,7 @@ do -- a chunk may have 200 locals
     local attributes = configured[i]
     BAND_WEIGHT[band], CAPACITY[band] = weight(i), attributes.capacity or math.huge
     PREEMPTIBLE[band], GUARANTEED[band] = attributes.preemptible or false, attributes.guaranteed or false
+    byte_limits[band] = attributes.bytes or math.huge
   end
 
   local function comes_before(a, b)
@@ -103,6 +111,44 @@ do -- a chunk may have 200 locals
       pool[V[band]], pool[NEW[band]], pool[BAND_TAG[band]] = v, new, tag
     end
     arrange()
+  end
+
+  -- The bytes that wait, as Redis has them (nil or '': none), beside the packed counters. They may have to begin anew.
+  function bands.read_bytes(text, counters_text, now)
+    bands.keeps_bytes = (text or '') ~= ''
+    for band in pairs(bytes) do bytes[band] = nil end
+    bytes_epoch = now % 2 ^ 32
+    if not bands.keeps_bytes or string.sub(text, 1, #counters_text) ~= counters_text then return end
+    local numbers = {}
+    for number in string.gmatch(string.sub(text, #counters_text + 1), '%S+') do
+      numbers[#numbers + 1] = tonumber(number)
+    end
+    bytes_epoch = numbers[1]
+    for at = 2, #numbers, 2 do bytes[numbers[at]] = numbers[at + 1] end
+  end
+
+  -- The same as text, to be written with the counters; '' if none wait.
+  function bands.bytes_beside(counters_text)
+    local numbers = {bytes_epoch}
+    for band, waiting in pairs(bytes) do
+      if waiting > 0 then numbers[#numbers + 1], numbers[#numbers + 2] = band, waiting end
+    end
+    return numbers[2] and counters_text .. ' ' .. table.concat(numbers, ' ') or ''
+  end
+
+  -- The body of a request waits (1), or does no longer (-1).
+  function bands.count_bytes(r, change)
+    if change > 0 then r.bytes_epoch = bytes_epoch elseif r.bytes_epoch ~= bytes_epoch then return end
+    local band = r.band
+    bytes[band] = math.max((bytes[band] or 0) + change * r.bytes, 0)
+    bands.keeps_bytes, pool.touched = true, true
+  end
+
+  function bands.bytes(band) return bytes[band] or 0 end
+  function bands.has_room_for_bytes(r) return (bytes[r.band] or 0) + r.bytes <= byte_limits[r.band] end
+  -- Nobody waits in the band, so no body does.
+  function bands.forget_bytes(band)
+    if bytes[band] then bytes[band], bands.keeps_bytes, pool.touched = nil, true, true end
   end
 
   -- The same as text, if this call has changed it; else nil.
@@ -188,7 +234,7 @@ do -- a chunk may have 200 locals
     for i = #others, 1, -1 do
       if others[i] == band then table.remove(others, i) end
     end
-    PRIORITY[band], RANK[band] = nil, nil
+    PRIORITY[band], RANK[band], bytes[band] = nil, nil, nil
     arrange()
   end
 end

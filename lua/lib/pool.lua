@@ -87,7 +87,7 @@ do -- a chunk may have 200 locals
 
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
-    local text, settings_now, endpoints_now, clock_text, same, bands_text
+    local text, settings_now, endpoints_now, clock_text, same, bands_text, bytes_text
     if key == read_key and counters_text and settings_text and not failed
       and (pool.older_ms == 0 or not pool.has_older_version()) then
       text = redis.call('HGET', key.pool, 'counters')
@@ -96,8 +96,8 @@ do -- a chunk may have 200 locals
     if same then
       settings_now, endpoints_now = settings_text, endpoints_version
     else
-      text, settings_now, endpoints_now, clock_text, bands_text =
-        unpack(redis.call('HMGET', key.pool, 'counters', 'settings', 'endpoints_version', 'clock', 'bands'))
+      text, settings_now, endpoints_now, clock_text, bands_text, bytes_text = unpack(redis.call('HMGET', key.pool,
+        'counters', 'settings', 'endpoints_version', 'clock', 'bands', 'waiting_bytes'))
       same = not failed and text and text == counters_text
     end
 
@@ -113,6 +113,7 @@ do -- a chunk may have 200 locals
       counters_text, saved = text, all == text and numbers or {} -- short ones are written in full
       calm_text = all and string.sub(all, 8 * BUSY + 1)
       bands.read(bands_text)
+      bands.read_bytes(bytes_text, text or '', now_us)
     end
     cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
       and (pool.older_ms == 0 or not pool.has_older_version())
@@ -161,7 +162,12 @@ do -- a chunk may have 200 locals
     unsaved = true
     if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
-    if clock_text then
+    if bands.keeps_bytes then
+      local bytes_text = bands.bytes_beside(counters_text)
+      redis.call('HSET', key.pool, 'counters', counters_text, 'waiting_bytes', bytes_text)
+      if clock_text then redis.call('HSET', key.pool, 'clock', clock_text) end
+      bands.keeps_bytes = bytes_text ~= ''
+    elseif clock_text then
       redis.call('HSET', key.pool, 'counters', counters_text, 'clock', clock_text)
     else
       redis.call('HSET', key.pool, 'counters', counters_text)
@@ -227,7 +233,7 @@ local function log_event(event, r, tag, by, note)
     'band', r.band, 'priority', exact(PRIORITY[r.band]), 'workload', r.workload,
     'cost', exact(r.cost), 'weight', exact(r.weight),
     'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
-    'limit', exact(r.limit), 'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
+    'limit', exact(r.limit), 'bytes', exact(r.bytes), 'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}
@@ -247,7 +253,7 @@ end
 -- An event of a flow queue or of the whole pool.
 local NO_REQUEST = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
-  owner = '', endpoints = '',
+  bytes = 0, owner = '', endpoints = '',
 }
 
 local function log_change(event, note) log_event(event, NO_REQUEST, nil, nil, note) end

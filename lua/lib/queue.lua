@@ -333,9 +333,10 @@ do
     return due_ms < deadline_ms and due_ms or deadline_ms
   end
 
-  local function count_queued(band, change)
-    local counters, name = pool, QUEUED[band]
+  local function count_queued(r, change)
+    local counters, name = pool, QUEUED[r.band]
     counters.queued, counters[name] = counters.queued + change, counters[name] + change
+    if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
   -- The start tag of a flow queue that becomes backlogged with r and was last charged up to `finish`. One that owes
@@ -383,7 +384,7 @@ do
     local due_ms = queue.due_ms(r)
     r.due_ms = due_ms
     timers.set(r.id, due_ms)
-    count_queued(band, 1)
+    count_queued(r, 1)
     if not is_new then return nil end
     local tag = start_tag(r, tonumber(read('ZSCORE', key.finish[band], flow_queue) or 0))
     activate(band, flow_queue, tag)
@@ -411,7 +412,7 @@ do
     if settings.ordering == ORDERING_WORKLOAD_AWARE or pool.refiling == 1 then order.remove(r, flow_queue) end
     timers.stop(id)
     if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
-    count_queued(band, -1)
+    count_queued(r, -1)
     return emptied
   end
 
@@ -555,6 +556,7 @@ do
       queue.remove(r)
       if band ~= r.band then queue.change_band(r, band) end
       queue.insert(r)
+      record.put(r)
     else
       local requests = key.queue[r.band][flow_queue]
       read_ahead.discard(requests)

@@ -13,6 +13,7 @@ Thing = Mapping[str, Any]
 NONE = "–"
 _SLACK = 1e-9
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _HEALTH = {(True, False): "live", (True, None): "live", (True, True): "without Redis"}
 
 # JavaScript: the time of the snapshot that the page shows, and all figures that are made of it.
@@ -62,6 +63,15 @@ def share(text: str, value: float | None) -> None:
         count(text.removesuffix(" %"), 100 * value, 1 if value < 0.0995 else 0)
 
 
+def size(text: str, value: int, most: int | None) -> None:
+    """`text` is `value` in bytes, such as `7.2 kB`, and where there is a limit ` of ` that."""
+    said = text.split(" of ")
+    assert len(said) == (1 if most is None else 2), text
+    for each, wanted in zip(said, (value, most), strict=False):
+        amount, unit = each.split(" ")
+        count(amount, wanted / _UNITS_BYTES[unit], 1 if float(amount) < 10 else 0)
+
+
 def tiles(shown: Mapping[str, Row], shot: Thing) -> None:
     state = shot["state"]
     count(shown["stock"][0], state["stock"])
@@ -106,9 +116,11 @@ def facts(shown: Row, shot: Thing) -> None:
 
 
 def bands(rows: Sequence[Row], shot: Thing) -> None:
-    for (name, queued, flows, oldest, weight), band in zip(rows, shot["state"]["bands"], strict=True):
+    for row, band in zip(rows, shot["state"]["bands"], strict=True):
+        name, queued, bodies, flows, oldest, weight = row
         assert name == band["band"]
         count(queued, band["queued"], 0)
+        size(bodies, band["queued_bytes"], band["bytes"])
         count(flows, band["active_flows"], 0)
         duration(oldest, band["oldest_s"] if band["queued"] else None)
         if band["weight"] is None:

@@ -31,6 +31,7 @@ class Request:
     criticality: int
     model: str
     limit: int
+    body_bytes: int = 0
     arrived: int = 0  # us
     deadline_ms: int = 0
     due_ms: float = 0  # becomes overdue

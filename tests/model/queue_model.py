@@ -33,6 +33,7 @@ class Arrival:
     candidates: str = "*"
     limit: int = 0
     learn: bool = False
+    body_bytes: int = 0
 
 
 class QueueModel(PoolModel):
@@ -209,7 +210,7 @@ class QueueModel(PoolModel):
         cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
-            item.criticality, item.model, item.limit,
+            item.criticality, item.model, item.limit, item.body_bytes,
         )  # fmt: skip
         aged = self.moment.now_us - item.age_ms * 1000
         r.arrived = aged if item.age_ms > 0 else self._next_arrival()

@@ -118,8 +118,8 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {
         name: plain(value) for name, value in found.items() if name not in ("epoch", "replicas")
     }
-    for priority, *values in zip(bands[::4], bands[1::4], bands[2::4], bands[3::4], strict=True):
-        for name, value in zip(("v", "flow_queues", "queued"), values, strict=True):
+    for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
+        for name, value in zip(("v", "flow_queues", "queued", "bytes"), values, strict=True):
             numbers[f"{name}:{priority}"] = plain(value)
     numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
     numbers["replicas"] = sorted(found["replicas"][::2])

@@ -35,6 +35,7 @@ def bands_of(settings: Mapping[str, Any]) -> Bands:
                 bool(each.get("guaranteed")),
                 name,
                 each.get("capacity"),
+                each.get("bytes"),
             )
         )
     return Bands(found)

@@ -111,6 +111,7 @@ class SideBySide:
                 f"v:{priority}": band.v,
                 f"flow_queues:{priority}": len(band.queues),
                 f"queued:{priority}": band.queued,
+                f"bytes:{priority}": band.bytes,
                 f"band:{priority}": band.tag,
             }
         return numbers

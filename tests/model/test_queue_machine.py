@@ -79,9 +79,10 @@ LIVE: dict[str, list[Any]] = {
         [{"priority": 10, "guaranteed": True}, {"priority": 0, "preemptible": True}, {"priority": -10}],
         [
             *named_bands(),
-            {"priority": 7, "guaranteed": True, "capacity": 2},
+            {"priority": 7, "guaranteed": True, "capacity": 2, "bytes": 3000},
             {"priority": -20, "capacity": 1},
         ],
+        [{**each, "bytes": limit} for each, limit in zip(named_bands(), (2**32, 5000, 900), strict=True)],
     ],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
@@ -137,6 +138,7 @@ arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
     criticality=st.integers(1, 5),
     candidates=places,
     learn=seldom,
+    body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
 )
 batches = st.lists(arrivals, min_size=1, max_size=4)
 

@@ -37,9 +37,9 @@ local function unpack_sent(format, text)
   end
   return unpack(values)
 end
-function struct.unpack(format, text)
+function struct.unpack(format, text, from)
   if string.sub(format, 1, 1) == '<' then return unpack_sent(format, text) end
-  local values, at = {}, 1
+  local values, at = {}, from or 1
   for i = 1, #format do
     local kind = string.sub(format, i, i)
     if kind == 'B' then
@@ -50,6 +50,7 @@ function struct.unpack(format, text)
       values[i], at = kind == 's' and field or tonumber(field), stop + 1
     end
   end
+  values[#format + 1] = at
   return unpack(values)
 end
 """

@@ -57,13 +57,15 @@ def ask(
     criticality: int = 3,
     limit: int = 0,
     learn: bool = False,
+    body_bytes: int = 0,
 ) -> InferenceRequest:
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
     who = Workload(workload or "auto-" + request_id, criticality, registered=bool(workload))
     return InferenceRequest(
-        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset, limit, learn
+        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset, limit, learn,
+        body_bytes=body_bytes,
     )  # fmt: skip
 
 

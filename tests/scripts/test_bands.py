@@ -17,7 +17,7 @@ OTHERS = 61  # bands besides the three
 def lengths_of(pool: DirectPool) -> dict[int, int]:
     """The priority of each band that is in use -> how many wait in it, the highest first."""
     bands = pool.call("state", 60_000)[10]
-    return dict(zip(bands[::4], bands[3::4], strict=True))
+    return dict(zip(bands[::5], bands[3::5], strict=True))
 
 
 def queue(pool: DirectPool, priorities: Iterable[int]) -> None:
@@ -186,7 +186,7 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
     full.publish("a:1", upper_per=1, bands=bands)
     # Those that wait stay in the bands of the names; the band that had that priority before is served out.
     assert set(lengths_of(full)) == {50, 5, -10}
-    assert sum(full.call("state", 60_000)[10][3::4]) == 3
+    assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"granted"}

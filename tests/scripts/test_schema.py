@@ -163,7 +163,7 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
     async with fleet("a", full=True) as (it, a):
         await a.admit("of another band", priority=7)
         for band in (0, 1, 2):
-            await a.admit(f"q{band}", band=band)
+            await a.admit(f"q{band}", band=band, body_bytes=900)
         for name in ("runs", "q0", "q1", "q2"):
             await a.settle(name)
         await a.store.mark_endpoint("10.0.0.1:8000", "down", True)

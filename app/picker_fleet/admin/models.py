@@ -19,8 +19,8 @@ NextCursor = Annotated[str | None, Field(description="where the next page begins
 
 _BANDS: list[dict[str, Any]] = [
     {
-        "band": band, "priority": priority, "queued": queued, "virtual_time": at, "active_flows": 1,
-        "oldest_s": age, "weight": weight,
+        "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued, "virtual_time": at,
+        "active_flows": 1, "oldest_s": age, "weight": weight, "capacity": None, "bytes": None,
     }
     for band, priority, queued, at, age, weight in (
         ("Critical", 10, 1, 0.0, 0.1, 70), ("Default", 0, 3, 41.5, 0.6, 20),
@@ -30,7 +30,8 @@ _BANDS: list[dict[str, Any]] = [
 _STATE: dict[str, Any] = {
     "pool": "default", "replica": "r-3f9c", "degraded": False, "stock": 7,
     "bounds": {"lower": 7.2, "watermark": 8.0, "upper": 8.8}, "ready_backends": 4,
-    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12}, "active_flows": 3,
+    "queue_length": {"Critical": 1, "Default": 3, "Sheddable": 12},
+    "queue_bytes": {"Critical": 900, "Default": 2700, "Sheddable": 10800}, "active_flows": 3,
     "virtual_times": {"Critical": 0.0, "Default": 41.5, "Sheddable": 18.0},
     "replicas": ["r-3f9c", "r-77a0", "r-b1de"],
     "in_flight": {"10.0.0.1:8000": 2, "10.0.0.2:8000": 2, "10.0.0.3:8000": 3},
@@ -112,12 +113,15 @@ class BandState(BaseModel):
     band: str = Field(description="the band's name; its priority in decimal where it has no other")
     priority: int = Field(description="the highest is served first")
     queued: int = Field(description="its waiting requests")
+    queued_bytes: int = Field(description="of their bodies")
     virtual_time: float = Field(description="of fair queueing among its flows")
     active_flows: int = Field(description="flows with a queued request in it")
     oldest_s: Rounded | None = Field(
         description="age of its oldest waiting request; null: none waits, or not known"
     )
     weight: float | None = Field(description="null unless `band_policy: weighted`")
+    capacity: int | None = Field(description="most requests that may wait in it; null: no limit of its own")
+    bytes: int | None = Field(description="most bytes of bodies that may wait in it; null: no limit")
 
 
 class State(_Open):
@@ -132,6 +136,7 @@ class State(_Open):
     bounds: Bounds = Field(description="of the stock, fleet-wide")
     ready_backends: int = Field(description="endpoints that take new requests")
     queue_length: dict[str, int] = Field(description="queued requests by band")
+    queue_bytes: dict[str, int] = Field(default_factory=dict, description="of their bodies, by band")
     queue_fill: float = Field(0.0, description="the part of the queue's `total_capacity` in use")
     active_flows: int = Field(0, description="flows with a queued request")
     virtual_times: dict[str, float] = Field(description="fair queueing's virtual time by band")

@@ -140,18 +140,22 @@ class FleetView:
         fleet = await self._cache.get() if outage is None else self._cache.last
         settings = self._membership.effective.settings
         queue = settings.fair_request_queue
+        configured = queue.bands
         bands = [
             models.BandState(
                 band=name,
                 priority=band.priority,
                 queued=pool.queue_length[name],
+                queued_bytes=pool.queue_bytes[name],
                 virtual_time=pool.virtual_times[name],
                 active_flows=fleet.total(band.priority),
                 oldest_s=fleet.oldest_s(band.priority),
                 weight=band.weight if queue.band_policy == "weighted" else None,
+                capacity=band.capacity,
+                bytes=band.bytes,
             )
             for name in pool.queue_length
-            if (band := queue.bands.find(name)) is not None
+            if (band := configured.find(name)) is not None
         ]
         fields = asdict(pool)
         del fields["about"]

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from picker_fleet.errors import (
+    BandBytes,
     BandCapacity,
     DeadlineExceeded,
     Evicted,
@@ -30,6 +31,7 @@ REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
     "too-many-flows": (TooManyFlows, "too many other flows wait"),
     "band-capacity": (BandCapacity, "the queue of this band is full"),
+    "band-bytes": (BandBytes, "the bodies that wait in this band have as many bytes as they may"),
     "total-capacity": (TotalCapacity, "the queue is full"),
 }
 

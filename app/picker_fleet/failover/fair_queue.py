@@ -91,6 +91,8 @@ class Queueable(Protocol):
 
     @property
     def deadline_ms(self) -> float: ...
+    @property
+    def body_bytes(self) -> int: ...
 
 
 class WorkloadMetrics(Protocol):
@@ -285,6 +287,7 @@ class BandQueue(Generic[R]):
     newcomers: float = 0.0  # up to where those are charged that started at v
     tag: float = 0.0  # of the band itself, where bands are weighted
     queued: int = 0
+    bytes: int = 0  # of the bodies of those that wait
     queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # the backlogged ones
     turns: ScoredSet[str] = field(default_factory=ScoredSet)
     finish: dict[str, float] = field(default_factory=dict)  # flow queue -> its tag when it drained
@@ -355,6 +358,8 @@ class FairQueue(Generic[R]):
             raise QueueFull("too-many-flows")
         if band.capacity is not None and self.band(r.priority).queued >= band.capacity:
             raise QueueFull("band-capacity")
+        if band.bytes is not None and self.band(r.priority).bytes + r.body_bytes > band.bytes:
+            raise QueueFull("band-bytes")
         if len(self) < policy.total_capacity:
             return None
         for lower in self._preemptible_below(r.priority) if policy.overload == "preempt" else ():
@@ -390,6 +395,7 @@ class FairQueue(Generic[R]):
             self.activate(band, r.flow_queue, start)
         band.queues[r.flow_queue].insert(r)
         band.queued += 1
+        band.bytes += r.body_bytes
         self._queued += 1
 
     def activate(self, band: BandQueue[R], name: str, tag: float) -> None:
@@ -472,6 +478,7 @@ class FairQueue(Generic[R]):
         queue.remove(r)
         self.overdue.remove(r)
         band.queued -= 1
+        band.bytes -= r.body_bytes
         self._queued -= 1
         if not queue.requests:
             band.finish[r.flow_queue] = queue.tag

@@ -26,7 +26,7 @@ class Rules:
 
 
 def rules_of(effective: EffectiveConfig, live: int) -> Rules:
-    """The rules in force, the capacities divided among `live` replicas, with room for one at least."""
+    """The rules in force, the capacities and bytes divided among `live` replicas, with room for one at least."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -40,7 +40,10 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
         ordering=queue.ordering,
         overload=queue.overload,
         band_policy=queue.band_policy,
-        bands=Bands(replace(band, capacity=band.capacity and part(band.capacity)) for band in queue.bands),
+        bands=Bands(
+            replace(band, capacity=band.capacity and part(band.capacity), bytes=band.bytes and part(band.bytes))
+            for band in queue.bands
+        ),
         guard_share=queue.guard_share,
         starvation_ms=(queue.starvation_after or 0.0) * 1000,
         weights=effective.weights,
@@ -78,6 +81,7 @@ class Waiting:
     criticality: int
     arrived: float
     deadline_ms: float
+    body_bytes: int
     due_ms: float = 0.0
     flow_queue: str = ""
     queued: bool = False
@@ -88,7 +92,7 @@ class Waiting:
         workload = r.workload.id if r.workload.registered else ""
         return cls(
             r, cost, arrived_s, deadline_s, r.id, r.flow, r.band.priority, r.weight, workload,
-            r.workload.criticality, arrived_s * 1e6, deadline_s * 1000 // 1,
+            r.workload.criticality, arrived_s * 1e6, deadline_s * 1000 // 1, r.body_bytes,
         )  # fmt: skip
 
 
@@ -120,7 +124,8 @@ class LocalQueue:
         """Queue `request`. Returns its entry, and the one that was preempted for it.
 
         Raises:
-            Saturated, InsufficientFlowCapacity, TooManyFlows, TotalCapacity: as the shared queue would.
+            Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: as the
+                shared queue would.
         """
         waiting = Waiting.of(request, cost, arrived_s)
         self._now_us = max(self._now_us, waiting.arrived)

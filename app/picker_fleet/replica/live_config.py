@@ -260,8 +260,9 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
 
 def _shared_band(band: Band) -> dict[str, object]:
     attributes = {"preemptible": band.preemptible, "guaranteed": band.guaranteed}
-    limit = {} if band.capacity is None else {"capacity": band.capacity}
-    return {"priority": band.priority, **attributes, **limit}
+    limits = {"capacity": band.capacity, "bytes": band.bytes}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return {"priority": band.priority, **attributes, **given}
 
 
 def _scorers(settings: Settings) -> dict[str, float]:

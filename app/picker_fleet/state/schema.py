@@ -22,7 +22,7 @@ WaitSignal = Literal["request", "workload_average"]
 
 # Why the shared queue refuses a request.
 REFUSALS = (
-    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
+    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity", "band-bytes",
     "total-capacity",
 )  # fmt: skip
 # What a replica is notified of about a request of its own.
@@ -40,7 +40,7 @@ VIEW_LIMIT = 51
 
 # One arrival, as `store.pack_arrival` packs it: texts that end in byte 0, then doubles.
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
-ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn")
+ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn", "bytes")
 # The accounting token (state/accounting_token.py): fields joined by tabs. Those that follow are optional.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
@@ -48,13 +48,16 @@ ACCOUNTING_TOKEN = (
 ADMITTED_ALONE = "alone="  # begins the field after them, if the request was admitted without Redis
 # Begins the next one, if the band is not one of the three; `band` has the nearest of them.
 OTHER_PRIORITY = "priority="
-# A record, field -> its format in `struct`. A waiting request's ends before `endpoints`.
+# A record, field -> its format in `struct`. A waiting request's ends before `endpoints`. Behind it, until the
+# request is placed and unless they are 0, are the bytes of its body and the epoch in which they are counted.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
     "endpoints": "s", "taken": "d", "tag": "d",
 }  # fmt: skip
 _RUNNING_ONLY = 3  # the last fields of a record
+RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
+MOST_BYTES = 2**32 - 1  # as many as that holds
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
 # Counters of the pool, packed as doubles. New ones are added at the end.
@@ -112,6 +115,7 @@ def _constants() -> Iterator[str]:
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
     yield f"local UNPICKABLE, VIEW_LIMIT, MOST_VARIANTS = {UNPICKABLE}, {VIEW_LIMIT}, {MOST_VARIANTS}"
     yield f"local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = {LEAST_WEIGHT:g}, {MOST_WEIGHT:g}, {MOST_COST:g}"
+    yield f"local MOST_BYTES = {MOST_BYTES}"
     yield f"local COUNTERS = {_list([_quoted(name) for name in COUNTERS])}"
 
 
@@ -121,6 +125,7 @@ def _functions() -> Iterator[str]:
     yield f"local function unpack_arrival(r, text)\n{_commas(arrival)} = struct.unpack('{packed}', text)\nend"
     record = [f"r.{name}" for name in RECORD]
     layouts = [WAITING_LAYOUT if n < WAITING_STATES else RUNNING_LAYOUT for n in range(len(STATES))]
+    bytes, bytes_layout = ", ".join(f"r.{name}" for name in RECORD_BYTES), "".join(RECORD_BYTES.values())
     numbered = [f"{state} = {number}" for number, state in enumerate(STATES, 1)]
     yield f"local STATE_NAMES = {_list([_quoted(state) for state in STATES])}"
     yield f"local STATE_NUMBERS = {_list(numbered)}"
@@ -129,13 +134,22 @@ def _functions() -> Iterator[str]:
   local number = string.byte(text)
   local layout = RECORD_LAYOUTS[number]
   r.state = STATE_NAMES[number]
-{_commas(["number", *record])} = struct.unpack(layout, text)
-  if number <= {WAITING_STATES} then r.endpoints, r.taken, r.tag = '', 0, -1 end
+  local rest
+{_commas(["number", *record, "rest"])} =
+    struct.unpack(layout, text)
+  if number <= {WAITING_STATES} then rest, r.endpoints, r.taken, r.tag = r.endpoints, '', 0, -1 end
+  if rest <= #text then
+    {bytes} = struct.unpack('{bytes_layout}', text, rest)
+  else
+    r.bytes = 0
+  end
 end
 local function pack_record(r)
   local number = STATE_NUMBERS[r.state]
-  return struct.pack(RECORD_LAYOUTS[number], number,
+  local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
+  if number == {len(STATES)} or r.bytes == 0 then return text end
+  return text .. struct.pack('{bytes_layout}', {bytes})
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])
     pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)(.*)"

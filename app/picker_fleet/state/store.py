@@ -80,6 +80,7 @@ class PoolState:
     """The pool's state at one moment, by the names of the admin API. `in_flight` is by endpoint.
 
     What is by band is by its name, the highest first: the configured bands, and others that are in use.
+    `queue_bytes` are those of the bodies of waiting requests.
     `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
     `about`: what each of the live `replicas` says of itself, the JSON objects of its heartbeats.
     """
@@ -92,6 +93,7 @@ class PoolState:
     ready_backends: int
     queued: int
     queue_length: Mapping[str, int]
+    queue_bytes: Mapping[str, int]
     active_flows: int
     virtual_times: Mapping[str, float]
     leases: int
@@ -378,11 +380,12 @@ class Store:
         reply = await self._client.call("state", int(silence_s * 1000))
         epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
         bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
-        by_band = {band.priority: (0.0, 0) for band in self._bands}
-        for priority, v, length in zip(bands[::4], bands[1::4], bands[3::4], strict=True):
+        by_band = {band.priority: (0.0, 0, 0) for band in self._bands}
+        rows = zip(bands[::5], bands[1::5], bands[3::5], bands[4::5], strict=True)
+        for priority, v, length, size_bytes in rows:
             # Two have one priority for a while after the configuration gave it to one of the three.
-            former_v, former = by_band.get(priority, (0.0, 0))
-            by_band[priority] = max(former_v, float(v)), former + length
+            former_v, former, former_bytes = by_band.get(priority, (0.0, 0, 0))
+            by_band[priority] = max(former_v, float(v)), former + length, former_bytes + int(size_bytes)
         named = {self._bands.of(each).name: by_band[each] for each in sorted(by_band, reverse=True)}
         return PoolState(
             born_us=int(epoch),
@@ -392,9 +395,10 @@ class Store:
             upper=float(upper),
             ready_backends=ready,
             queued=queued,
-            queue_length={name: length for name, (_, length) in named.items()},
-            active_flows=sum(bands[2::4]),
-            virtual_times={name: v for name, (v, _) in named.items()},
+            queue_length={name: length for name, (_, length, _) in named.items()},
+            queue_bytes={name: size_bytes for name, (_, _, size_bytes) in named.items()},
+            active_flows=sum(bands[2::5]),
+            virtual_times={name: v for name, (v, _, _) in named.items()},
             leases=inflight,
             dispatched_total=int(dispatched),
             ended_total=int(ended),
@@ -489,6 +493,7 @@ def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: fl
             workload.criticality,
             request.limit,
             request.learn,
+            request.body_bytes,
         ),
     )
 

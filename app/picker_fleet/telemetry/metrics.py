@@ -189,6 +189,9 @@ class Metrics:
         self._pool_gauges = {key: gauges(name, text) for key, (name, text) in _POOL_GAUGES.items()}
         self._pool_totals = {key: counters(name, text) for key, (name, text) in _POOL_TOTALS.items()}
         self._band_queues = gauges("band_queue_length", "Queued requests, fleet-wide.", ("band",))
+        self._band_bytes = gauges(
+            "band_queue_bytes", "Bytes of the bodies of queued requests, fleet-wide.", ("band",)
+        )
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
         self.pool_state: PoolState | None = None  # the newest that is known
@@ -352,6 +355,7 @@ class Metrics:
         for key, counter in self._pool_totals.items():
             counter.follow(float(getattr(state, key)))
         self._band_queues.replace({(band,): float(n) for band, n in state.queue_length.items()})
+        self._band_bytes.replace({(band,): float(n) for band, n in state.queue_bytes.items()})
         in_use = self._bands.union(state.queue_length)
         for by_band in (self._preemptions, self._evictions):
             by_band.keep(lambda labels: labels[0] in in_use)

@@ -9,6 +9,15 @@ export function number(value, digits = 1) {
   return value.toLocaleString("en", { maximumFractionDigits: digits }).replaceAll(",", "\u202f");
 }
 
+/** 900 B, 7.2 kB, 12 MB. */
+export function bytes(value) {
+  if (!known(value)) return NONE;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let at = 0;
+  for (; value >= 999.5 && at < units.length - 1; at++) value /= 1000;
+  return `${number(value, value < 10 ? 1 : 0)} ${units[at]}`;
+}
+
 /** 40 ms, 3.2 s, 2 m 05 s, 3 h 10 m. */
 export function seconds(value) {
   if (!known(value)) return NONE;

@@ -2,7 +2,7 @@
 
 import { Chart, History } from "./chart.js";
 import { byId, el, setLevel, plain, Rows, row, setText } from "./dom.js";
-import { number, plural, seconds } from "./format.js";
+import { bytes, number, plural, seconds } from "./format.js";
 
 const history = new History();
 const BOUNDS = ["lower", "watermark", "upper"];
@@ -12,7 +12,7 @@ const charts = [
 ];
 
 const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
-  const { tr, cells } = row("", "bar", "n", "n", "n");
+  const { tr, cells } = row("", "bar", "n", "n", "n", "n");
   const bars = cells[1].appendChild(el("span", "bars"));
   const fill = bars.appendChild(el("span", "meter")).appendChild(el("i"));
   const count = bars.appendChild(el("span"));
@@ -23,9 +23,11 @@ const bands = new Rows(byId("rows-bands"), (band) => band.band, () => {
       cells[0].title = `priority ${band.priority}`;
       fill.style.width = `${band.most ? (100 * band.queued) / band.most : 0}%`;
       setText(count, number(band.queued, 0));
-      setText(cells[2], number(band.active_flows, 0));
-      setText(cells[3], band.queued ? seconds(band.oldest_s) : "–");
-      setText(cells[4], typeof band.weight === "number" ? number(band.weight) : "strict");
+      count.title = band.capacity ? `at most ${number(band.capacity, 0)}` : "";
+      setText(cells[2], bytes(band.queued_bytes) + (band.bytes ? ` of ${bytes(band.bytes)}` : ""));
+      setText(cells[3], number(band.active_flows, 0));
+      setText(cells[4], band.queued ? seconds(band.oldest_s) : "–");
+      setText(cells[5], typeof band.weight === "number" ? number(band.weight) : "strict");
     },
   };
 });
