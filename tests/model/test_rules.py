@@ -19,7 +19,7 @@ BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 BANDS = [
     *named_bands(),
     {"priority": 7, "guaranteed": True, "capacity": 2},
-    {"priority": -50, "preemptible": True},
+    {"priority": -50, "preemptible": True, "bytes": 1000},
 ]
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
@@ -67,6 +67,24 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
         {"overload": "reject-noncritical"}, "runs", "l priority=-2147483648", "refused saturated 1"),
     "a band has its capacity": (
         {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
+    "a band has its bytes": (
+        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=401",
+        "refused band-bytes 1"),
+    "its bytes may be used to the last": (
+        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=400",
+        "queued 10000"),
+    "a body that is larger than its band's bytes may not wait": (
+        {"bands": BANDS}, "runs", "b priority=-50 body_bytes=1001", "refused band-bytes 1"),
+    "it is placed where there is room": (
+        {"bands": BANDS}, "", "b priority=-50 body_bytes=1001", "placed e1 0"),
+    "a body of unknown length may wait in a band without a byte left": (
+        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=1000", "b1 priority=-50", "queued 10000"),
+    "a made band has the bytes of the nearest one below": (
+        {"bands": BANDS}, "runs, b0 priority=-20 body_bytes=600", "b1 priority=-20 body_bytes=600",
+        "refused band-bytes 1"),
+    "a band below all has the bytes of the lowest": (
+        {"bands": BANDS}, "runs, b0 priority=-60 body_bytes=600", "b1 priority=-60 body_bytes=600",
+        "refused band-bytes 1"),
     "a full band keeps none out of the others": (
         {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "h priority=6", "queued 10000"),
     "what is not preemptible makes no way": (

@@ -10,6 +10,7 @@ from direct_calls import OPEN, DirectPool, arrival, former_library
 from picker_fleet.bands import Bands
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
+from picker_fleet.state import schema
 
 OTHERS = 61  # bands besides the three
 
@@ -18,6 +19,12 @@ def lengths_of(pool: DirectPool) -> dict[int, int]:
     """The priority of each band that is in use -> how many wait in it, the highest first."""
     bands = pool.call("state", 60_000)[10]
     return dict(zip(bands[::5], bands[3::5], strict=True))
+
+
+def bytes_of(pool: DirectPool) -> dict[int, int]:
+    """The priority of each band in which bodies wait -> their bytes."""
+    bands = pool.call("state", 60_000)[10]
+    return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
 
 def queue(pool: DirectPool, priorities: Iterable[int]) -> None:
@@ -194,3 +201,67 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
         full.settle(request.decode())
     sweep(full)
     assert list(lengths_of(full)) == [50, 5, -10]
+
+
+def counted_anew(pool: DirectPool) -> dict[int, int]:
+    """The bytes, as a library that was just loaded reads them."""
+    pool.client.function_load(pool.library.source, replace=True)
+    return bytes_of(pool)
+
+
+def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -> None:
+    for name, priority, size in (("a", 0, 900), ("b", 0, 50), ("c", 7, 2**40), ("d", -10, 0)):
+        full.admit(name, priority=priority, body_bytes=size)
+    # A record holds four bytes of a number.
+    assert counted_anew(full) == {0: 950, 7: schema.MOST_BYTES}
+    # They wait no longer once they are granted.
+    full.settle("runs")
+    assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"c": b"granted"}
+    assert counted_anew(full) == {0: 950}
+    for request in full.requests():
+        full.settle(request.decode())
+    assert counted_anew(full) == {}
+    assert full.client.hget(f"{full.prefix}pool", "waiting_bytes") == b""
+
+
+def test_after_a_loss_of_the_state_requests_that_come_again_are_counted_whatever_their_age(
+    full: DirectPool,
+) -> None:
+    full.admit("waits", body_bytes=900)
+    full.clear()
+    full.publish("a:1", upper_per=1)
+    full.call("heartbeat", "a", "{}", 60_000)
+    full.admit("runs", age_ms=9000)
+    full.admit("waits", age_ms=5000, body_bytes=900)
+    assert bytes_of(full) == {0: 900}
+    full.settle("waits")
+    assert bytes_of(full) == {}
+
+
+def test_only_the_limit_that_is_in_force_counts(full: DirectPool) -> None:
+    limited = [{"priority": 10}, {"priority": 0, "bytes": 1000}, {"priority": -10}]
+    # Bodies that waited before there was a limit count.
+    full.admit("a", body_bytes=900)
+    full.publish("a:1", upper_per=1, bands=limited)
+    assert full.admit("b", body_bytes=101) == ["refused", "band-bytes", "1"]
+    # A limit that is lowered drops nothing that waits.
+    limited[1]["bytes"] = 10
+    full.publish("a:1", upper_per=1, bands=limited)
+    assert full.admit("b", body_bytes=1) == ["refused", "band-bytes", "1"]
+    assert bytes_of(full) == {0: 900}
+    full.publish("a:1", upper_per=1)
+    assert full.admit("b", body_bytes=101)[0] == "queued"
+
+
+def test_what_a_version_that_counts_no_bytes_has_done_is_left_out(mixed: Mixed) -> None:
+    mixed.former_comes()
+    mixed.admit("a", body_bytes=900)
+    # The former adds one, takes it over and loses the length of its body.
+    mixed.admit("b", library=mixed.former)
+    mixed.call("admit", "former", arrival("a"), library=mixed.former)
+    assert bytes_of(mixed) == {}
+    # What is counted from then on is taken away when it leaves, and nothing else.
+    mixed.admit("c", body_bytes=70)
+    for request, left in (("b", 70), ("a", 70), ("c", 0)):
+        mixed.settle(request)
+        assert sum(bytes_of(mixed).values()) == left

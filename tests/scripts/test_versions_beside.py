@@ -82,7 +82,9 @@ class Mixed(DirectPool):
         if self.owners.setdefault(name, version) == version:
             # The former has the number of the band where the present one has its priority.
             priority = NAMED[band].priority if version else band
-            self.of(version, "admit", arrival(name, flow=f"flow-{name}", priority=priority))
+            size = 100 * NAMES.index(name) if name in NAMES else 0
+            text = arrival(name, flow=f"flow-{name}", priority=priority, body_bytes=size)
+            self.of(version, "admit", text)
 
     def place(self, version: int, name: str) -> None:
         self.of(version, "place", name, "1", "*")
@@ -153,6 +155,7 @@ def test_every_count_ends_at_0_when_the_previous_version_runs_beside_this_one(
         mixed.audit()
         state = mixed.call("state", 60_000)
         assert (float(state[2]), state[3], state[7]) == (0, 0, 0)  # stock, queue length, leases
+        assert state[10][4::5] == [b"0"] * 3  # bytes of waiting bodies
         # And the present version knows that the former is about, and takes unsigned tokens
         assert mixed.beat(1)[17] == 1
     finally:

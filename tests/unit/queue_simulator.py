@@ -40,6 +40,7 @@ class Request:
     workload: str = ""
     criticality: int = 3
     flow_queue: str = ""
+    body_bytes: int = 0
 
     @property
     def priority(self) -> int:
@@ -61,6 +62,7 @@ def raw_entry(
         "event": event,
         "request": r.id,
         "due_ms": f"{r.due_ms:.17g}" if r.due_ms else "",
+        "bytes": str(r.body_bytes),
         **{name: getattr(r, name) for name in ("flow", "workload", "owner", "endpoint")},
     }
 

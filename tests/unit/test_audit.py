@@ -284,6 +284,16 @@ def ignored_endpoint_limit(queue: QueueSimulator) -> None:
     queue.run_dry()
 
 
+def ignored_band_limits(queue: QueueSimulator) -> None:
+    """A band has limits that this queue ignores."""
+    bands = [{"priority": band.priority, "capacity": 3, "bytes": 1000} for band in NAMED]
+    queue.change_settings(bands=bands, paused=1)
+    for i in range(8):
+        queue.admit(f"r{i}", body_bytes=600)
+    queue.change_settings(paused=0)
+    queue.run_dry()
+
+
 def blocked_head(queue: QueueSimulator) -> None:
     """The first request in the queue does not fit; a later one would."""
     for name, cost in (("runs", 3), ("large", 2), ("small", 1)):
@@ -320,6 +330,8 @@ FAULTS: list[tuple[type[QueueSimulator], Callable[[QueueSimulator], None], str, 
     (faulty.ForgetsFlowLimits, limited, "G1", "flow limit passed"),
     (faulty.ForgetsEndpointLimits, limited, "G1", "endpoint limit passed"),
     (QueueSimulator, ignored_endpoint_limit, "G1", "2 requests on 10.0.0.1:8000, 1 allowed"),
+    (QueueSimulator, ignored_band_limits, "G1", "4 requests wait in priority 0, 3 allowed"),
+    (QueueSimulator, ignored_band_limits, "G1", "1200 bytes wait in priority 0, 1000 allowed"),
     (faulty.ServesTheGreatestTag, mixed_load, "G2", "waits at"),
     (faulty.NeverServesFlowB, mixed_load, "G2", "behind its band's virtual time"),
     (faulty.AdvancesTagsByHalf, mixed_load, "G2", "tag of flow"),

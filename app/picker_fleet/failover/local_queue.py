@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from picker_fleet.admission.gate import REFUSALS
-from picker_fleet.bands import Bands
+from picker_fleet.bands import Band, Bands
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.failover.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
 from picker_fleet.request import InferenceRequest
@@ -26,11 +26,16 @@ class Rules:
 
 
 def rules_of(effective: EffectiveConfig, live: int) -> Rules:
-    """The rules in force, the capacities and bytes divided among `live` replicas, with room for one at least."""
+    """The rules in force, capacities and bytes divided among `live` replicas, with room for one at least."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
         return max(1, capacity // max(live, 1))
+
+    def part_of(band: Band) -> Band:
+        return replace(
+            band, capacity=band.capacity and part(band.capacity), bytes=band.bytes and part(band.bytes)
+        )
 
     policy = Policy(
         total_capacity=part(queue.total_capacity),
@@ -40,10 +45,7 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
         ordering=queue.ordering,
         overload=queue.overload,
         band_policy=queue.band_policy,
-        bands=Bands(
-            replace(band, capacity=band.capacity and part(band.capacity), bytes=band.bytes and part(band.bytes))
-            for band in queue.bands
-        ),
+        bands=Bands(map(part_of, queue.bands)),
         guard_share=queue.guard_share,
         starvation_ms=(queue.starvation_after or 0.0) * 1000,
         weights=effective.weights,

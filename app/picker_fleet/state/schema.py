@@ -22,8 +22,8 @@ WaitSignal = Literal["request", "workload_average"]
 
 # Why the shared queue refuses a request.
 REFUSALS = (
-    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity", "band-bytes",
-    "total-capacity",
+    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
+    "band-bytes", "total-capacity",
 )  # fmt: skip
 # What a replica is notified of about a request of its own.
 NOTIFICATIONS = ("granted", "expired", "preempted", "evicted")

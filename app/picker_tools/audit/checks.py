@@ -35,21 +35,30 @@ class Capacity(Check):
     always.
 
     A request that is restored, or that Envoy moved to a fallback, runs already: it is counted, not checked.
+    So is one that comes back to the queue.
     """
 
     PROMISE = "G1"
-    TITLE = "stock within its bound, endpoints and flows within their limits"
+    TITLE = "stock within its bound; endpoints, flows and bands within their limits"
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
         self._in_flight: Counter[str] = Counter()  # of limited flows, granted and placed
         self._placed: Counter[tuple[str, str]] = Counter()  # of limited flows, by endpoint
         self._on: Counter[str] = Counter()  # all requests, by endpoint
+        self._waiting: Counter[int] = Counter()  # requests by band
+        self._waiting_bytes: Counter[int] = Counter()  # of their bodies, by band
 
     def check(self, step: Step) -> None:
         entry, request = step.entry, step.request
         if request is None:
             return
+        if step.enters_queue or step.leaves_queue:
+            first, change = request.first_entry, 1 if step.enters_queue else -1
+            self._waiting[first.band] += change
+            self._waiting_bytes[first.band] += change * first.body_bytes
+            if entry.event == "queued":
+                self._check_band(entry)
         if step.takes_stock:
             self._count(self._in_flight, entry, entry.flow, 1)
             if entry.event != "restored":
@@ -70,6 +79,19 @@ class Capacity(Check):
             self._on[entry.endpoint] += 1
             if entry.event not in ("restored", "moved"):
                 self._check_placement(entry)
+
+    def _check_band(self, entry: Entry) -> None:
+        rules = self._replay.rules
+        if rules is None:
+            return
+        self._finding.checked += 1
+        limits, count = rules.limits_at(entry.priority), self._waiting[entry.band]
+        size_bytes = self._waiting_bytes[entry.band]
+        where = f"priority {entry.priority}"
+        if count > limits.capacity:
+            self._finding.add(f"{count} requests wait in {where}, {limits.capacity:g} allowed", entry)
+        if size_bytes > limits.bytes:
+            self._finding.add(f"{size_bytes} bytes wait in {where}, {limits.bytes:.0f} allowed", entry)
 
     def _check_take(self, entry: Entry) -> None:
         replay, finding = self._replay, self._finding

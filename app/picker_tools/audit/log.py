@@ -44,6 +44,7 @@ class Entry:
     orders bands, the highest first. `tag` is the flow's start tag, in `rebased` the amount that all tags of
     the band fall by; `due_ms` is when the request becomes overdue. Both are None where the log does not show
     them. `limit` is the flow's limit on each endpoint (0: none), `endpoint` is '' while the request has none.
+    `body_bytes` is 0 if unknown, and once the request is placed.
     """
 
     seq: int
@@ -70,6 +71,7 @@ class Entry:
     upper: float
     lower: float
     note: str
+    body_bytes: int = 0
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
@@ -85,6 +87,8 @@ class Entry:
                 values[field] = read(raw[field])
             field = "priority"
             values[field] = int(raw[field]) if field in raw else NAMED[values["band"]].priority
+            field = "bytes"
+            values["body_bytes"] = int(raw.get(field, "0"))
             field = "event"
             if raw[field] not in EVENTS:
                 raise ValueError("unknown event")

@@ -18,6 +18,15 @@ from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 
 @dataclass(frozen=True, slots=True)
+class BandLimits:
+    """How many requests may wait in the band of `priority`, and how many bytes of their bodies."""
+
+    priority: int
+    capacity: float = math.inf
+    bytes: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """The settings of order and capacity, as a `tuned` entry has them (docs/redis-schema.md, `base`)."""
 
@@ -29,7 +38,7 @@ class Rules:
     upper_per: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
     caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
-    priorities: tuple[int, ...] = tuple(band.priority for band in NAMED)  # of the three
+    bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # the three first
     paused: bool = False
     claim_share: float = 1.0  # the largest part of the bound that one request takes
     queues: bool = True  # False: the queue is switched off, and nothing takes stock
@@ -54,7 +63,7 @@ class Rules:
                 # Lua's empty table may come as an empty list.
                 weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
                 caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
-                priorities=_named_priorities(settings.get("bands")),
+                bands=_bands_of(settings),
                 paused=settings.get("paused") == 1,
                 claim_share=float(settings.get("claim_share", 1)),
                 queues=settings.get("queue_enabled", 1) != 0,
@@ -85,16 +94,27 @@ class Rules:
         """How many ready endpoints the bound `upper` stands for."""
         return round(upper / self.upper_per) if self.upper_per > 0 else 0
 
+    def limits_at(self, priority: int) -> BandLimits:
+        """Those of the nearest configured band at or below `priority`, or else of the lowest."""
+        at_or_below = [band for band in self.bands if band.priority <= priority]
+        if at_or_below:
+            return max(at_or_below, key=lambda band: band.priority)
+        return min(self.bands, key=lambda band: band.priority)
+
     def orders_like(self, other: "Rules | None") -> bool:
         """Whether waiting requests have the same flow queues and order under both."""
         return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
 
 
-def _named_priorities(bands: Any) -> tuple[int, ...]:
-    """Of the three, which come first in `bands`; a version that knows three bands has none."""
-    if not bands:
-        return tuple(band.priority for band in NAMED)
-    return tuple(int(band["priority"]) for band in bands[: len(NAMED)])
+def _bands_of(settings: Mapping[str, Any]) -> tuple[BandLimits, ...]:
+    """The configured bands; the settings of a version that knows three bands have none."""
+    given = settings.get("bands") or [{"priority": band.priority} for band in NAMED]
+    return tuple(
+        BandLimits(
+            int(band["priority"]), float(band.get("capacity", math.inf)), float(band.get("bytes", math.inf))
+        )
+        for band in given
+    )
 
 
 class RequestState(enum.StrEnum):
@@ -467,7 +487,7 @@ class Replay:
             if self.reordering:
                 self.flow_queues.clear()
         self.rules = rules
-        self.flow_queues.priorities |= enumerate(rules.priorities)
+        self.flow_queues.priorities |= enumerate(band.priority for band in rules.bands[: len(NAMED)])
 
     def _move(self, step: Step, request: OpenRequest) -> None:
         entry = step.entry
