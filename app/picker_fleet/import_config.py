@@ -8,7 +8,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import yaml
 from picker_fleet.bands import NAMED
 from picker_fleet.config import YamlFault, parse, read_yaml
 from picker_fleet.errors import ConfigError
+from picker_fleet.sections import MOST_BAND_BYTES
 
 KIND = "EndpointPickerConfig"
 
@@ -72,7 +73,7 @@ _SECTIONS = frozenset(
         *("saturationDetector", "dataLayer", "data", "flowControl", "parser"),
     )
 )
-_MOST_REQUESTS = 100_000
+_MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
 # As Kubernetes writes quantities, and Go durations.
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
     f"{prefix}{binary}": float(2 ** (10 * power) if binary else 1000**power)
@@ -252,11 +253,12 @@ def _flow_control(
     if not control:
         return
     queue = result.section("fair_request_queue")
-    if total := _limit(control, "flowControl", result):
+    if total := _limit(control, "flowControl", "maxRequests", result):
         queue["total_capacity"], queue["flow_capacity"] = total, min(100, total)
-    if control.get("maxBytes") is not None:
+    most_bytes = _limit(control, "flowControl", "maxBytes", result)
+    if most_bytes:
         result.remarks.append(
-            "flowControl.maxBytes: extproc.max_buffered_bytes limits the bytes of bodies in each replica"
+            "flowControl.maxBytes: taken as the limit of each band; there is none of all bands together"
         )
     if control.get("defaultRequestTTL") is not None:
         ttl_s = _duration_s(control["defaultRequestTTL"], "flowControl.defaultRequestTTL")
@@ -283,29 +285,38 @@ def _flow_control(
         for kind in named:
             if kind not in known:
                 result.remarks.append(f"flowControl: {reference} {kind} has no counterpart")
-    limits = [(each, _limit(each, "flowControl.priorityBands", result)) for each in bands]
-    if limited := [_priority_band(each, limit) for each, limit in limits if limit]:
+    if limited := list(_limited_bands(bands, most_bytes, result)):
         queue["priority_bands"] = limited
-    if any(each.get("maxBytes") is not None for each in (default, *bands)):
-        result.remarks.append(
-            "flowControl: maxBytes of single bands have no counterpart: no replica knows the bodies of others"
-        )
-    if default.get("maxRequests") is not None:
-        result.remarks.append(
-            "flowControl.defaultPriorityBand.maxRequests: a band that is not configured has the limits of "
-            "the nearest configured one at or below it"
-        )
+    for key in ("maxRequests", "maxBytes"):
+        if default.get(key) is not None:
+            result.remarks.append(
+                f"flowControl.defaultPriorityBand.{key}: a band that is not configured has the limits of "
+                "the nearest configured one at or below it"
+            )
     if control.get("usageLimitPolicyPluginRef"):
         result.remarks.append("flowControl.usageLimitPolicyPluginRef has no counterpart")
     if not queue:
         del result.tree["fair_request_queue"]
 
 
-def _priority_band(band: Mapping[str, Any], capacity: int) -> dict[str, Any]:
-    """One of ours, which has the name of one of the three at its priority."""
-    priority = band.get("priority")
-    named = [{"name": each.name} for each in NAMED if each.priority == priority]
-    return {"priority": priority, **(named[0] if named else {}), "capacity": capacity}
+def _limited_bands(
+    bands: list[Mapping[str, Any]], most_bytes: int, result: Imported
+) -> Iterator[dict[str, Any]]:
+    """Those of `bands` that have limits, as ours; with `most_bytes`, the three, too."""
+    where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
+    for band in bands:
+        priority = band.get("priority")
+        limits: dict[str, Any] = {
+            "capacity": _limit(band, where, "maxRequests", result),
+            "bytes": _limit(band, where, "maxBytes", result) or most_bytes,
+        }
+        given = {key: limit for key, limit in limits.items() if limit}
+        if isinstance(priority, int) and priority in names:
+            given["name"] = names.pop(priority)
+        if any(limits.values()):
+            yield {"priority": priority, **given}
+    for priority, left in names.items() if most_bytes else ():
+        yield {"priority": priority, "name": left, "bytes": most_bytes}
 
 
 def _named_once(
@@ -318,15 +329,15 @@ def _named_once(
     return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
 
 
-def _limit(section: Mapping[str, Any], where: str, result: Imported) -> int:
-    """`maxRequests` of a section, at most what can be set here; 0: no limit."""
-    value = section.get("maxRequests")
+def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -> int:
+    """`maxRequests` or `maxBytes` of a section, at most what can be set here; 0: no limit."""
+    value, most_here = section.get(key), _MOST[key]
     if value is None:
         return 0
-    most = math.ceil(_quantity(value, f"{where}.maxRequests"))
-    if most > _MOST_REQUESTS:
-        result.remarks.append(f"{where}.maxRequests {value}: {_MOST_REQUESTS} is the most here")
-    return min(most, _MOST_REQUESTS)
+    most = math.ceil(_quantity(value, f"{where}.{key}"))
+    if most > most_here:
+        result.remarks.append(f"{where}.{key} {value}: {most_here} is the most here")
+    return min(most, most_here)
 
 
 def _quantity(value: object, where: str) -> float:

@@ -249,6 +249,7 @@ class Objective(_Ranked):
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
+MOST_BAND_BYTES = 2**50  # sums stay exact
 _MOST_BANDS = 64  # as many as can be in use at once (lua/lib/bands.lua)
 
 
@@ -267,7 +268,7 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: Count | None = Field(None, ge=1)  # of the bodies that wait
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # of the bodies that wait
 
     @property
     def label(self) -> str:

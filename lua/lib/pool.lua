@@ -233,7 +233,8 @@ local function log_event(event, r, tag, by, note)
     'band', r.band, 'priority', exact(PRIORITY[r.band]), 'workload', r.workload,
     'cost', exact(r.cost), 'weight', exact(r.weight),
     'arrived', exact(r.arrived), 'deadline_ms', exact(r.deadline_ms), 'due_ms', r.due_ms and exact(r.due_ms) or '',
-    'limit', exact(r.limit), 'bytes', exact(r.bytes), 'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
+    'limit', exact(r.limit), 'bytes', exact(r.bytes),
+    'tag', tag and exact(tag) or '', 'v', exact(pool[V[r.band]]), 'by', by or '',
     'owner', r.owner, 'endpoint', string.match(r.endpoints, '^[^,]*'), 'stock', exact(pool.stock),
     'queued', exact(pool.queued), 'upper', exact(pool.upper), 'lower', exact(pool.lower),
     'note', type(note) == 'number' and exact(note) or note or ''}

@@ -92,7 +92,7 @@ def test_bands_of_other_priorities_have_what_is_given_and_else_what_the_nearest_
         "priority_bands": [
             {"priority": 50, "name": "critical", "weight": 80},
             {"priority": 100, "name": "urgent"},
-            {"priority": 7, "guaranteed": True, "capacity": 3},
+            {"priority": 7, "guaranteed": True, "capacity": 3, "bytes": 10**9},
             {"priority": -(2**31), "name": "batch", "weight": 1, "preemptible": True},
         ],
         "band_weights": {"batch": 2},
@@ -101,7 +101,7 @@ def test_bands_of_other_priorities_have_what_is_given_and_else_what_the_nearest_
     assert list(queue.bands) == [
         replace(critical, priority=100, name="urgent"),
         critical,
-        replace(Band.DEFAULT, priority=7, name="7", guaranteed=True, capacity=3),
+        replace(Band.DEFAULT, priority=7, name="7", guaranteed=True, capacity=3, bytes=10**9),
         Band.DEFAULT,
         Band.SHEDDABLE,
         replace(Band.SHEDDABLE, priority=-(2**31), name="batch", weight=2),
@@ -111,7 +111,9 @@ def test_bands_of_other_priorities_have_what_is_given_and_else_what_the_nearest_
 BAD_BANDS: list[tuple[list[dict[str, Any]], str]] = [
     ([{"priority": 2**31}], "priority_bands.0.priority"),
     ([{"priority": "7"}], "priority_bands.0.priority"),
-    ([{"priority": 7, "bytes": 1}], "priority_bands.0.bytes"),
+    ([{"priority": 7, "bytes": 0}], "priority_bands.0.bytes"),
+    ([{"priority": 7, "bytes": "1Mi"}], "priority_bands.0.bytes"),
+    ([{"priority": 7, "megabytes": 1}], "priority_bands.0.megabytes"),
     ([{"priority": 0}], "priority 0 is given to two bands"),
     ([{"priority": 1, "name": "x"}, {"priority": 2, "name": "x"}], "a name is given to two bands"),
     ([{"priority": 1, "name": "-7"}], "the name -7 is another priority"),

@@ -71,9 +71,9 @@ def test_flow_control_becomes_the_queue() -> None:
             "priorityBands": [
                 {"priority": 5, "orderingPolicyRef": "edf", "fairnessPolicyRef": fairness},
                 {"priority": -5, "maxRequests": 10},
-                {"priority": 0, "maxRequests": "1k", "maxBytes": "1Gi"},
+                {"priority": 0, "maxRequests": "1k", "maxBytes": "1Mi"},
             ],
-            "defaultPriorityBand": {"maxRequests": 5},
+            "defaultPriorityBand": {"maxRequests": 5, "maxBytes": "2Gi"},
         },
     )
     settings = parse(result.tree)
@@ -82,8 +82,11 @@ def test_flow_control_becomes_the_queue() -> None:
     assert (queue.ordering, queue.fairness) == ("edf", "round-robin")
     assert settings.request_queue_controller.watermark_per_backend == 40
     assert [queue.bands.of(priority).capacity for priority in (-5, 0, 5)] == [10, 1000, 1000]
+    # The bytes of all bands are the most of each.
+    sizes = {band.priority: band.bytes for band in queue.bands}
+    assert sizes == {10: 2**30, 5: 2**30, 0: 2**20, -5: 2**30, -10: 2**30}
     assert_named(
-        result, "maxBytes of single bands", "defaultPriorityBand.maxRequests", "flowControl.maxBytes",
+        result, "defaultPriorityBand.maxRequests", "defaultPriorityBand.maxBytes", "flowControl.maxBytes",
         "featureGates: other",
     )  # fmt: skip
 
@@ -136,6 +139,7 @@ def test_what_has_no_counterpart_is_named() -> None:
           for each in ("many", math.nan, math.inf, -5, True, [1])),
         *(({"flowControl": {"defaultRequestTTL": each}}, r"flowControl\.defaultRequestTTL: .* is no duration")
           for each in ("soon", "", "-1s", "1m30", math.nan, [30])),
+        ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}}, r"priorityBands\.maxBytes: 'big' is no"),
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:

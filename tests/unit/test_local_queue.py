@@ -11,7 +11,14 @@ from tables import cases
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
 from picker_fleet.config import parse
-from picker_fleet.errors import BandCapacity, InsufficientFlowCapacity, Saturated, TooManyFlows, TotalCapacity
+from picker_fleet.errors import (
+    BandBytes,
+    BandCapacity,
+    InsufficientFlowCapacity,
+    Saturated,
+    TooManyFlows,
+    TotalCapacity,
+)
 from picker_fleet.failover.local_queue import LocalQueue, Waiting
 from picker_fleet.request import Workload
 
@@ -97,6 +104,22 @@ def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
     with pytest.raises(TotalCapacity):
         queue.offer(ask("critical too", band=Band.CRITICAL), 1.0, 5.0)
     assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
+
+
+def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
+    bands = [{"priority": 0, "name": "Default", "bytes": 1000}]
+    queue = LocalQueue(rules(live=2, priority_bands=bands, **NO_GUARD))
+    band = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands.of(0)
+    # Half of them are this replica's.
+    entry, _ = queue.offer(ask("first", band=band, body_bytes=300), 1.0, 0.0)
+    with pytest.raises(BandBytes):
+        queue.offer(ask("second", band=band, body_bytes=201), 1.0, 1.0)
+    queue.offer(ask("second", band=band, body_bytes=200), 1.0, 1.0)
+    # What leaves gives its bytes back, served or not.
+    queue.remove(entry)
+    queue.offer(ask("third", band=band, body_bytes=300), 1.0, 2.0)
+    assert serve(queue) is not None
+    queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
 @given(

@@ -35,7 +35,7 @@ def test_an_unknown_function_is_named() -> None:
 
 
 def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:
-    numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False)
+    numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False, 900)
     packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)
     texts = "id\0001\0flow\0\0modèle\0*\0".encode()
     assert packed.startswith(texts)

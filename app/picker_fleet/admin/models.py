@@ -20,8 +20,8 @@ NextCursor = Annotated[str | None, Field(description="where the next page begins
 _BANDS: list[dict[str, Any]] = [
     {
         "band": band, "priority": priority, "queued": queued, "queued_bytes": 900 * queued,
-        "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight, "capacity": None,
-        "bytes": None,
+        "virtual_time": at, "active_flows": 1, "oldest_s": age, "weight": weight, "capacity": 500,
+        "bytes": 256 * 1024 * 1024,
     }
     for band, priority, queued, at, age, weight in (
         ("Critical", 10, 1, 0.0, 0.1, 70), ("Default", 0, 3, 41.5, 0.6, 20),
