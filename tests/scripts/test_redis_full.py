@@ -28,6 +28,7 @@ class Clients:
     """Requests that wait in flows of their own, with long names, and are served as their turn comes."""
 
     def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self.replica: Replica = fleet.replicas[0]
         replica = self.replica
         self.gate = gate_over(
@@ -43,9 +44,13 @@ class Clients:
     async def fill(self) -> WritesRefused:
         """Ask until one is refused; all before it are in flight or wait."""
         while True:
-            waiting = self.replica.gate.waiting
+            queued = (await self.fleet.counts())[1]
             task = asyncio.create_task(self.ask(f"r{len(self.tasks)}", workload=f"w{len(self.tasks)}"))
-            await until(lambda w=waiting, t=task: t.done() or self.replica.gate.waiting > w)
+
+            async def answered(before: int = queued, task: asyncio.Task[Any] = task) -> bool:
+                return task.done() or (await self.fleet.counts())[1] > before
+
+            await until(answered)
             if task.done() and isinstance(refused := task.exception(), WritesRefused):
                 return refused
             self.tasks.append(task)
@@ -108,7 +113,7 @@ async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Serv
         # One that waits on a server that has no room since.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), stream_owned=False))
-        await until(lambda: a.gate.waiting == 1)
+        await until(lambda: a.gate.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
         # When its time is up, it is told so.
         with pytest.raises(ExpiredTtl):
