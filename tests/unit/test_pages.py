@@ -220,6 +220,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
 
 
+FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)`")
+EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # not in the repository
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = FILE.findall(page.read_text(encoding="utf-8"))
+    assert [each for each in named if each not in EXAMPLES and not (ROOT / each).exists()] == []
+
+
 CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
 
 
