@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.processes import valkey_binary
+
+if TYPE_CHECKING:
+    from tls_files import Pair
 
 READY_S = 30.0
 SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
@@ -106,14 +109,14 @@ class Server:
 
 @contextlib.contextmanager
 def redis_server(
-    folder: Path, *options: str, binary: str = "", tls: Path | None = None, **asking: Any
+    folder: Path, *options: str, binary: str = "", tls: "Pair | None" = None, **asking: Any
 ) -> Iterator[Server]:
-    """A server of `options` that answers, Valkey by default. `tls`: folder with `cert.pem` and `key.pem`;
-    then nothing else is spoken. `asking`: how redis-py connects."""
+    """A server of `options` that answers, Valkey by default. With `tls` nothing else is
+    spoken, to clients that have the same. `asking`: how redis-py connects."""
     folder.mkdir(parents=True, exist_ok=True)
     binary = binary or valkey_binary()
     if tls is not None:
-        cert, key = str(tls / "cert.pem"), str(tls / "key.pem")
+        cert, key = str(tls.cert), str(tls.key)
         secure = ("--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert)
         options = (*options, *secure)
         asking |= {"ssl": True, "ssl_ca_certs": cert, "ssl_certfile": cert, "ssl_keyfile": key}
@@ -134,22 +137,6 @@ def redis_server(
 def begun(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-
-def certificate(folder: Path) -> Path:
-    """A folder with `cert.pem` and `key.pem` of this host's, which vouch for themselves."""
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        [
-            *(debian("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-nodes", "-days", "2", "-subj", "/CN=picker-test", "-addext", f"subjectAltName=IP:{LOOPBACK}"),
-            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=30,
-    )
-    return folder
 
 
 def hosts(servers: Sequence[Server]) -> str:

@@ -5,39 +5,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import LOOPBACK, Server, certificate, debian, redis_server
+from redis_servers import LOOPBACK, Server, debian, redis_server
 from script_fleet import Replica, running, until
+from tls_files import Pair, authority
 
 
 @pytest.fixture
-def vouched(tmp_path: Path) -> Path:
-    return certificate(tmp_path / "certificate")
+def vouched(tmp_path: Path) -> Pair:
+    return authority(tmp_path, "certificate")
 
 
 @pytest.fixture
-def secure(tmp_path: Path, vouched: Path) -> Iterator[Server]:
+def secure(tmp_path: Path, vouched: Pair) -> Iterator[Server]:
     """A Redis that speaks TLS only, to clients whose certificate it knows."""
     with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=vouched) as server:
         yield server
 
 
-def url_of(server: Server, folder: Path, more: str = "") -> str:
-    files = f"ssl_ca_certs={folder}/cert.pem&ssl_certfile={folder}/cert.pem&ssl_keyfile={folder}/key.pem"
-    return f"rediss://{LOOPBACK}:{server.port}/0?{files}{more}"
+def url_of(server: Server, own: Pair) -> str:
+    files = f"ssl_ca_certs={own.cert}&ssl_certfile={own.cert}&ssl_keyfile={own.key}"
+    return f"rediss://{LOOPBACK}:{server.port}/0?{files}"
 
 
-@pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])
-async def test_what_is_wrong_with_a_certificate_is_told(
-    secure: Server, vouched: Path, pool: str, tmp_path: Path, case: str
-) -> None:
-    other = await asyncio.to_thread(certificate, tmp_path / "other")
-    url, error = {
-        "unknown authority": (url_of(secure, other), "certificate verify failed"),
-        "no certificate": (
-            f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs={vouched}/cert.pem", "certificate required"
-        ),
-        "no such file": (f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs=/nowhere", "No such file"),
-    }[case]  # fmt: skip
+async def until_fault(url: str, pool: str, error: str) -> None:
+    """Wait until a replica at `url` says that this is wrong."""
     replica = Replica(url, pool, "a", silence_s=2.0)
     running = asyncio.create_task(replica.store.run())
     await until(lambda: error in (replica.store.fault or ""))
@@ -46,17 +37,27 @@ async def test_what_is_wrong_with_a_certificate_is_told(
         await running
 
 
+@pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])
+async def test_what_is_wrong_with_a_certificate_is_told(
+    secure: Server, vouched: Pair, pool: str, tmp_path: Path, case: str
+) -> None:
+    other = await asyncio.to_thread(authority, tmp_path, "other")
+    url, error = {
+        "unknown authority": (url_of(secure, other), "certificate verify failed"),
+        "no certificate": (
+            f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs={vouched.cert}", "certificate required"
+        ),
+        "no such file": (f"rediss://{LOOPBACK}:{secure.port}?ssl_ca_certs=/nowhere", "No such file"),
+    }[case]  # fmt: skip
+    await until_fault(url, pool, error)
+
+
 async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_match(
-    secure: Server, vouched: Path, pool: str
+    secure: Server, vouched: Pair, pool: str
 ) -> None:
     # The certificate is for an address, and the URL has a name.
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
-    replica = Replica(named, pool, "a", silence_s=2.0)
-    running_task = asyncio.create_task(replica.store.run())
-    await until(lambda: "ostname mismatch" in (replica.store.fault or ""))
-    running_task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running_task
+    await until_fault(named, pool, "ostname mismatch")
     # With ssl_check_hostname off it serves.
     unchecked = named + "&ssl_check_hostname=false"
     async with running(unchecked, pool, "b") as it:

@@ -268,14 +268,10 @@ async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, d
 
 
 async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, dashboard: Any) -> None:
-    (valkey,) = [child for child in here.children() if "valkey" in " ".join(child.cmdline())]
     async with dashboard(here) as page:
         page.allowed.append("status of 503")  # of the list of the queue meanwhile
-        valkey.suspend()
-        try:
+        with here.redis_stopped():
             await page.until("document.getElementById('why').dataset.level === 'bad'")
-        finally:
-            valkey.resume()
         await page.until("document.getElementById('why').dataset.level === 'calm'")
         await page.says("#connection", "live")
 

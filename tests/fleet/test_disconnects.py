@@ -5,8 +5,6 @@ A lease lasts 15 s. What is released sooner was released because its client left
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -62,7 +60,7 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
         async def reset() -> bool:
             return (await calls_of_replicas(slow))[1] > resets
 
-        with redis_stopped(slow):  # so the replica's admission gets no reply
+        with slow.redis_stopped():  # so the replica's admission gets no reply
             caller = await Caller.ask(slow.url, tokens=1000)
             await slow.eventually(arrived, what="the request at a replica")
             await caller.leave()
@@ -90,17 +88,6 @@ async def test_clients_that_leave_at_random_moments_leave_nothing_behind(slow: A
     for _ in range(5):
         await asyncio.gather(*(visit() for _ in range(20)))
     await at_rest(slow, within_s=SOON_S)
-
-
-@contextmanager
-def redis_stopped(fleet: Any) -> Iterator[None]:
-    """The fleet's Redis is suspended within the block."""
-    redis = next(child for child in fleet.children() if "valkey-server" in " ".join(child.cmdline()))
-    redis.suspend()
-    try:
-        yield
-    finally:
-        redis.resume()
 
 
 async def calls_of_replicas(fleet: Any) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from edge_envoy import Edge, admitted, started
+from tls_files import Pair, authority, signed
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
@@ -137,58 +138,30 @@ async def test_the_flow_of_a_token_is_its_claim(here: Any, tmp_path: Path) -> No
         assert len(await admitted(here)) == before
 
 
-class Certificates:
-    """A certificate authority in `folder`, and certificates that it signs."""
-
-    def __init__(self, folder: Path, name: str = "authority") -> None:
-        self._folder = folder
-        self._name = name
-        self.file = folder / f"{name}.pem"
-        self._openssl("req", "-x509", *self._new(name), "-days", "2", "-out", str(self.file))
-
-    def signed(self, name: str, alternative: str) -> tuple[Path, Path]:
-        """Certificate and key for `alternative`, a subject alternative name as openssl writes it."""
-        request, extensions, out = (self._folder / f"{name}.{each}" for each in ("csr", "ext", "pem"))
-        extensions.write_text(f"subjectAltName={alternative}\n")
-        self._openssl("req", *self._new(name), "-out", str(request))
-        own_key = str(self._folder / f"{self._name}.key")
-        authority = ("-CA", str(self.file), "-CAkey", own_key, "-CAcreateserial")
-        signing = ("-in", str(request), "-extfile", str(extensions), "-days", "2", "-out", str(out))
-        self._openssl("x509", "-req", *authority, *signing)
-        return out, self._folder / f"{name}.key"
-
-    def _new(self, name: str) -> tuple[str, ...]:
-        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        return (*key, "-keyout", str(self._folder / f"{name}.key"), "-subj", f"/CN={name}")
-
-    def _openssl(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
-
-
 async def test_the_flow_of_a_certificate_is_its_uri(here: Any, tmp_path: Path) -> None:
-    authority, stranger = Certificates(tmp_path), Certificates(tmp_path, "stranger")
-    server, key = authority.signed("server", "IP:127.0.0.1")
-    files = ("--certificate", str(server), "--key", str(key), "--client-ca", str(authority.file))
+    ours, stranger = authority(tmp_path, "ours"), authority(tmp_path, "stranger")
+    server = signed(tmp_path, "server", ours)
+    files = ("--certificate", str(server.cert), "--key", str(server.key), "--client-ca", str(ours.cert))
     options = (*files, "--uri-prefix", "spiffe://example.org/")
     with example(here, tmp_path, "client_certificate.py", *options) as edge:
         url = edge.url.replace("http://", "https://")
 
-        def of(certificate: tuple[Path, Path] | None) -> ssl.SSLContext:
-            context = ssl.create_default_context(cafile=str(authority.file))
+        def of(certificate: Pair | None) -> ssl.SSLContext:
+            context = ssl.create_default_context(cafile=str(ours.cert))
             if certificate is not None:
-                context.load_cert_chain(*certificate)
+                context.load_cert_chain(certificate.cert, certificate.key)
             return context
 
         for number in (1, 2):
             flow = f"spiffe://example.org/team-{number}"
-            certificate = authority.signed(f"client{number}", f"URI:{flow}")
+            certificate = signed(tmp_path, f"client{number}", ours, f"URI:{flow}")
             assert (await asked(url, SPOOFED, verify=of(certificate))).status_code == 200
             assert (await admitted(here))[-1] == (flow, 0)
         before = len(await admitted(here))
         for refused in (
-            stranger.signed("forged", "URI:spiffe://example.org/team-1"),
-            authority.signed("elsewhere", "URI:spiffe://example.com/team-1"),
-            authority.signed("nameless", "DNS:team-1"),
+            signed(tmp_path, "forged", stranger, "URI:spiffe://example.org/team-1"),
+            signed(tmp_path, "elsewhere", ours, "URI:spiffe://example.com/team-1"),
+            signed(tmp_path, "nameless", ours, "DNS:team-1"),
             None,
         ):
             with pytest.raises(CLOSED):

@@ -7,11 +7,11 @@ from typing import Any
 
 import audited_log
 from fleet_load import PATIENT, complete, shared
-from redis_servers import LOOPBACK, certificate, debian, redis_server
+from redis_servers import LOOPBACK, debian, redis_server
+from tls_files import authority
 
 import picker_fleet
 
-FILES = (("ca_certs", "cert"), ("certfile", "cert"), ("keyfile", "key"))
 CONFIG = {"fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True}}
 LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 
@@ -20,11 +20,11 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
     # The server takes TLS only, and the user has the rights of docs/redis.md.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     users = dict(re.findall(r"^user (\w+) on >PASSWORD (.+epp:.+)$", page, re.MULTILINE))
-    files = certificate(tmp_path / "certificate")
+    files = authority(tmp_path, "certificate")
     with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=files) as server:
         for name, rules in users.items():
             server.ask("ACL", "SETUSER", name, "on", ">secret", *rules.split())
-        options = "&".join(f"ssl_{name}={files}/{file}.pem" for name, file in FILES)
+        options = f"ssl_ca_certs={files.cert}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
         place = f"{LOOPBACK}:{server.port}/0?{options}"
         scorers = [{"name": name} for name in ("prefix-affinity", "latency", "queue-depth")]
         here = fleet(

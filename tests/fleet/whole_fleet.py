@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +200,16 @@ class Fleet:
             return len(old) == len(listed) == len(self.state["replicas"])
 
         await self.eventually(are_counted, within_s=60, what="replicas that count")
+
+    @contextlib.contextmanager
+    def redis_stopped(self) -> Iterator[None]:
+        """Its own Redis is suspended within the block."""
+        server = next(child for child in self.children() if "valkey-server" in " ".join(child.cmdline()))
+        server.suspend()
+        try:
+            yield
+        finally:
+            server.resume()
 
     def kill_replica(self, index: int) -> None:
         """SIGKILL to a replica."""

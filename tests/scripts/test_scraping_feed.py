@@ -1,9 +1,10 @@
 """Readings through Redis: published to followers, stored for new ones, aged without comparing clocks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -210,7 +211,7 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     # A Redis that stops answering.
     channel = MetricsChannel(valkey_url, pool, "one", now_ms=Clock(1_000_000), deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
-        await publish_until_done(channel)  # a busy machine may need a second try
+        await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         # It is told something. That fails within the deadline.
         for _ in range(2):
@@ -218,27 +219,19 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
                 await channel.publish({"b:1": reading(999_000)})
         # When it answers again. It is told, and replies are not mixed up.
         await redis.execute_command("CLIENT", "UNPAUSE")
-        await publish_until_done(channel)
-        assert replace((await stored(channel))["c:1"], scraped_ms=0, before=None) == replace(
+        await persist(lambda: channel.publish({"c:1": reading(999_000)}))
+        assert replace((await persist(channel.stored))["c:1"], scraped_ms=0, before=None) == replace(
             reading(0), before=None
         )
     await channel.close()
 
 
-async def publish_until_done(channel: MetricsChannel) -> None:
+async def persist(call: Callable[[], Awaitable[Any]]) -> Any:
+    """The answer to `call`, which a busy machine may need to make again."""
     async with asyncio.timeout(20):
         while True:
             try:
-                return await channel.publish({"c:1": reading(999_000)})
-            except StateUnavailable:
-                continue
-
-
-async def stored(channel: MetricsChannel) -> dict[str, EndpointMetrics]:
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                return await channel.stored()
+                return await call()
             except StateUnavailable:
                 continue
 

@@ -21,19 +21,22 @@ def _openssl(*arguments: str | Path) -> None:
 
 
 def authority(folder: Path, name: str) -> Pair:
-    """A new authority."""
+    """A new authority, which is also a server at 127.0.0.1."""
     made = Pair(folder / f"{name}.crt", folder / f"{name}.key")
     files = ("-keyout", made.key, "-out", made.cert)
-    _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
+    own = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
+    _openssl("req", "-x509", *_NEW_KEY, "-days", "2", *own, *files)
     return made
 
 
-def signed(folder: Path, name: str, by: Pair) -> Pair:
-    """A new certificate of `name`, for servers and clients, signed by the authority `by`."""
+def signed(folder: Path, name: str, by: Pair, alternative: str = "") -> Pair:
+    """A new certificate for servers and clients, signed by the authority `by`. Its subject alternative name,
+    as openssl writes it, is by default `name` and this host.
+    """
     made, request = Pair(folder / f"{name}.crt", folder / f"{name}.key"), folder / f"{name}.csr"
     _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
     extensions = folder / f"{name}.ext"
-    extensions.write_text(f"subjectAltName=DNS:{name},IP:127.0.0.1\n")
+    extensions.write_text(f"subjectAltName={alternative or f'DNS:{name},IP:127.0.0.1'}\n")
     signer = ("-CA", by.cert, "-CAkey", by.key, "-CAcreateserial")
     _openssl("x509", "-req", "-in", request, *signer, "-days", "2", "-extfile", extensions, "-out", made.cert)
     return made
