@@ -116,8 +116,10 @@ class DirectPeers(NoPeers):
 
     def __init__(self) -> None:
         self.gate: FailoverGate | None = None
+        self.asked = 0
 
     async def count(self, address: str) -> OutageCount | None:
+        self.asked += 1
         return self.gate.outage_count() if self.gate is not None else None
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
@@ -142,6 +144,7 @@ async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
     assert a.free == 0.0
     b.gate.redis_lost("refused", "away")
     await until(lambda: a.gate.outage_count() is not None and b.gate.outage_count() is not None)
+    await until(lambda: peers.asked)  # it has no answer yet, and asks again
     peers.gate = b.gate
     # Six places are in use again; the seventh request waits for the end of one from before.
     await until(lambda: sum(task.done() for task in waiting) == 6)

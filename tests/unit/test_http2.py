@@ -253,6 +253,7 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "cut headers": (PROTOCOL, frame(HEADERS, 0, 1, b"\x82") + PING_FRAME),
     "nothing to continue": (PROTOCOL, frame(CONTINUATION, 0, 1, b"")),
     "endless headers": (CALM, frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, b"\x82" * 16_384) * 3),
+    "padding over data": (PROTOCOL, WHOLE + frame(DATA, PADDED, 1, b"\x09ab")),
     "a large frame": (SIZE, frame(DATA, 0, 1, b"x" * 16_385)),
     "a push": (PROTOCOL, frame(PUSH_PROMISE, 0, 1, b"\0\0\0\2")),
     "a short ping": (SIZE, frame(PING, 0, 0, b"1")),
@@ -366,6 +367,12 @@ async def test_a_message_in_any_number_of_frames_arrives_whole() -> None:
                 frames = [frame(DATA, 0, 1, data[at : at + size]) for at in range(0, len(data), size)]
                 await peer.send(peer.headers(1), *frames)
                 assert await peer.data(1) == data
+
+
+async def test_padding_is_no_part_of_a_message() -> None:
+    async with serving() as server, server.peer() as peer:
+        await peer.send(peer.request(1, b"\x02" + ASK + b"xx", PADDED | END_STREAM))
+        assert await peer.data(1) == ASK
 
 
 async def test_a_reset_or_the_end_of_its_connection_cancels_a_handler() -> None:
