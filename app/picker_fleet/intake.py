@@ -74,6 +74,12 @@ MODEL = "model"
 MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
 MAX_KEY_CHARS = 256
 
+_BACKSLASH = ord("\\")
+_FEW_MARKS, _BYTES_A_MARK = (
+    32,
+    512,
+)  # quotation marks that are looked at in any body, and how far apart others
+_PLACEHOLDER = b"x" * (_LONGEST_NAME + 1)  # no name is so long, so what is replaced is none, and stays none
 _SMALL_BYTES = 4096  # a decoded body may take thirty times its size
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
@@ -124,16 +130,21 @@ def read_body(text: bytes) -> Ask:
         BadRequest: it is empty, not JSON, not an object, has a used key twice, or its model is missing or
             unusable.
     """
-    members = _simple_members(text)
+    short = _without_long_strings(text)
+    members = _simple_members(short)
     if members is not None:
         asks_stream = members.get("stream") is True
         return Ask(_model(members[MODEL]), asks_stream, text, len(text), _answer_tokens(members))
     body = Body(text)
-    model = body.values.get(MODEL)
+    try:
+        values = Body(short).values
+    except BadRequest:
+        values = body.values  # its error says where in the whole body the fault is
+    model = values.get(MODEL)
     if model is None:
         raise BadRequest("the body has no model")
-    asks_stream = "stream" in body.values and bytes(memoryview(body.values["stream"])[:5]) == b"true"
-    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(body)))
+    asks_stream = "stream" in values and bytes(memoryview(values["stream"])[:5]) == b"true"
+    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(values)))
 
 
 def read_metadata(fields: Mapping[str, object], body_bytes: int = 0) -> Ask:
@@ -418,12 +429,12 @@ def _answer_tokens(fields: Mapping[str, object]) -> int | None:
     return None
 
 
-def _numbers(body: "Body") -> dict[str, object]:
-    """The answer's maxima in `body`, those that are numbers."""
+def _numbers(values: Mapping[str, msgspec.Raw | memoryview]) -> dict[str, object]:
+    """The answer's maxima in a body's `values`, those that are numbers."""
     found: dict[str, object] = {}
     for name in _MAX_ANSWER:
-        if name in body.values:
-            text = memoryview(body.values[name])
+        if name in values:
+            text = memoryview(values[name])
             if text[0] in _NUMBER and len(text) <= _LONGEST_NUMBER:
                 found[name] = orjson.loads(text)
     return found
@@ -548,6 +559,32 @@ _NTH: tuple[Any, ...] = tuple(
     _functional("_NthKey", [(f"nth_{nth}", f"{_UNGUESSABLE}.{nth}") for nth in range(MAX_KEYS)])
 )
 _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignore[misc]
+
+
+def _without_long_strings(text: bytes) -> bytes:
+    """A body of the same members, with something shorter in place of what is long between two quotation
+    marks of a string.
+
+    What a request asks for is in its short values. A parser takes 250 µs for 400 KB of prompt, the search for
+    its end 4. Each mark takes about as long as 500 bytes of parsing, so where they come more often, the rest
+    stays as it is.
+    """
+    if len(text) <= _SMALL_BYTES:
+        return text
+    kept: list[bytes] = []
+    copied, marks, in_string = 0, 0, True
+    mark, end = -1, text.find(b'"')
+    while end >= 0 and (marks <= _FEW_MARKS or end > marks * _BYTES_A_MARK):
+        mark, end, marks = end, text.find(b'"', end + 1), marks + 1
+        if not in_string:
+            in_string = True  # JSON has no backslash outside a string, so `mark` begins one
+            continue
+        part = text[mark + 1 : end] if text[end - 1] == _BACKSLASH else b""
+        in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # the mark is escaped: the string goes on
+        if end - mark > _LONGEST_NAME:
+            kept += (text[copied : mark + 1], _PLACEHOLDER, b"\\" if in_string else b"")
+            copied = end
+    return b"".join((*kept, text[copied:]))
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:

@@ -307,6 +307,42 @@ def test_a_workload_header_is_never_an_error(header: str, expected: Workload) ->
     assert asked({"x-workload-context": header}).workload == expected
 
 
+pieces = st.sampled_from(["plain text, ", 'said "so" ', "back\\slash", '\\"', "\\\\", "ü", "\n", "{[,:"])
+
+
+@given(
+    st.lists(st.tuples(pieces, st.integers(1, 3000)), max_size=4), st.permutations(range(5)), st.booleans()
+)
+def test_what_a_long_body_asks_for_is_read_wherever_its_long_strings_are(
+    written: list[tuple[str, int]], order: list[int], escaped: bool
+) -> None:
+    prompt = "".join(piece * count for piece, count in written)
+    members = {"model": "m", "prompt": prompt, "n": [{"a": prompt}, 1], "max_tokens": 7, "stream": True}
+    whole = {name: members[name] for name in (list(members)[place] for place in order)}
+    body = json.dumps(whole, ensure_ascii=escaped).encode()
+    read = read_body(body)
+    assert (read.model, read.stream, read.answer_tokens, read.body_bytes) == ("m", True, 7, len(body))
+    assert read.body is not None
+    assert json.loads(bytes(read.body.values["prompt"])) == prompt
+    assert json.loads(read.renamed("other")) == {**whole, "model": "other"}
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b'{"model": "%s"}' % (b"m" * 9000), "model is longer than 256 bytes"),
+        (b'{"model": "a", "prompt": "%s", "model": "b"}' % (b"p" * 9000), "has model twice"),
+        (b'{"prompt": "%s"}' % (b"p" * 9000), "has no model"),
+        (b'{"model": "m", "prompt": "%s' % (b"p" * 9000), "not valid JSON"),
+        (b'{"model": "m", "prompt": "%s"]' % (b"p" * 9000), r"not valid JSON.* \(byte 90\d\d\)"),
+        (b'{"model": \\"m", "prompt": "%s"}' % (b"p" * 9000), "not valid JSON"),
+    ],
+)
+def test_a_long_body_is_refused_for_what_a_short_one_is(body: bytes, fault: str) -> None:
+    with pytest.raises(BadRequest, match=fault):
+        read_body(body)
+
+
 @given(st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(str))
 def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
     workload = asked({"x-workload-context": text.encode("utf-8", "ignore")}).workload
