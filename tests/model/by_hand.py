@@ -131,13 +131,5 @@ class Pool:
         for name in REPLICAS:
             self.beat(name)
         self.sweep()
-        left = self.both.side.key_names() - {
-            "pool",
-            "endpoints",
-            "load",
-            "log",
-            "about",
-            "replicas",
-            "workloads",
-        }
+        left = self.both.side.key_names() - KEPT
         return not left and self.counts()[:2] == (0, 0) and not any(self.counts()[2])

@@ -6,7 +6,7 @@ import re
 import pytest
 from metrics_page import page_of
 from packed import doubles
-from script_fleet import Fleet, OpenFleet, until
+from script_fleet import Fleet, OpenFleet, Replica, until
 
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
@@ -119,27 +119,27 @@ LONG_AGO = 1.0
 FIRST = -1.0
 
 
+async def until_notified(replica: Replica, what: str, request: str) -> None:
+    """Sweep until the replica is told so of the request."""
+
+    async def is_told() -> bool:
+        await replica.sweep()
+        return (what, request) in replica.notifications
+
+    await until(is_told)
+
+
 async def life(it: Fleet, name: str) -> None:
     """One request is placed, one waits and expires, one waits and is served when the first has ended."""
     (a,) = it.replicas
     assert (await a.admit(f"{name} first")).status == "placed"
     assert (await a.admit(f"{name} expires", ttl_s=0.05, flow="other")).status == "queued"
     assert (await a.admit(f"{name} waits", ttl_s=60)).status == "queued"
-
-    async def expired() -> bool:
-        await a.sweep()
-        return ("expired", f"{name} expires") in a.notifications
-
-    await until(expired)
+    await until_notified(a, "expired", f"{name} expires")
     for _ in range(MANY):  # a call drops so many at most, and then goes on without
         await a.sweep()
     await a.settle(f"{name} first")
-
-    async def granted() -> bool:
-        await a.sweep()
-        return ("granted", f"{name} waits") in a.notifications
-
-    await until(granted)
+    await until_notified(a, "granted", f"{name} waits")
     assert (await a.place(f"{name} waits")).status == "placed"
     assert await a.settle(f"{name} waits") == ["settled llama"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import psutil
 from fleet_load import at_rest
-from whole_fleet import Fleet
+from whole_fleet import Fleet, exact_bounds
 
 from picker_fleet.state.keys import Keys
 
@@ -29,10 +29,7 @@ def config(
             "inflight": f"{lease_s:g}s", "access_log_interval": "1s", "replica_silence": "2s",
             "heartbeat": "500ms", "adoption_grace": "3s",
         },
-        "request_queue_controller": {
-            "watermark_per_backend": per_endpoint, "upper_bound_per_backend": per_endpoint,
-            "lower_bound_per_backend": per_endpoint,
-        },
+        "request_queue_controller": exact_bounds(per_endpoint),
         "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "60s"},
         "decision_log": {"enabled": True, "max_entries": 3_000_000},
         **sections,

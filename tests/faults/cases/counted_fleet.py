@@ -9,7 +9,7 @@ from typing import Any
 from case_fleet import REAP_S
 from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, shared
-from whole_fleet import Fleet
+from whole_fleet import Fleet, exact_bounds
 
 from picker_tools.load.client_history import ClientRecord
 
@@ -34,12 +34,9 @@ async def counted(
     fleet ends with the block, while its Redis is still there.
     """
     async with counting_servers(servers, service_s) as counting:
-        bounds = dict.fromkeys(
-            ("watermark_per_backend", "upper_bound_per_backend", "lower_bound_per_backend"), each
-        )
         config = {
             "discovery": {"static": [{"address": address} for address in counting.addresses]},
-            "request_queue_controller": bounds,
+            "request_queue_controller": exact_bounds(each),
             "decision_log": {"enabled": True, "max_entries": 3_000_000},
             **sections,
         }
