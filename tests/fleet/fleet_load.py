@@ -33,6 +33,13 @@ async def complete(client: httpx.AsyncClient, prompt: str, tokens: int, **fields
     return _answer(response, whole)
 
 
+async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
+    """The endpoints that serve `count` parallel requests, none of which fails."""
+    answers = await asyncio.gather(*(complete(client, f"prompt {i}", 2) for i in range(count)))
+    assert [answer for answer in answers if not answer.whole] == []
+    return {answer.endpoint for answer in answers}
+
+
 async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
     """A streamed completion, read to its end: every token, then [DONE]."""
     ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, "stream": True}

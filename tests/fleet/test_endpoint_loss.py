@@ -1,40 +1,13 @@
-"""A model server dies, hangs or is drained: its clients are served by the next best (G9)."""
+"""A model server hangs or is drained: its clients are served by the next best (G9).
+
+One that dies: test_one_queue.py
+"""
 
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
-from fleet_load import PATIENT, at_rest, complete, shared, stream
-
-
-async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
-    """The endpoints that serve `count` parallel requests, none of which fails."""
-    answers = await asyncio.gather(*(complete(client, f"prompt {i}", 2) for i in range(count)))
-    assert [answer for answer in answers if not answer.whole] == []
-    return {answer.endpoint for answer in answers}
-
-
-@pytest.mark.parametrize("mode", ["lean", "standard", "headers", "http"])
-async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(fleet: Any, mode: str) -> None:
-    here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "5", "--sim-itl", "1")
-    async with here.client(**PATIENT) as client:
-        assert (await complete(client, "before", 2)).whole
-        dead = here.kill_endpoint(0)
-        here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
-        served = await served_by(client, 40)
-        assert dead not in served
-        assert len(served) == 3
-        await at_rest(here)
-
-        async def is_down() -> bool:
-            assert (await complete(client, "meets it", 2)).whole
-            return await here.endpoint_status(dead, 1) == "down"
-
-        await here.eventually(is_down, what="the mark")
-        assert (await shared(here, 2))["ready_backends"] == 3
-        assert dead not in await served_by(client, 12)
-    await at_rest(here)
+from fleet_load import PATIENT, at_rest, served_by, stream
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 from decision_ledger import Ledger
-from fleet_load import PATIENT, at_rest, complete, decisions, shared
+from fleet_load import PATIENT, at_rest, complete, decisions, served_by, shared
 
 CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard", "headers", "http"])
-async def test_300_parallel_requests_never_exceed_the_bound(fleet: Any, mode: str) -> None:
-    here = fleet("--mode", mode, "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG)
+@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
+def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
+    """A fleet in each mode; the last of its tests kills an endpoint."""
+    quick = ("--sim-ttft", "10", "--sim-itl", "1")
+    return shared_fleet("--no-restart", "--mode", request.param, *quick, config=CONFIG)
+
+
+async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
     async with here.client(**PATIENT) as client:
         answers = await asyncio.gather(*(complete(client, f"prompt {i}", 5) for i in range(300)))
     assert [answer for answer in answers if not answer.whole] == []
@@ -28,6 +33,26 @@ async def test_300_parallel_requests_never_exceed_the_bound(fleet: Any, mode: st
     events = [entry.event for entry in log]
     first = Counter(entry.endpoint for entry in log[: events.index("completed")] if entry.endpoint)
     assert max(first.values()) - min(first[endpoint] for endpoint in served) <= 1
+
+
+async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(here: Any) -> None:
+    async with here.client(**PATIENT) as client:
+        assert (await complete(client, "before", 2)).whole
+        dead = here.kill_endpoint(0)
+        here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
+        served = await served_by(client, 40)
+        assert dead not in served
+        assert len(served) == 3
+        await at_rest(here)
+
+        async def is_down() -> bool:
+            assert (await complete(client, "meets it", 2)).whole
+            return await here.endpoint_status(dead, 1) == "down"
+
+        await here.eventually(is_down, what="the mark")
+        assert (await shared(here, 2))["ready_backends"] == 3
+        assert dead not in await served_by(client, 12)
+    await at_rest(here)
 
 
 async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(fleet: Any) -> None:
