@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from background import until
+
 PAGE = b'vllm:num_requests_waiting{model_name="m"} 3\nvllm:num_requests_running{model_name="m"} 2\n'
 
 
@@ -23,16 +25,8 @@ class PageServer:
         self.requests: list[str] = []
         self.connections = 0
         self.open = 0
-        self._changed = asyncio.Event()
         self._released = asyncio.Event()
         self._server: asyncio.Server | None = None
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds` after something happened here."""
-        async with asyncio.timeout(20):
-            while not holds():
-                self._changed.clear()
-                await self._changed.wait()
 
     async def hang(self, _: asyncio.StreamWriter) -> None:
         """An `act` that answers nothing until `release`."""
@@ -65,12 +59,10 @@ class PageServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self.open += 1
-        self._changed.set()
         try:
             while True:
                 request = await reader.readuntil(b"\r\n\r\n")
                 self.requests.append(request.decode())
-                self._changed.set()
                 if self.act is None:
                     writer.write(self.answer)
                 else:
@@ -81,7 +73,6 @@ class PageServer:
             pass
         finally:
             self.open -= 1
-            self._changed.set()
             writer.close()
 
 
@@ -95,5 +86,4 @@ async def serving(host: str = "127.0.0.1") -> AsyncIterator[PageServer]:
     finally:
         server.stop()
         server.release()
-        async with asyncio.timeout(30):
-            await server.until(lambda: server.open == 0)
+        await until(lambda: server.open == 0)

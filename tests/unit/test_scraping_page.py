@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import until
 from hypothesis import given
 from hypothesis import strategies as st
 from page_server import PAGE, PageServer, answered, serving
@@ -121,12 +122,12 @@ async def test_a_fetch_that_is_given_up_ends_its_connection(
 ) -> None:
     server.act = server.hang
     task = asyncio.create_task(connection.fetch())
-    await server.until(lambda: len(server.requests) == 1)
+    await until(lambda: len(server.requests) == 1)
     task.cancel()
     await asyncio.wait((task,), timeout=10)
     assert task.cancelled()
     server.release()
-    await server.until(lambda: server.open == 0)
+    await until(lambda: server.open == 0)
     assert await fetch(connection) == PAGE
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from background import running
+from background import running, until
 from page_server import PAGE, PageServer, answered, serving
 
 from picker_fleet.endpoints.readings import EndpointMetrics
@@ -21,7 +21,7 @@ INTERVAL_S = 0.02
 
 
 class Outcome:
-    """Takes what a scraper hands over and counts; `until` waits for a condition."""
+    """Takes what a scraper hands over, and counts."""
 
     def __init__(self) -> None:
         self.batches: list[Mapping[str, EndpointMetrics]] = []
@@ -31,10 +31,8 @@ class Outcome:
         self.failed: Counter[tuple[str, str]] = Counter()
         self.refused = self.refusals = 0  # readings, and batches
         self.refusing = False
-        self._changed = asyncio.Event()
 
     async def publish(self, batch: Mapping[str, EndpointMetrics]) -> None:
-        self._changed.set()
         if self.refusing:
             raise StateUnavailable("not now")
         self.batches.append(batch)
@@ -58,12 +56,6 @@ class Outcome:
 
     def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
         pass
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not holds():
-                self._changed.clear()
-                await self._changed.wait()
 
 
 @asynccontextmanager
@@ -109,7 +101,7 @@ async def test_every_owned_endpoint_is_read_again_and_again(
 ) -> None:
     addresses = [server.address for server in servers]
     async with scraping(outcome, *addresses):
-        await outcome.until(lambda: all(outcome.worked[address] >= 4 for address in addresses))
+        await until(lambda: all(outcome.worked[address] >= 4 for address in addresses))
     for server in servers:
         metrics = outcome.newest[server.address]
         assert (metrics.waiting, metrics.running, metrics.fault) == (3.0, 2.0, None)
@@ -121,19 +113,19 @@ async def test_what_is_only_for_show_is_handed_over_seldom_and_then_the_newest(
     servers: list[PageServer], outcome: Outcome
 ) -> None:
     async with scraping(outcome, servers[0].address, publish_s=60):
-        await outcome.until(lambda: bool(outcome.batches))
-        await servers[0].until(lambda: len(servers[0].requests) >= 10)
+        await until(lambda: bool(outcome.batches))
+        await until(lambda: len(servers[0].requests) >= 10)
         assert len(outcome.batches) == 1
 
 
 async def test_a_scraper_without_readings_publishes_empty_batches(outcome: Outcome) -> None:
     async with scraping(outcome, speak_s=INTERVAL_S):
-        await outcome.until(lambda: len(outcome.batches) >= 2)
+        await until(lambda: len(outcome.batches) >= 2)
         outcome.refusing = True
-        await outcome.until(lambda: outcome.refusals >= 2)
+        await until(lambda: outcome.refusals >= 2)
         outcome.refusing = False
         count = len(outcome.batches)
-        await outcome.until(lambda: len(outcome.batches) > count)
+        await until(lambda: len(outcome.batches) > count)
     assert not any(outcome.batches)
 
 
@@ -141,11 +133,9 @@ async def test_a_slow_endpoint_delays_nobody(servers: list[PageServer], outcome:
     slow, *others = servers
     slow.act = slow.hang
     async with scraping(outcome, *(server.address for server in servers)):
-        await slow.until(lambda: len(slow.requests) == 1)
+        await until(lambda: len(slow.requests) == 1)
         seen = Counter(outcome.worked)
-        await outcome.until(
-            lambda: all(outcome.worked[other.address] >= seen[other.address] + 5 for other in others)
-        )
+        await until(lambda: all(outcome.worked[other.address] >= seen[other.address] + 5 for other in others))
         assert len(slow.requests) == 1
         assert slow.address not in outcome.newest
 
@@ -156,12 +146,12 @@ async def test_a_process_that_stands_still_is_late_and_silent_after_three_questi
     server = servers[0]
     server.act = server.hang
     async with scraping(outcome, server.address, deadline_s=0.05):
-        await outcome.until(lambda: server.address in outcome.newest)
+        await until(lambda: server.address in outcome.newest)
         assert outcome.newest[server.address].fault == "no page within 0.05 s"
-        await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
+        await until(lambda: outcome.failed[server.address, "silent"] >= 1)
         assert outcome.failed[server.address, "timeout"] >= 2
         server.release()
-        await outcome.until(lambda: outcome.worked[server.address] >= 1)
+        await until(lambda: outcome.worked[server.address] >= 1)
     assert outcome.newest[server.address].failures == 0
 
 
@@ -175,7 +165,7 @@ async def test_an_endpoint_that_does_not_even_refuse_is_one_that_cannot_be_conne
             other.connect_ex(full.getsockname())
         address = f"127.0.0.1:{full.getsockname()[1]}"
         async with scraping(outcome, address, deadline_s=0.05):
-            await outcome.until(lambda: outcome.failed[address, "connection"] >= 1)
+            await until(lambda: outcome.failed[address, "connection"] >= 1)
         assert outcome.failed[address, "timeout"] == 1
 
 
@@ -196,8 +186,8 @@ async def test_a_server_that_is_late_now_and_then_is_not_silent(
 
     slow.act, endless.act = seldom, begun
     async with scraping(outcome, slow.address, endless.address, deadline_s=0.05):
-        await outcome.until(lambda: outcome.failed[slow.address, "timeout"] >= 4)
-        await outcome.until(lambda: outcome.failed[endless.address, "timeout"] >= 4)
+        await until(lambda: outcome.failed[slow.address, "timeout"] >= 4)
+        await until(lambda: outcome.failed[endless.address, "timeout"] >= 4)
     assert not [kind for _, kind in outcome.failed if kind == "silent"]
 
 
@@ -207,7 +197,7 @@ async def test_a_paused_replica_counts_no_endpoint_as_silent(
     server = servers[0]
     server.act = server.hang
     async with scraping(outcome, server.address, deadline_s=0.05, late_s=-0.05):
-        await outcome.until(lambda: outcome.failed[server.address, "timeout"] >= 4)
+        await until(lambda: outcome.failed[server.address, "timeout"] >= 4)
     assert not outcome.failed[server.address, "silent"]
 
 
@@ -218,13 +208,13 @@ async def test_a_bad_answer_is_a_fault_until_a_good_one_comes(
     server = servers[0]
     server.answer = answered(b"vllm:num_requests_waiting x\n")
     async with scraping(outcome, server.address):
-        await outcome.until(lambda: outcome.failed[server.address, "page"] >= 2)
-        await outcome.until(lambda: outcome.newest[server.address].failures >= 2)
+        await until(lambda: outcome.failed[server.address, "page"] >= 2)
+        await until(lambda: outcome.newest[server.address].failures >= 2)
         metrics = outcome.newest[server.address]
         assert "vllm:num_requests_waiting has the value b'x'" in (metrics.fault or "")
         assert metrics.waiting is None
         server.answer = answered(PAGE)
-        await outcome.until(lambda: outcome.newest[server.address].fault is None)
+        await until(lambda: outcome.newest[server.address].fault is None)
         assert outcome.newest[server.address].failures == 0
         assert outcome.newest[server.address].waiting == 3.0
 
@@ -235,10 +225,10 @@ async def test_an_endpoint_that_comes_up_is_read(servers: list[PageServer], outc
     port = int(late.address.rpartition(":")[2])
     late.stop()
     async with scraping(outcome, late.address):
-        await outcome.until(lambda: outcome.failed[late.address, "connection"] >= 1)
+        await until(lambda: outcome.failed[late.address, "connection"] >= 1)
         await late.start(port)
-        await outcome.until(lambda: outcome.worked[late.address] >= 1)
-    await late.until(lambda: late.open == 0)
+        await until(lambda: outcome.worked[late.address] >= 1)
+    await until(lambda: late.open == 0)
     late.stop()
 
 
@@ -246,16 +236,16 @@ async def test_what_is_owned_changes_at_once(servers: list[PageServer], outcome:
     first, second, _ = servers
     first.act = first.hang
     async with scraping(outcome, first.address) as scraper:
-        await first.until(lambda: len(first.requests) == 1)
+        await until(lambda: len(first.requests) == 1)
         scraper.set_targets([second.address])
         assert scraper.targets == {second.address}
-        await outcome.until(lambda: outcome.worked[second.address] >= 2)
+        await until(lambda: outcome.worked[second.address] >= 2)
         first.release()
-        await first.until(lambda: first.open == 0)
+        await until(lambda: first.open == 0)
         assert len(first.requests) == 1
         assert outcome.newest.keys() == {second.address}
         scraper.set_targets([first.address, second.address])
-        await outcome.until(lambda: outcome.worked[first.address] >= 1)
+        await until(lambda: outcome.worked[first.address] >= 1)
 
 
 async def test_what_redis_does_not_take_is_handed_over_later(
@@ -266,12 +256,12 @@ async def test_what_redis_does_not_take_is_handed_over_later(
     outcome.refusing = True
     async with scraping(outcome, *(server.address for server in servers)) as scraper:
         everyone = {server.address for server in servers}
-        await outcome.until(lambda: outcome.failed[failing.address, "status"] >= 1)
-        await outcome.until(lambda: all(outcome.worked[one] for one in everyone - {failing.address}))
-        await outcome.until(lambda: outcome.refused >= 6)
+        await until(lambda: outcome.failed[failing.address, "status"] >= 1)
+        await until(lambda: all(outcome.worked[one] for one in everyone - {failing.address}))
+        await until(lambda: outcome.refused >= 6)
         scraper.set_targets(everyone - {dropped.address})
         outcome.refusing = False
-        await outcome.until(lambda: bool(outcome.batches))
+        await until(lambda: bool(outcome.batches))
         assert outcome.batches[0].keys() == {failing.address, good.address}
         assert outcome.batches[0][failing.address].fault == "answered 500"
 
@@ -283,19 +273,19 @@ async def test_a_server_whose_page_is_read_seldom_is_probed_meanwhile(
     server = servers[0]
     unused = IntervalPolicy(None, lambda: False)
     async with scraping(outcome, server.address, deadline_s=0.05, pacing=unused) as scraper:
-        await outcome.until(lambda: server.address in outcome.newest)
+        await until(lambda: server.address in outcome.newest)
         first = outcome.newest[server.address]
         assert (first.interval_ms, first.before) == (5000, None)
-        await server.until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
+        await until(lambda: sum("GET /health " in asked for asked in server.requests) >= 2)
         assert sum("GET /metrics " in asked for asked in server.requests) == 1
         # Requests there may be gone: the next page comes soon, and tells of the one before.
         scraper.suspect([server.address])
-        await outcome.until(lambda: outcome.newest[server.address].before is not None)
+        await until(lambda: outcome.newest[server.address].before is not None)
         assert outcome.newest[server.address].before == (first.scraped_ms, 5.0)
         server.act = server.hang
-        await outcome.until(lambda: outcome.failed[server.address, "silent"] >= 1)
+        await until(lambda: outcome.failed[server.address, "silent"] >= 1)
         server.release()
-        await outcome.until(lambda: outcome.newest[server.address].failures == 0)
+        await until(lambda: outcome.newest[server.address].failures == 0)
 
 
 class Seldom(IntervalPolicy):
@@ -321,10 +311,10 @@ async def test_a_server_that_ends_its_connection_is_looked_at_once(
     server.act = answer_and_end
     pacing = Seldom(60.0, lambda: True)
     async with scraping(outcome, server.address, pacing=pacing, vary=lambda: 0.0):
-        await outcome.until(lambda: outcome.worked[server.address] == 1)
+        await until(lambda: outcome.worked[server.address] == 1)
         # Its next page is due in a minute; that it refuses connections is found now.
         told_to_end.set()
-        await outcome.until(lambda: outcome.failed[server.address, "connection"] >= 1)
+        await until(lambda: outcome.failed[server.address, "connection"] >= 1)
 
 
 @pytest.mark.parametrize(
