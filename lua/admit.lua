@@ -9,7 +9,8 @@
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
 --   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: priority,
 --   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the
---   answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown)
+--   answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). One that is queued with
+--   candidates '*' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
@@ -17,8 +18,8 @@
 --     too-many-flows, band-capacity, band-bytes, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first)
 
-local function adopt(r, attempt, candidates, turn, picks)
-  local old_owner, old_attempt = r.owner, r.attempt
+local function adopt(r, arrival, turn, picks)
+  local old_owner, old_attempt, attempt = r.owner, r.attempt, arrival.attempt
   r.owner, r.attempt = notifications.caller, attempt
   if r.state == STATE_QUEUED or r.state == STATE_HELD then
     if r.deadline_ms <= now_ms then
@@ -30,6 +31,7 @@ local function adopt(r, attempt, candidates, turn, picks)
       r.state = STATE_QUEUED
       tag = queue.insert(r)
     end
+    r.any_endpoint = arrival.candidates == endpoints.ANY
     notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
     record.put(r)
     log_event('adopted', r, tag)
@@ -41,11 +43,12 @@ local function adopt(r, attempt, candidates, turn, picks)
     -- Two streams know its endpoint, and the pool cannot tell which of them Envoy still uses: a suspended replica may
     -- send a request again that Envoy gave up long ago. So neither stream can cancel it. Its end or its lease ends it.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then r.attempt = '' end
+    notifications.withdraw(old_owner, r.id) -- this reply says it
     record.put(r)
     return 'placed ' .. r.endpoints .. ' adopted'
   end
   notifications.withdraw(old_owner, r.id)
-  local reply = place_granted(r, candidates, turn, picks)
+  local reply = place_granted(r, arrival.candidates, turn, picks)
   return string.find(reply, '^[pq]') and reply .. ' adopted' or reply
 end
 
@@ -130,7 +133,7 @@ local function arrive(r, turn, picks)
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
-  r.state = STATE_QUEUED
+  r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY
   notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
   local tag = queue.insert(r)
   record.put(r)
@@ -159,7 +162,7 @@ local function admit(args)
     local r, turn = asked[i], now_us + i + 1
     local known = record.read(r.id)
     if known then
-      replies[i] = adopt(known, r.attempt, r.candidates, turn, count)
+      replies[i] = adopt(known, r, turn, count)
     else
       -- The workload counts it before the decision, so the rate includes refused requests (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],

@@ -3,9 +3,9 @@
 --
 -- Guarantees: only the owner's current attempt can cancel, so a late cancel of a replica that lost a request never
 -- harms its adopter (G7). A request that was placed before its adoption cannot be cancelled. Repeating a call changes
--- nothing (G6). An expiry does not take away a grant that was given in time (G5). `unclaimed` ends only a grant: after
--- a failover that lost the last writes, the queue may grant a request that was served before, and its stock would be
--- blocked until the lease ends.
+-- nothing (G6). An expiry does not take away a grant that was given in time (G5). `unclaimed` ends only a grant
+-- whose place the caller does not know yet: after a failover that lost the last writes, the queue may grant a request
+-- that was served before, and its stock would be blocked until the lease ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, why (cancelled | expired | withdrawn);
@@ -19,13 +19,15 @@ local function cancel(args)
     local r = record.read(id)
     if not r then return 'unknown' end
     if why == 'unclaimed' then
-      if r.owner ~= notifications.caller or r.state ~= STATE_GRANTED then return 'foreign' end
-      finish_request(r, 'withdrawn')
-      return 'ended'
+      if r.owner ~= notifications.caller or not notifications.is_untaken(r) then return 'foreign' end
+      why = 'withdrawn'
+    elseif r.owner ~= notifications.caller or r.attempt ~= attempt then
+      return 'foreign'
+    elseif why == 'expired' and (r.state == STATE_GRANTED or r.state == STATE_PLACED) then
+      return 'granted'
     end
-    if r.owner ~= notifications.caller or r.attempt ~= attempt then return 'foreign' end
-    if why == 'expired' and (r.state == STATE_GRANTED or r.state == STATE_PLACED) then return 'granted' end
     finish_request(r, why)
+    notifications.withdraw(r.owner, id)
     return 'ended'
   end)
 end

@@ -4,7 +4,7 @@
 --
 -- Guarantees: a notification other than a grant is in the reply of exactly one heartbeat, even if a wake-up or another
 -- reply brought it before; in none if a new request of its id has been queued since. A grant is repeated until it is
--- placed.
+-- placed; one that was placed at once, until its replica acknowledges it.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -98,22 +98,23 @@ local function heartbeat(args)
   local members = live_replicas(was_known == 0, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys')
-  local inbox, left, granted = read_inbox(key.inbox[owner]), {}, {}
+  local inbox, left, granted, notes = read_inbox(key.inbox[owner]), {}, {}, {}
   for i = 1, #inbox, 2 do
-    if inbox[i + 1] == NOTIFY_GRANTED then
-      granted[#granted + 1] = inbox[i]
+    local what = inbox[i + 1]
+    if what == NOTIFY_GRANTED or string.sub(what, 1, #NOTIFY_PLACED) == NOTIFY_PLACED then
+      granted[#granted + 1], notes[inbox[i]] = inbox[i], what
     else
-      left[#left + 1] = inbox[i + 1] .. ' ' .. inbox[i]
+      left[#left + 1] = what .. ' ' .. inbox[i]
       defer_write('HDEL', key.inbox[owner], inbox[i])
     end
   end
   record.prefetch(granted, #granted)
   for _, id in ipairs(granted) do
-    local r = record.read(id)
-    if r and r.state == STATE_GRANTED and r.owner == owner then
+    local r, note = record.read(id), notes[id]
+    if r and r.owner == owner and notifications.is_untaken(r, note) then
       left[#left + 1] = 'granted ' .. id -- it stays until place takes it
     else
-      strays = strays + 1
+      if note == NOTIFY_GRANTED then strays = strays + 1 end -- else it has ended before that was acknowledged
       notifications.withdraw(owner, id)
     end
   end

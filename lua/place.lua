@@ -1,5 +1,6 @@
 -- include: dispatch
--- Choose and reserve an endpoint for each granted request of a batch.
+-- Choose and reserve an endpoint for each granted request of a batch. One that was placed when it was granted keeps its
+-- endpoint, unless that stopped taking new requests before its replica knew, and another takes it.
 --
 -- Guarantees: the load is read and reserved in one step, so two replicas never both take an endpoint for idle (G1).
 -- Repeating a call returns the same endpoint (G6).
@@ -19,8 +20,16 @@ local function place(args)
   return for_each_item(args, PLACE_ITEM, function(at, id, attempt, candidates)
     local r = record.read(id)
     if not r or r.owner ~= notifications.caller or r.attempt ~= attempt then return 'gone' end
-    if r.state == STATE_PLACED then return 'placed ' .. r.endpoints end
-    if r.state ~= STATE_GRANTED then return 'gone' end
-    return place_granted(r, candidates, now_us + at, picks)
+    local turn = now_us + at
+    if r.state == STATE_GRANTED then return place_granted(r, candidates, turn, picks) end
+    if r.state ~= STATE_PLACED then return 'gone' end
+    local former = r.endpoints
+    local moved = not endpoints.is_ready(endpoints.first(former)) and notifications.is_untaken(r)
+      and place_request(r, candidates, turn, picks)
+    notifications.withdraw(r.owner, id)
+    if not moved then return 'placed ' .. former end
+    leave_endpoint(r, former)
+    log_event('moved', r)
+    return moved
   end)
 end

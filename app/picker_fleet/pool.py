@@ -280,7 +280,7 @@ def assemble(
         pause_detector=pause_detector,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
-        on_notification=lambda what, request_id: shared.on_notification(what, request_id),
+        on_notification=lambda what, about: shared.on_notification(what, about),
         on_dequeued=metrics.dequeued,
         on_adopted=metrics.adopted,
         on_unavailable=lambda cause, why: failover.redis_lost(cause, why),

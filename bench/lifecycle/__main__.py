@@ -90,7 +90,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
 
 def _beside_baseline(redis_server: Server, requests: int, baselines: list[Baseline]) -> Iterator[Row]:
     """Many short runs of both in turns, in the server's CPU: the clock would also count other processes."""
-    steps = {"admit, wait, grant, settle": False, "a request, which is these and place": True}
+    steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
         baselines.append(baseline(redis_server, 2 * requests))
@@ -166,8 +166,9 @@ def main() -> int:
     lines = [
         "# What a request costs Redis", "",
         f"`{here.command}`, {here.date}, {kind}, {here.cores} cores, load"
-        f" {here.load:.2f} before. A request is admitted, waits, is granted, placed and settled, {BATCH} a"
-        " call, while the queue keeps its length; recorded once and replayed as fast as the server takes it."
+        f" {here.load:.2f} before. A request is admitted, waits, is granted, placed, acknowledged and"
+        f" settled, {BATCH} a call, while the queue keeps its length; recorded once, replayed as fast as the"
+        " server takes it."
         f" Server CPU, medians of {_ROUNDS}. The baseline is a call of a script of three writes (ZADD,"
         " HINCRBY, ZPOPMIN), in server CPU as well, while `redis-benchmark` calls it as fast as it can;"
         f" a request is compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. By the"

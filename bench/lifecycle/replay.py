@@ -40,8 +40,8 @@ def measure_lifecycle(
     time of each call counts: a delay in one round only is the machine's.
 
     Where order depends on arrival times (`workload-aware`), a replay would serve other requests, so the later
-    rounds make their calls one by one, too. `with_upkeep` adds all upkeep (`workload.upkeep`); `placed` the
-    step in which a granted request gets its endpoint.
+    rounds make their calls one by one, too. `with_upkeep` adds all upkeep (`workload.upkeep`); without
+    `placed` granted requests get no endpoint.
     """
     warm_up = 100 * BATCH
     recording: list[bytes] = []

@@ -52,7 +52,7 @@ class Size:
 class Workload:
     """A steady state of one size on one server.
 
-    `watched` records what each call took to fill the queue; `placed`: granted requests get an endpoint.
+    `watched` records what each call took to fill the queue; `placed`: any endpoint will do, so grants place.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Workload:
         ]
         self._call("publish", _OWNER, "c", "e", json.dumps(settings), *hosts)
         self.empty_bytes = server.memory_bytes()
-        self._place(self.admit(IN_FLIGHT, _FILL))
+        self._running.extend(self.admit(IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
 
     def run(self, requests: int) -> None:
@@ -87,7 +87,7 @@ class Workload:
             self.admit(BATCH, BATCH)
             ending = [self._running.popleft() for _ in range(BATCH)]
             reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
-            self._place([item.split()[1].decode() for item in reply[1]])
+            self._acknowledge(reply[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Sweep until nothing is left to do, or `most` times."""
@@ -127,7 +127,7 @@ class Workload:
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
             reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
-            self._place([item.split()[1].decode() for item in reply[1]])
+            self._acknowledge(reply[1])
 
     def admit(
         self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
@@ -143,19 +143,18 @@ class Workload:
                 id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
-                args.append(
-                    pack_arrival(
-                        (id, "1", flow, workload, "llama", "*"), (priority, 1, 1, ttl_ms, 0, 3, 0, 0)
-                    )
-                )
+                texts = id, "1", flow, workload, "llama", "*" if self._placed else _FIRST
+                args.append(pack_arrival(texts, (priority, 1, 1, ttl_ms, 0, 3, 0, 0)))
                 ids.append(id)
             replies = self._call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]
         return placed
 
-    def _place(self, ids: list[str]) -> None:
+    def _acknowledge(self, grants: list[bytes]) -> None:
+        """Go on with what a call has granted: each is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
+        ids = [item.split()[-1].decode() for item in grants]
         for at in range(0, len(ids) if self._placed else 0, BATCH):
-            self._call("place", _OWNER, *(x for id in ids[at : at + BATCH] for x in (id, 1, "*")))
+            self._call("acknowledge", _OWNER, *(x for id in ids[at : at + BATCH] for x in (id, 1)))
         self._running.extend(ids)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -169,6 +168,7 @@ class Workload:
         return answer
 
 
+_FIRST = "10.0.0.0:8000"
 _ENDPOINT_INFO = '{"labels":{},"draining":false}'
 
 

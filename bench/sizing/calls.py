@@ -101,10 +101,12 @@ class Pool:
             if any(not each.startswith(b"settled") for each in reply[HEAD:]):
                 raise RuntimeError(f"an end was not settled: {reply[HEAD:]!r}")
             if self._queued:
-                granted = [item.split()[1].decode() for item in reply[1]]
+                granted = [
+                    item.split()[-1].decode() for item in reply[1]
+                ]  # placed ATTEMPT ENDPOINTS LOADS ID
                 if len(granted) != batch:
                     raise RuntimeError(f"{batch} ends granted {len(granted)} requests")
-                self.call("place", self.owners[0], *(x for id in granted for x in (id, 1, "*")))
+                self.call("acknowledge", self.owners[0], *(x for id in granted for x in (id, 1)))
                 self._running.extend(granted)
         return len(self.recording) - before
 

@@ -2,19 +2,18 @@
 -- The transitions of requests that several functions share: placement, end, timers and dispatch; and what begins and
 -- ends every call. `run` performs all of a call or, if the call fails before it writes its result, nothing.
 
+local function leave_endpoint(r, listed)
+  local endpoint = endpoints.first(listed)
+  endpoints.release(endpoint)
+  endpoints.count_flow(r, endpoint, -1)
+end
+
 -- Give back the stock, the endpoint and the lease of a granted or placed request.
 local function release(r)
-  local limited = r.limit > 0
   defer_write('ZREM', key.inflight, r.id)
   pool.release(r.taken)
-  if r.state == STATE_PLACED then
-    local endpoint = endpoints.first(r.endpoints)
-    endpoints.release(endpoint)
-    if limited then endpoints.count_flow(r, endpoint, -1) end
-  else
-    notifications.withdraw(r.owner, r.id)
-  end
-  if limited then endpoints.count_flow(r, nil, -1) end
+  if r.state == STATE_PLACED then leave_endpoint(r, r.endpoints) else notifications.withdraw(r.owner, r.id) end
+  endpoints.count_flow(r, nil, -1)
 end
 
 -- End a request in any state: everything it takes is given back, exactly once.
@@ -55,10 +54,12 @@ end
 local function place_request(r, candidates, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
+  local granted = r.state == STATE_GRANTED
   r.endpoints, r.state = picked, STATE_PLACED
   endpoints.reserve(endpoint)
   if r.limit > 0 then endpoints.count_flow(r, endpoint, 1) end
   record.put(r)
+  if granted and settings.log_max > 0 then log_event('placed', r) end
   return 'placed ' .. picked .. ' ' .. seen
 end
 
@@ -69,10 +70,7 @@ end
 local function place_granted(r, candidates, turn, picks)
   notifications.withdraw(r.owner, r.id)
   local reply, limited, closed = place_request(r, candidates, turn, picks)
-  if reply then
-    if settings.log_max > 0 then log_event('placed', r) end
-    return reply
-  end
+  if reply then return reply end
   if not limited or r.deadline_ms <= now_ms then
     finish_request(r, limited and 'expired' or 'refused', limited and '' or REFUSED_NO_ENDPOINTS)
     return limited and 'expired' or 'refused ' .. REFUSED_NO_ENDPOINTS .. ' 1'
@@ -81,7 +79,7 @@ local function place_granted(r, candidates, turn, picks)
   pool.release(r.taken)
   endpoints.count_flow(r, nil, -1)
   workloads.sent_back(r.workload)
-  r.state, r.taken = STATE_QUEUED, 0
+  r.state, r.taken, r.any_endpoint = STATE_QUEUED, 0, candidates == endpoints.ANY
   queue.insert(r)
   local flow_queue = queue.flow_queue(r)
   local tag = queue.correct(r, flow_queue, -queue.share(r), r.tag)
@@ -143,12 +141,12 @@ end
 
 local GUARD_CREDIT = 1 - 1e-9 -- of 1: the sum of ten times 0.1 is slightly less
 
--- Grant r its start: out of the queue, into the stock, its owner notified. `turn_of`: the flow queue whose turn it was;
--- nil if the starvation guard chose r.
-local function grant(r, tag, take, turn_of)
+-- Grant r its start: out of the queue, into the stock, its owner notified. If any endpoint will do, r is placed, so
+-- its replica need not ask. `turn_of`: the flow queue whose turn it was; nil if the starvation guard chose r. `picks`:
+-- how many requests this call may still place.
+local function grant(r, tag, take, turn_of, picks)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag
-  record.put(r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   local counters, guard_share = pool, settings.guard_share
   local credit = counters.credit
@@ -162,8 +160,14 @@ local function grant(r, tag, take, turn_of)
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
-  notifications.add(r.owner, id, NOTIFY_GRANTED)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
+  local reply = r.any_endpoint and place_request(r, endpoints.ANY, now_us + counters.dispatches, picks)
+  if reply then
+    notifications.add_placed(r, reply)
+  else
+    record.put(r)
+    notifications.add(r.owner, id, NOTIFY_GRANTED)
+  end
 end
 
 -- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
@@ -203,7 +207,7 @@ local function dispatch()
     else
       local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
-      grant(r, tag, take, flow_queue)
+      grant(r, tag, take, flow_queue, math.max(room - served, 1))
       served, places = served + 1, places - 1
     end
   end

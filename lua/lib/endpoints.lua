@@ -4,7 +4,7 @@
 -- `limits` counts the requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit;
 -- nil if no endpoint has one.
 
-local endpoints = {}
+local endpoints = {ANY = '*'} -- the candidates of a request for which any endpoint will do
 local reset_endpoints
 do -- a chunk may have 200 locals
   -- endpoint -> load, as far as this call knows it. It is kept for the next call while nobody else changes the pool.
@@ -115,15 +115,22 @@ do -- a chunk may have 200 locals
   end
 
   -- Read the candidates for `picks` requests: the `picks` + `want` least loaded ones include the best of each request.
+  -- Those whose load this call has changed are candidates, too: Redis does not list them, or not in their order.
   local function read_window(picks, want)
-    local most = math.max(picks + want, SMALL)
-    local flat, count = redis.call('ZRANGE', key.load, 0, most - 1, 'WITHSCORES'), 0
+    local most, changed, count = math.max(picks + want, SMALL), {}, 0
     window = {}
+    for address in pairs(changed_loads) do
+      count = count + 1
+      window[count], changed[address] = address, true
+    end
+    local flat = redis.call('ZRANGE', key.load, 0, most + count - 1, 'WITHSCORES')
     for i = 1, #flat, 2 do
       local address = flat[i]
-      if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
-      count = count + 1
-      window[count] = address
+      if not changed[address] then
+        if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
+        count = count + 1
+        window[count] = address
+      end
     end
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
@@ -282,7 +289,7 @@ do -- a chunk may have 200 locals
   local best_ones, their_costs = {}, {} -- reused by each choice
   function endpoints.pick(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
-    if candidates ~= '*' then
+    if candidates ~= endpoints.ANY then
       named, scores = listed(candidates)
       among = named
     elseif r.limit > 0 or settings.caps then

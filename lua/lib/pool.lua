@@ -269,18 +269,37 @@ end
 -- Notifications for the replicas that own requests. They stay in a replica's inbox until it takes them; a wake-up is
 -- published as a hint. The calling replica gets its own in the reply instead.
 local notifications = {}
+local function notify(owner, line)
+  if owner == notifications.caller then
+    local own = notifications.for_caller
+    own[#own + 1] = line
+  else
+    local text = notifications.for_others[owner]
+    notifications.for_others[owner] = text and text .. '\n' .. line or line
+  end
+end
+
 function notifications.add(owner, id, what)
   -- Only live replicas are granted requests. Nobody would empty the inbox of one that is gone.
   if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end
-  if owner == notifications.caller then
-    local own = notifications.for_caller
-    own[#own + 1] = what .. ' ' .. id
-  else
-    local text = notifications.for_others[owner]
-    notifications.for_others[owner] = (text and text .. '\n' or '') .. what .. ' ' .. id
-  end
+  notify(owner, what .. ' ' .. id)
+end
+
+-- r was placed when it was granted; `reply` is what `place` would have answered. The inbox says for which attempt,
+-- since r may end, and its id come again, before its replica has taken the notification.
+function notifications.placed_for(attempt) return NOTIFY_PLACED .. ' ' .. attempt end
+function notifications.add_placed(r, reply)
+  local note = notifications.placed_for(r.attempt)
+  defer_write('HSET', key.inbox[r.owner], r.id, note)
+  notify(r.owner, note .. string.sub(reply, 7) .. ' ' .. r.id)
+end
+
+-- Whether r is granted, and its replica has not said that it knows its place. `note` is what the inbox has about r.
+function notifications.is_untaken(r, note)
+  note = note or read('HGET', key.inbox[r.owner], r.id)
+  return r.state == STATE_GRANTED or r.state == STATE_PLACED and note == notifications.placed_for(r.attempt)
 end
 
 function notifications.withdraw(owner, id) defer_write('HDEL', key.inbox[owner], id) end

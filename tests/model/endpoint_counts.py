@@ -35,6 +35,10 @@ class EndpointCounts:
         self.marks_version += before != {address for _, address in self.marks}
         return True
 
+    def is_open(self, address: str) -> bool:
+        """Whether it takes new requests."""
+        return address in self._open
+
     @property
     def ready(self) -> int:
         return len(self._open)

@@ -32,6 +32,7 @@ class Request:
     model: str
     limit: int
     body_bytes: int = 0
+    any_endpoint: bool = False  # will do, so it is placed when it is granted
     arrived: int = 0  # us
     deadline_ms: int = 0
     due_ms: float = 0  # becomes overdue

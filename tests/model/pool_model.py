@@ -100,6 +100,17 @@ class PoolModel:
         if r.owner == self._caller:
             self._notifications.append(f"{what} {r.id}")
 
+    def _notify_placed(self, r: Request, reply: str) -> None:
+        """Of a placement that nobody has asked for; `reply` as `place` would have answered."""
+        self.inboxes.setdefault(r.owner, {})[r.id] = f"placed {r.attempt}"
+        if r.owner == self._caller:
+            self._notifications.append(f"placed {r.attempt} {reply.removeprefix('placed ')} {r.id}")
+
+    def _is_untaken(self, r: Request) -> bool:
+        """Whether r is granted, and its replica has not said that it knows its place."""
+        note = self.inboxes.get(r.owner, {}).get(r.id)
+        return r.state == "granted" or (r.state == "placed" and note == f"placed {r.attempt}")
+
     def _put_settings(self) -> None:
         old, new = self.moment.settings, self._base | self._overrides
         changed = any(old.get(name) != new[name] for name in REFILED_BY)
@@ -140,9 +151,9 @@ class PoolModel:
         self.endpoints.reserve(first(r.endpoints))
         self.endpoints.count_flow(r, first(r.endpoints), 1)
 
-    def _release(self, r: Request) -> None:
-        self.endpoints.release(first(r.endpoints))
-        self.endpoints.count_flow(r, first(r.endpoints), -1)
+    def _release(self, r: Request, endpoints: str) -> None:
+        self.endpoints.release(first(endpoints))
+        self.endpoints.count_flow(r, first(endpoints), -1)
 
     @property
     def queues(self) -> bool:
@@ -198,6 +209,7 @@ class PoolModel:
         assert r.tag is not None
         self._give_back(r)
         self.workloads.sent_back(r.workload)
+        r.any_endpoint = candidates == "*"
         self.queue.insert(r)
         self.queue.correct(r, -self.queue.share(r), r.tag)
         self.queue.charge_band(r, -r.cost)
@@ -216,7 +228,7 @@ class PoolModel:
         if r.state == "queued":
             self.queue.remove(r)
         elif r.state == "placed":
-            self._release(r)
+            self._release(r, r.endpoints)
         elif r.state == "granted":
             self._withdraw_notification(r)
         if ran:
@@ -295,8 +307,13 @@ class PoolModel:
         self.dispatches += 1
         self.guards += by_guard
         self.workloads.dispatched(r.workload, (self.moment.now_us - r.arrived) / 1000)
-        self._notify(r, "granted")
         self._log("granted", r.id, "guard" if by_guard else "turn")
+        reply = self._place(r, "*")[0] if r.any_endpoint else None
+        if reply:
+            self._log("placed", r.id)
+            self._notify_placed(r, reply)
+        else:
+            self._notify(r, "granted")
 
     # The sweep's parts
 

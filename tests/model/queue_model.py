@@ -49,9 +49,29 @@ class QueueModel(PoolModel):
             r = self._owned(item[0], item[1])
             if r is None or r.state not in ("granted", "placed"):
                 return "gone"
-            return f"placed {r.endpoints}" if r.state == "placed" else self._place_granted(r, item[2])
+            if r.state == "granted":
+                return self._place_granted(r, item[2])
+            reply, former = None, r.endpoints
+            if not self.endpoints.is_open(first(former)) and self._is_untaken(r):
+                reply = self._place(r, item[2])[0]
+            self._withdraw_notification(r)
+            if reply is None:
+                return f"placed {former}"
+            self._release(r, former)
+            self._log("moved", r.id)
+            return reply
 
         return self._batch(caller, items, place)
+
+    def acknowledge(self, caller: str, items: Iterable[tuple[str, str]]) -> Reply:
+        def acknowledge(item: tuple[str, str]) -> str:
+            inbox, (id, attempt) = self.inboxes.get(caller, {}), item
+            if inbox.get(id) != f"placed {attempt}":
+                return "unknown"
+            del inbox[id]
+            return "taken"
+
+        return self._batch(caller, items, acknowledge)
 
     def settle(self, caller: str, items: Iterable[tuple[str, str, float | None, int | None]]) -> Reply:
         def settle(item: tuple[str, str, float | None, int | None]) -> str:
@@ -73,18 +93,19 @@ class QueueModel(PoolModel):
     def cancel(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
         def cancel(item: tuple[str, str, str]) -> str:
             id, attempt, why = item
-            if why == "unclaimed":
-                r = self.requests.get(id)
-                if r is not None and r.owner == caller and r.state == "granted":
-                    self._finish(r, "withdrawn")
-                    return "ended"
-                return "unknown" if r is None else "foreign"
-            r = self._owned(id, attempt)
+            r = self.requests.get(id)
             if r is None:
-                return "foreign" if id in self.requests else "unknown"
-            if why == "expired" and r.state in ("granted", "placed"):
+                return "unknown"
+            if why == "unclaimed":
+                if r.owner != caller or not self._is_untaken(r):
+                    return "foreign"
+                why = "withdrawn"
+            elif self._owned(id, attempt) is None:
+                return "foreign"
+            elif why == "expired" and r.state in ("granted", "placed"):
                 return "granted"
             self._finish(r, why)
+            self._withdraw_notification(r)
             return "ended"
 
         return self._batch(caller, items, cancel)
@@ -102,7 +123,7 @@ class QueueModel(PoolModel):
             self._lease(r)
             if r.state == "placed" and served not in ("", first(r.endpoints)):
                 old = first(r.endpoints)
-                self._release(r)
+                self._release(r, r.endpoints)
                 r.endpoints = served
                 self._reserve(r)
                 self._unblock(old)
@@ -139,8 +160,13 @@ class QueueModel(PoolModel):
         self.replicas[caller] = self.moment.now_ms
         live = [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
         inbox = self.inboxes.get(caller, {})
-        kept = [f"{what} {id}" for id, what in inbox.items()]
-        self.inboxes[caller] = {id: what for id, what in inbox.items() if what == "granted"}
+        # Grants stay until they are placed, and those placed at once until that is acknowledged. Those that
+        # have ended meanwhile, or that another stream has, do not.
+        placed = {id for id, what in inbox.items() if what.startswith("placed")}
+        over = {id for id in placed if id not in self.requests or not self._is_untaken(self.requests[id])}
+        granted = placed - over | {id for id, what in inbox.items() if what == "granted"}
+        kept = [f"{'granted' if id in placed else inbox[id]} {id}" for id in inbox if id not in over]
+        self.inboxes[caller] = {id: what for id, what in inbox.items() if id in granted}
         marks = self.endpoints.marks_version
         versions = [*self._versions, self.tuned or ""]
         if marks:
@@ -210,7 +236,7 @@ class QueueModel(PoolModel):
         cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
-            item.criticality, item.model, item.limit, item.body_bytes,
+            item.criticality, item.model, item.limit, item.body_bytes, item.candidates == "*",
         )  # fmt: skip
         aged = self.moment.now_us - item.age_ms * 1000
         r.arrived = aged if item.age_ms > 0 else self._next_arrival()
@@ -282,6 +308,7 @@ class QueueModel(PoolModel):
                 return "expired"
             if r.state == "held":
                 self.queue.insert(r)
+            r.any_endpoint = item.candidates == "*"
             self._withdraw_notification(r)  # of an earlier request of this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
@@ -290,6 +317,7 @@ class QueueModel(PoolModel):
         if r.state == "placed":
             if (old_owner, old_attempt) != (r.owner, r.attempt):
                 r.attempt = ""  # whichever stream Envoy listens to, the other cannot take it back
+            self.inboxes.get(old_owner, {}).pop(r.id, None)
             return f"placed {r.endpoints} adopted"
         self.inboxes.get(old_owner, {}).pop(r.id, None)
         reply = self._place_granted(r, item.candidates)

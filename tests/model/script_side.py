@@ -13,6 +13,7 @@ from pool_model import Reply
 from shared_queue import named_bands
 
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.schema import REQUEST_ROW, VIEW_LIMIT
 from picker_fleet.state.scripts import load_library
 
 READ_ORDERS = """
@@ -38,6 +39,7 @@ class Seen:
     numbers: dict[str, Any]
     workloads: dict[str, list[float]]  # thirteen numbers each, as docs/redis-schema.md lists them
     orders: dict[str, dict[str, float]]  # every sorted set, by its name without prefix: scores by member
+    placed: dict[str, str]  # the endpoints of each placed request, best first
 
 
 class ScriptSide:
@@ -75,7 +77,8 @@ class ScriptSide:
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
         pipe.hgetall(self._keys.prefix + "workloads")
         pipe.eval(READ_ORDERS, 0, f"{self._keys.prefix}*")
-        _, raw, state, (packed, others, settings), log, registry, sets = pipe.execute()
+        pipe.fcall(self._library.function("view_inflight"), 1, self._keys.pool, "", "", VIEW_LIMIT)
+        _, raw, state, (packed, others, settings), log, registry, sets, rows = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or flow_queue_of(e)} {e['by']}" for _, e in log]
@@ -88,9 +91,10 @@ class ScriptSide:
             )
             for key, pairs in zip(sets[::2], sets[1::2], strict=True)
         }
-        return Seen(
-            reply, events, numbers_of(state) | band_tags(packed, others or "", priorities), workloads, orders
-        )
+        requests = [dict(zip(REQUEST_ROW, row.split("\x1f"), strict=True)) for row in rows[2::2]]
+        placed = {each["id"]: each["endpoints"] for each in requests if each["state"] == "placed"}
+        numbers = numbers_of(state) | band_tags(packed, others or "", priorities)
+        return Seen(reply, events, numbers, workloads, orders, placed)
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:
@@ -157,7 +161,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     if name == "renew":
         fields = ((id, attempt, served, accounting_token(r), 0) for id, attempt, served, r in rest[0])
         return [caller, *(value for each in fields for value in each)]
-    if name in ("place", "settle", "cancel", "mark_endpoint"):
+    if name in ("place", "acknowledge", "settle", "cancel", "mark_endpoint"):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]

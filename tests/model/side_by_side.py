@@ -21,7 +21,7 @@ class SideBySide:
         self.now_us = START_US
         self.model = QueueModel(self._choose)
         self.agree = True  # until a call shows a difference
-        self._said: dict[str, str] = {}  # id -> where the script has just placed it
+        self._placed: dict[str, str] = {}  # id -> where the script has placed it, after the last call
         side.clear()
 
     def call(self, name: str, caller: str, *rest: Any) -> Reply:
@@ -30,10 +30,11 @@ class SideBySide:
         if name == "sweep":
             self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
+        self._placed = seen.placed  # of which the view lists fifty
         if name in ("admit", "place"):
             ids = [item.id if name == "admit" else item[0] for item in rest[0]]
             answers = [str(answer).split() for answer in seen.reply.answers]
-            self._said = {
+            self._placed |= {
                 id: words[1] for id, words in zip(ids, answers, strict=True) if words[0] == "placed"
             }
         self.model.moment.now_us = self.now_us
@@ -142,13 +143,13 @@ class SideBySide:
 
     def _choose(self, id: str, burdens: dict[str, float]) -> str:
         """What the script has chosen, which must be what has the least against it, best first."""
-        assert id in self._said, f"{id} may go to {burdens}, but the script did not place it"
-        chosen = self._said[id].split(",")
+        assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
+        chosen = self._placed[id].split(",")
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
         best = sorted(burdens.values())[:want]
         assert len(set(chosen)) == len(chosen), (id, chosen)
         assert [burdens.get(address) for address in chosen] == best, (id, chosen, burdens)
-        return self._said[id]
+        return self._placed[id]
 
 
 def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> None:

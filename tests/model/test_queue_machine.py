@@ -262,6 +262,11 @@ class QueueMachine(RuleBasedStateMachine):
         items = [(r.id, attempt, "*") for r in self.those(numbers)]
         self.repeatable("place", caller, [*items, ("nobody", "1", "*")])
 
+    @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("112"))
+    def acknowledge(self, caller: str, numbers: list[int], attempt: str) -> None:
+        items = [(r.id, attempt) for r in self.those(numbers)]
+        self.repeatable("acknowledge", caller, [*items, ("nobody", "1")])
+
     @precondition(with_some("placed", "granted"))
     @rule(caller=callers, numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers)
     def complete(

@@ -153,7 +153,7 @@ def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: 
     pool.publish({"e1": True})
     assert pool.admit("r1, r2 cost=5") == ["queued 10000", "queued 10000"]
     pool.publish({"e1": False})
-    assert pool.place("r1", "e1") == "placed e1 0"
+    assert pool.place("r1") == "placed e1"
 
 
 # Settings, what waits behind one that fills the pool, how those are served (or the first of them).
@@ -342,7 +342,24 @@ def test_queued_requests_are_served_when_an_endpoint_returns(side: ScriptSide) -
     assert pool.end("runs") == []
     pool.publish({"e2": False})
     assert pool.granted == ["waits"]
-    assert pool.place("waits") == "placed e2 0"
+    assert pool.place("waits") == "placed e2"
+
+
+def test_an_endpoint_may_be_chosen_by_the_call_that_publishes_it(side: ScriptSide) -> None:
+    pool = Pool(side, upper_per=2, fallbacks=1)
+    pool.admit("r1, r2")
+    pool.admit("waits")
+    pool.publish({"e1": False, "e2": False})
+    assert pool.place("waits") == "placed e2,e1"
+
+
+def test_the_endpoint_where_a_request_ends_takes_the_next_although_many_have_as_few(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=30)
+    pool.admit(", ".join(f"r{n}" for n in range(1, 31)))
+    pool.admit("waits1, waits2")
+    freed = {endpoint_of(pool, "r15"), endpoint_of(pool, "r30")}
+    assert pool.end("r30", "r15") == ["waits1", "waits2"]
+    assert {endpoint_of(pool, "waits1"), endpoint_of(pool, "waits2")} == freed
 
 
 def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(side: ScriptSide) -> None:
@@ -365,7 +382,7 @@ def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: Scr
     pool.publish({"e1": True, "e2": False})
     assert pool.admit("waits") == ["queued 10000"]
     assert pool.end("r1") == ["waits"]
-    assert pool.place("waits") == "placed e2 1"
+    assert pool.place("waits") == "placed e2"
     pool.publish({"e1": False, "e2": False})
     assert pool.admit("r3") == ["placed e1,e2 0,2"]
 
@@ -510,7 +527,7 @@ def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSid
     pool = Pool(side, endpoints=2, upper_per=4)
     pool.admit("p1 limit=1, p2 limit=1")
     pool.admit("p3 limit=1, q1")
-    assert pool.events[-2:] == ["parked p ", "granted q1 turn"]
+    assert pool.events[-3:] == ["parked p ", "granted q1 turn", "placed q1 "]
     assert pool.end("p1") == ["p3"]
     assert "unparked p " in pool.events
 
@@ -519,7 +536,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
     pool = Pool(side, endpoints=2, upper_per=4)
     pool.admit("p1 limit=1 candidates=e1")
     pool.tune(paused=1)
-    pool.admit("p2 limit=1 workload=w")
+    pool.admit("p2 limit=1 workload=w candidates=e1")
     pool.tune(paused=None)
     # It is granted, and may only go where the other runs.
     assert pool.place("p2", "e1") == "queued 10000"
@@ -539,8 +556,7 @@ def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide)
     pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1})
     pool.take("first candidates=e1")
     assert pool.take("x2 candidates=e1") == pool.take("y1 candidates=e1") == ["queued 10000"]
-    assert pool.take("z1") == ["placed e2 0"]
-    assert pool.take("z2") == ["placed e2 1"]
+    assert pool.take("z1") == pool.take("z2") == ["placed e2"]
     # Where it ends, the one that has waited longest is granted, and no other.
     assert pool.end("first") == ["x2"]
     assert pool.place("x2", "e1") == "placed e1 0"
@@ -554,7 +570,7 @@ def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSi
     pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1, "e2": 1})
     pool.admit("runs")
     pool.tune(paused=1)
-    pool.admit("granted")
+    pool.admit("granted candidates=e1+e2")
     pool.tune(paused=None)
     assert pool.granted == ["granted"]
     assert pool.admit("late") == ["queued 10000"]
@@ -631,7 +647,7 @@ def test_a_grant_past_its_time_to_live_does_not_go_back_to_the_queue(side: Scrip
 def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) -> None:
     pool = Pool(side)
     pool.admit("runs")
-    pool.admit("q")
+    pool.admit("q candidates=e1")
     pool.end("runs")
     assert pool.cancel("q", "expired") == "granted"
     pool.place("q")
@@ -642,7 +658,7 @@ def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) ->
 def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=2, lease_ms=50)
     pool.admit("silent, alive workload=w")
-    pool.admit("waits")
+    pool.admit("waits candidates=e1")
     pool.passes(40)
     pool.call("renew", [("alive", "", "", None)])
     pool.passes(20)
@@ -670,11 +686,87 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     assert pool.serve() == ["orphan", "alive"]
 
 
+def endpoint_of(pool: Pool, name: str) -> str:
+    return pool.model.requests[name].endpoints.split(",")[0]
+
+
+def acknowledged(pool: Pool, name: str, attempt: str = "1", by: str = "a") -> bool:
+    return str(pool.call("acknowledge", [(name, attempt)], by=by).answers[0]) == "taken"
+
+
+def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("q1", by="b")
+    pool.admit("q2")
+    pool.end("runs")
+    # Its replica is told of it until it has acknowledged that, of which only its own attempt counts.
+    assert pool.of("q1") == ["queued", "granted", "placed"]
+    pool.beat("b")
+    assert not acknowledged(pool, "q1", by="a")
+    assert not acknowledged(pool, "q1", attempt="2", by="b")
+    pool.beat("b")
+    assert pool.told["b"] == ["granted q1"] * 2
+    assert acknowledged(pool, "q1", by="b")
+    assert not acknowledged(pool, "q1", by="b")
+    pool.beat("b")
+    assert pool.told["b"] == ["granted q1"] * 2
+    assert pool.cancel("q1", "unclaimed", by="b") == "foreign"
+    # The replica whose call has granted it is told where it is in the reply.
+    pool.end("q1")
+    assert pool.told["a"] == ["placed 1 e1 0 q2"]
+    assert pool.cancel("q2", "unclaimed") == "ended"
+    assert pool.is_at_rest()
+
+
+@pytest.mark.parametrize("what", ["drained", "down"])
+def test_a_request_leaves_a_closed_endpoint_unless_its_replica_knows_its_place(
+    side: ScriptSide, what: str
+) -> None:
+    pool = Pool(side, endpoints=2, upper_per=2)
+    pool.admit("r1 candidates=e1, r2 candidates=e2, r3 candidates=e2, r4 candidates=e1")
+    pool.admit("q limit=1")
+    pool.end("r1")
+    assert endpoint_of(pool, "q") == "e1"
+    pool.mark("e1", what)
+    # Its replica has missed the notification, and asks for its place.
+    assert pool.place("q") == "placed e2 2"
+    assert pool.counts() == (4, 0, [1, 3])
+    # Now it knows it.
+    pool.mark("e2", what)
+    assert pool.place("q") == "placed e2"
+    pool.end("q", "r2", "r3", "r4")
+    assert pool.counts() == (0, 0, [0, 0])
+
+
+def test_a_request_stays_at_a_closed_endpoint_where_no_other_takes_it(side: ScriptSide) -> None:
+    pool = Pool(side)
+    pool.admit("runs")
+    pool.admit("q")
+    pool.end("runs")
+    pool.mark("e1", "drained")
+    assert pool.place("q") == "placed e1"
+    assert pool.counts() == (1, 0, [1])
+
+
+def test_a_request_that_cannot_be_placed_when_it_is_granted_asks_for_its_place(side: ScriptSide) -> None:
+    pool = Pool(side, endpoints=2, upper_per=9, caps={"e2": 1})
+    pool.admit("p1 limit=1 candidates=e1, y1 candidates=e2")
+    pool.tune(paused=1)
+    pool.admit("p2 limit=1")
+    pool.tune(paused=None)
+    assert pool.of("p2") == ["queued", "granted"]
+    assert pool.place("p2") == "queued 10000"
+    # The next grant places it.
+    assert pool.end("y1") == ["p2"]
+    assert pool.of("p2")[-3:] == ["requeued", "granted", "placed"]
+
+
 def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: ScriptSide) -> None:
     pool = Pool(side)
     pool.admit("runs")
     pool.admit("q0, q1, q2")
-    assert pool.admit("q1, q0", by="b") == ["queued 10000 adopted"] * 2
+    assert pool.admit("q1, q0 candidates=e1", by="b") == ["queued 10000 adopted"] * 2
     assert pool.cancel("q0") == pool.cancel("q0", "expired") == "foreign"
     assert pool.end("runs") == ["q0"]
     # One that is granted is placed for who brings it, and its old owner's grant is worth nothing.
@@ -697,7 +789,7 @@ def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
 def test_a_granted_request_is_placed_in_its_subset_or_refused(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=0.5)
     pool.admit("runs candidates=e2")
-    pool.admit("q1, q2, q3")
+    pool.admit("q1 candidates=e2, q2 candidates=e2, q3 candidates=e2")
     pool.end("runs")
     assert pool.place("q1", "e2") == "placed e2 0"
     pool.end("q1")

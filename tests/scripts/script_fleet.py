@@ -130,10 +130,11 @@ class Replica:
             on_unknown_pool=self._heartbeat_now,
         )
 
-    def on_notification(self, what: str, request_id: str) -> None:
+    def on_notification(self, what: str, about: str) -> None:
+        request_id = about.split(" ", 3)[-1] if what == "placed" else about
         self.notifications.append((what, request_id))
         if request_id not in self._by_hand:
-            self.gate.on_notification(what, request_id)
+            self.gate.on_notification(what, about)
 
     def _count_adopted(self) -> None:
         self.adopted += 1

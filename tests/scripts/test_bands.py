@@ -196,7 +196,7 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
     assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
     full.settle("runs")
-    assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"granted"}
+    assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"placed 1"}
     for request in full.requests():
         full.settle(request.decode())
     sweep(full)
@@ -211,7 +211,7 @@ def counted_anew(pool: DirectPool) -> dict[int, int]:
 
 def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -> None:
     for name, priority, size in (("a", 0, 900), ("b", 0, 50), ("c", 7, 2**40), ("d", -10, 0)):
-        full.admit(name, priority=priority, body_bytes=size)
+        full.admit(name, priority=priority, body_bytes=size, candidates="a:1")
     # A record holds four bytes of a number.
     assert counted_anew(full) == {0: 950, 7: schema.MOST_BYTES}
     # They wait no longer once they are granted.

@@ -22,6 +22,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("q1")),
     "split": ("a", "rule", "9 1", "an id", 1, "rule", "9 1", "another", 2, "rule", "9 1", "an id", 2),
     "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
+    "acknowledge": ("a", "q1", "1", "q2", "1"),
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
     "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TOKEN, 0, "p2", "1", "", "", 0),

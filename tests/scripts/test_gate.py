@@ -1,11 +1,13 @@
 """The gate: wake-ups, cancelling in every phase, withdrawal, and answers without admission."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from decision_ledger import events_of
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
 
+from picker_fleet.admission import shared_gate
 from picker_fleet.errors import NoEndpoints
 from picker_fleet.request import Endpoint, Placement
 from picker_fleet.state.store import Decision
@@ -13,13 +15,21 @@ from picker_fleet.state.store import Decision
 E1, E2 = addresses(2)
 
 
-def asked(replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
-    return asyncio.create_task(replica.gate.admit(ask(request_id), stream_owned=False))
+def asked(replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
+    return asyncio.create_task(replica.gate.admit(ask(request_id, **fields), stream_owned=False))
 
 
-async def waiting(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
+def not_called(*_: object) -> "asyncio.Future[Any]":
+    raise AssertionError("it is not to be called")
+
+
+async def inbox_is_empty(it: Fleet) -> bool:
+    return not await it.redis.exists(it.keys.prefix + "inbox:b")
+
+
+async def waiting(it: Fleet, replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
     """A request that waits in the queue."""
-    task = asked(replica, request_id)
+    task = asked(replica, request_id, **fields)
     await it.until_logged("queued", request_id)
     return task
 
@@ -116,7 +126,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = await waiting(it, a, "q")
+        task = await waiting(it, a, "q", subset=(E1,))  # one that could go anywhere is placed when granted
         await a.settle("runs")
         await placing.wait()
         # When its client leaves, all it held is given back.
@@ -166,15 +176,117 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
         assert (await it.counts())[0] == 1
 
 
-async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet) -> None:
+@pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
+async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet, candidates: str) -> None:
     # A queue that holds a request of b's that b knows nothing of, and one behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
-        await b.store.admit(ask("unknown"), 1, "*")
+        await b.store.admit(ask("unknown"), 1, candidates)
         waiter = await waiting(it, b, "q")
         # When its turn comes, b gives its grant back, and the next is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
-        assert events_of(await it.log(), "unknown") == ["queued", "granted", "withdrawn"]
+        placed = ["placed"] if candidates == "*" else []
+        assert events_of(await it.log(), "unknown") == ["queued", "granted", *placed, "withdrawn"]
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)
+
+
+async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_it(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
+        waiter = await waiting(it, b, "q")
+        monkeypatch.setattr(b.store, "place", not_called)
+        # Another replica frees the capacity.
+        await a.settle("runs")
+        # It is placed, and its replica acknowledges that.
+        assert (await waiter).endpoints == (E1,)
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
+        await until(lambda: inbox_is_empty(it))
+        # A late heartbeat's word of it changes nothing.
+        b.gate.on_notification("granted", "q")
+        assert await b.store.return_grant("q") == "foreign"
+        assert (await it.counts())[0] == 1
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)
+
+
+async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
+        waiter = await waiting(it, b, "q")
+        acknowledge, sent = b.store.acknowledge, asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(b.store, "acknowledge", lambda *_: sent)
+        await a.settle("runs")
+        assert (await waiter).endpoints == (E1,)
+        # The heartbeat tells of the grant once more.
+        await b.beat()
+        await b.beat()
+        assert b.notifications.count(("granted", "q")) == 2
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
+        sent.set_result(await acknowledge("q", 1))
+        assert sent.result() == "taken"
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)
+
+
+async def test_where_many_placements_are_not_acknowledged_the_next_one_asks_for_its_place(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_gate, "_MAX_UNACKNOWLEDGED", 0)
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
+        waiter = await waiting(it, b, "q")
+        monkeypatch.setattr(b.store, "acknowledge", not_called)
+        await a.settle("runs")
+        assert (await waiter).endpoints == (E1,)
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
+        assert await inbox_is_empty(it)
+        b.gate.settle(ended("q"))
+        await until(it.at_rest)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    async with fleet("a", "b", listening=True, full=True) as (it, a, b):
+        task, notified = await waiting(it, b, "q"), b.gate.on_notification
+
+        def leave(what: str, about: str) -> bool:
+            if when == "before":
+                task.cancel()
+            is_new = notified(what, about)
+            task.cancel()
+            return is_new
+
+        monkeypatch.setattr(b.gate, "on_notification", leave)
+        await a.settle("runs")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(it.at_rest)
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed", "cancelled"]
+        await until(lambda: inbox_is_empty(it))
+
+
+@pytest.mark.parametrize("what", ["drained", "down"])
+async def test_a_request_whose_endpoint_is_closed_before_it_is_notified_goes_to_another(
+    fleet: OpenFleet, what: str
+) -> None:
+    # A replica that no wake-up reaches.
+    async with fleet("a", "b", endpoints=2, full=True) as (it, a, b):
+        await b.admit("more")
+        waiter = await waiting(it, b, "q")
+        await a.settle("more")
+        found = await a.store.reads.request("q")
+        assert found is not None
+        (first, *_) = found.entry.endpoints
+        await a.store.mark_endpoint(first, what, True)
+        await a.settle("runs")
+        # When the heartbeat tells it, its request goes where requests still go.
+        await b.beat()
+        assert (await waiter).endpoints[0] == {E1: E2, E2: E1}[first]
+        assert events_of(await it.log(), "q") == ["queued", "granted", "placed", "moved"]
         b.gate.settle(ended("q"))
         await until(it.at_rest)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packed import doubles
 from proxy import proxy_to
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, ask
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask, until
 
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
@@ -15,7 +15,8 @@ from picker_fleet.state.store import Decision
 Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
-# One of each state is there: `placed`, `granted`, `queued`; `gone` is known to nobody.
+# One of each state is there: `placed`, `granted`, `queued`, `untaken`, which was placed when it was granted;
+# `gone` is known to nobody.
 CALLS: dict[str, Call] = {
     "admit, in flight": lambda a: a.admit("placed", workload="w"),
     "admit, queued": lambda a: a.admit("queued", workload="w"),
@@ -23,7 +24,13 @@ CALLS: dict[str, Call] = {
     "admit, expired": lambda a: a.admit("new", ttl_s=1, age_s=2, workload="w"),
     "admit, refused": lambda a: a.admit("new", flow="full", workload="w"),
     "place": lambda a: a.place("granted"),
+    "admit, untaken": lambda a: a.admit("untaken", workload="w"),
+    "place, untaken": lambda a: a.place("untaken"),
     "place, gone": lambda a: a.place("gone"),
+    "acknowledge": lambda a: a.store.acknowledge("untaken", 1),
+    "acknowledge, gone": lambda a: a.store.acknowledge("gone", 1),
+    "settle, untaken": lambda a: a.settle("untaken"),
+    "cancel, unclaimed": lambda a: a.store.return_grant("untaken"),
     "settle, in flight": lambda a: a.settle("placed"),
     "settle, granted": lambda a: a.settle("granted"),
     "settle, queued": lambda a: a.settle("queued"),
@@ -51,17 +58,20 @@ TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
 
 @asynccontextmanager
 async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Fleet]:
-    """A fleet with room for two: `placed` and `granted` are in flight, `queued` and `other` wait."""
-    async with fleet("a", endpoints=2, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
+    """A fleet with room for three: `placed`, `granted` and `untaken` (placed when it was granted) are in
+    flight, `queued` and `other` wait."""
+    async with fleet("a", endpoints=3, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
         await a.admit("placed", workload="w")
         await a.admit("ends")
-        await a.admit("granted", workload="w")
+        await a.admit("ends too")
+        await a.admit("granted", workload="w", candidates=",".join(addresses(3)))
+        await a.admit("untaken", workload="w")
+        await a.settle("ends", "ends too")
+        assert a.notifications == [("granted", "granted"), ("placed", "untaken")]
         await a.admit("queued", workload="w")
         await a.admit("other", flow="other")
         for i in range(3):
             await a.admit(f"full{i}", flow="full")
-        await a.settle("ends")
-        assert a.notifications == [("granted", "granted")]
         yield it
 
 
@@ -135,3 +145,30 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         assert await it.counts() == (1, 0, [1])
         await a.beat()
         assert a.notifications == [("granted", "waits")]
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_a_request_that_its_grant_has_placed_comes_again_to_its_endpoint_and_counts_once(
+    fleet: OpenFleet, acknowledged: bool
+) -> None:
+    # A replica dies whose request was placed when it was granted, before or after it knew.
+    async with fleet("a", "b", endpoints=2, upper_per=1) as (it, a, b):
+        for name in ("ends", "runs", "waits"):
+            await a.admit(name)
+        await b.settle("ends")
+        if acknowledged:
+            assert await a.store.acknowledge("waits", 1) == "taken"
+        found = await b.store.reads.request("waits")
+        assert found is not None
+        assert found.entry.state == "placed"
+        # When another brings it, it is where it was.
+        for _ in range(2):
+            assert await b.admit("waits") == Decision("placed", ",".join(found.entry.endpoints))
+        assert await it.counts() == (2, 0, [1, 1])
+        # The first one, should it live, has no claim to it any more.
+        await a.beat()
+        assert a.notifications == []
+        assert await a.store.return_grant("waits") == "foreign"
+        assert (await a.place("waits")).status == "gone"
+        await b.settle("waits", "runs")
+        await until(it.at_rest)

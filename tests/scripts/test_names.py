@@ -22,7 +22,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
     while ends:
         replica.notifications.clear()
         await replica.settle(*ends)
-        ends = [request_id for what, request_id in replica.notifications if what == "granted"]
+        ends = [request_id for what, request_id in replica.notifications if what == "placed"]
         for request_id in ends:
             assert (await replica.place(request_id)).status == "placed"
         served += ends

@@ -86,7 +86,7 @@ async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_bri
         assert (await a.admit("waits")).status == "queued"
         assert await a.store.publish_changes(version, "next", {first: Endpoint(first)})
         await it.until_queued(0)
-        assert ("granted", "waits") in a.notifications
+        assert ("placed", "waits") in a.notifications
         assert (await a.place("waits")).status == "placed"
         await a.settle("waits")
 

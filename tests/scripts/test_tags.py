@@ -139,7 +139,7 @@ async def life(it: Fleet, name: str) -> None:
     for _ in range(MANY):  # a call drops so many at most, and then goes on without
         await a.sweep()
     await a.settle(f"{name} first")
-    await until_notified(a, "granted", f"{name} waits")
+    await until_notified(a, "placed", f"{name} waits")
     assert (await a.place(f"{name} waits")).status == "placed"
     assert await a.settle(f"{name} waits") == ["settled llama"]
 

@@ -125,6 +125,30 @@ def mixed(client: redis.Redis, pool: str) -> Mixed:
     return Mixed(client, pool)
 
 
+def test_a_grant_places_only_what_a_replica_of_this_version_has_brought(mixed: Mixed) -> None:
+    def inbox(version: int) -> dict[bytes, bytes]:
+        return dict(mixed.client.hgetall(f"{mixed.prefix}inbox:r-{version}"))
+
+    for number in range(6):
+        mixed.bring(1, f"runs{number}")
+    for version in (0, 1):
+        mixed.bring(version, f"first{version}")
+        mixed.bring(version, f"then{version}")
+    # The former version takes one of the present's over.
+    mixed.bring(1, "adopted")
+    mixed.of(0, "admit", arrival("adopted", flow="flow-adopted", priority=1))
+    # Where the present one grants
+    for number in range(3):
+        mixed.end(1, f"runs{number}")
+    granted = {b"adopted": b"granted", b"first0": b"granted"}
+    assert (inbox(0), inbox(1)) == (granted, {b"first1": b"placed 1"})
+    # And where the former does.
+    for number in range(3, 5):
+        mixed.end(0, f"runs{number}")
+    assert (inbox(0)[b"then0"], inbox(1)[b"then1"]) == (b"granted", b"granted")
+    mixed.audit()
+
+
 NAMES = [f"x{number}" for number in range(9)]
 VERSIONS, REQUESTS, HOSTS = st.integers(0, 1), st.sampled_from(NAMES), st.sampled_from(ENDPOINTS)
 STEPS = st.one_of(

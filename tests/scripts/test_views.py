@@ -147,7 +147,7 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
     # 230 requests in flight, two of them granted and not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
-        await a.admit("q1")
+        await a.admit("q1", subset=(E1,))
         await a.admit("q2")
         await a.settle("r000", "r001")
         # They are read in pages.
@@ -188,6 +188,7 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
         assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
         # Granted, then held by a silent replica's name, then gone
+        await a.admit("first", flow="f", candidates=E1)  # else it is placed when it is granted
         await a.settle("runs")
         granted = await b.store.reads.request("first")
         assert granted is not None
@@ -381,6 +382,7 @@ async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None
         assert "runs on 10.0.0.1:8000" in await why("runs")
         await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
+        await a.admit("q1", flow="gold", candidates=E1)  # else it is placed when it is granted
         await a.settle("runs")
         await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"

@@ -88,8 +88,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
         await a.settle("runs")
         for _ in range(5):
             ((what, request),) = a.notifications[-1:]
-            assert what == "granted"
-            await a.place(request)
+            assert what == "placed"
             await a.settle(request)
         # Nothing of them is left.
         for kind in ("line", "growing", "static", "queue"):

@@ -1,7 +1,8 @@
 """The gate on shared state: one queue and one stock for all replicas.
 
 A request is admitted by `admit`. If it is queued, it waits for its grant, which comes in the reply of any
-call, by a wake-up, or with a heartbeat. Then it is placed, which may queue it again. Until its end this
+call, by a wake-up, or with a heartbeat. If any endpoint will do, the script that grants it places it, too,
+and the replica acknowledges that. Else it is placed then, which may queue it again. Until its end this
 replica renews its lease if it owns the stream. `attempt` numbers the streams of a request, so that a late
 call of a dead stream never affects the stream that has taken the request over.
 """
@@ -49,6 +50,7 @@ _NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
 _NO_ENDPOINTS = "no-endpoints"  # why the script refused
 _TAKEN_OVER = "taken over by a newer stream"
 METER_WINDOW_S = 10  # whole seconds, without the present one
+_MAX_UNACKNOWLEDGED = 10_000  # a grant beyond asks for its place, which needs no acknowledgement
 _MAX_RECENT = 50_000  # the oldest are dropped
 _MAX_METERED_FLOWS = 5000  # a second
 _MAX_LISTED = 200
@@ -120,6 +122,8 @@ class SharedGate:
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._owned_streams: dict[str, _OwnedStream] = {}
+        # Attempts of requests that were placed when they were granted, until Redis has the acknowledgement.
+        self._unacknowledged: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -325,19 +329,52 @@ class SharedGate:
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
 
-    def on_notification(self, what: str, request_id: str) -> bool:
-        """A request was granted, expired, preempted or evicted. A repeated or late notification, or one of
-        another version, changes nothing.
+    def on_notification(self, what: str, about: str) -> bool:
+        """A request was granted, placed, expired, preempted or evicted; `about` is its id or, if it was
+        placed, `ATTEMPT ENDPOINTS LOADS ID`. A repeated or late notification, or one of another version,
+        changes nothing.
 
         True if a request waits that was not notified before. A grant of a request that neither waits nor runs
         here comes from a shared state that has lost its end, and is returned.
         """
-        waiter = self._waiting.get(request_id)
+        if what == "placed":
+            parts = about.split(" ", 3)
+            return len(parts) == 4 and self._on_placed(*parts)
+        waiter = self._waiting.get(about)
         if waiter is not None:
             return what in _NOTIFICATIONS and _notify(waiter.notification, Decision(what, ""))
-        if what == "granted" and request_id not in self._owned_streams:
-            _ignore_loss(self._store.return_grant(request_id))
+        if what == "granted" and about not in self._owned_streams and about not in self._unacknowledged:
+            _ignore_loss(self._store.return_grant(about))
         return False
+
+    def _on_placed(self, attempt: str, endpoints: str, loads: str, request_id: str) -> bool:
+        """A request was granted and placed at once. As `on_notification`."""
+        waiter = self._waiting.get(request_id)
+        if (
+            waiter is None
+            or str(waiter.attempt) != attempt
+            or self.pause_detector.resumed_recently  # another replica may have it by now
+            or len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
+        ):
+            return self.on_notification("granted", request_id)  # the script decides, as about any grant
+        verdict = Decision("placed", endpoints, loads)
+        if not _notify(waiter.notification, verdict):
+            return False
+        self._acknowledge(request_id, waiter.attempt)
+        self._chosen(waiter.request, self._chooser.unscored(waiter.request), verdict)
+        return True
+
+    def _acknowledge(self, request_id: str, attempt: int) -> None:
+        """Tell Redis that this replica knows where a request is. Until then it may be notified again."""
+
+        def taken(answer: asyncio.Future[str]) -> None:
+            if self._unacknowledged.get(request_id) == attempt:
+                del self._unacknowledged[request_id]
+
+        self._unacknowledged[request_id] = attempt
+        answer = self._store.acknowledge(request_id, attempt)
+        _ignore_loss(answer)
+        answer.add_done_callback(taken)
 
     def is_placing(self, request_id: str) -> bool:
         """Whether the placement of a granted request is not answered yet."""

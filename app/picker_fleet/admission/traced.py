@@ -103,6 +103,13 @@ class TracedStore(Store):
         spans.on_verdict(verdict.status)
         return verdict
 
+    def acknowledge(self, request_id: str, attempt: int) -> asyncio.Future[str]:
+        spans = self._traces.undecided(request_id)
+        if spans is not None:  # the script has placed it with its grant
+            with spans.stage("place") as span:
+                span.set_attribute("picker.verdict", "placed")
+        return super().acknowledge(request_id, attempt)
+
     def settle(
         self,
         request_id: str,

@@ -25,8 +25,8 @@ REFUSALS = (
     "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
     "band-bytes", "total-capacity",
 )  # fmt: skip
-# What a replica is notified of about a request of its own.
-NOTIFICATIONS = ("granted", "expired", "preempted", "evicted")
+# What a replica is notified of about a request of its own. `placed`: granted and placed at once.
+NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 # Of a request in the pool, numbered from 1. `held`: orphaned, since its replica is silent.
 STATES = ("queued", "held", "granted", "placed")
 WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes no stock and has no tag
@@ -49,7 +49,8 @@ ADMITTED_ALONE = "alone="  # begins the field after them, if the request was adm
 # Begins the next one, if the band is not one of the three; `band` has the nearest of them.
 OTHER_PRIORITY = "priority="
 # A record, field -> its format in `struct`. A waiting request's ends before `endpoints`. Behind it, until the
-# request is placed and unless they are 0, are the bytes of its body and the epoch in which they are counted.
+# request is placed, are the bytes of its body and the epoch in which they are counted; then, while it waits,
+# a byte 1 if any endpoint will do, so that its grant places it. If there are no bytes and no 1, neither is.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
@@ -75,6 +76,7 @@ ITEMS = {
     "settle": ("id", "outcome", "cost", "answer_tokens"),
     "split": ("split", "weights", "id", "proposed"),
     "place": ("id", "attempt", "candidates"),
+    "acknowledge": ("id", "attempt"),
     "cancel": ("id", "attempt", "why"),
     "mark_endpoint": ("address", "mark", "on"),
 }
@@ -139,17 +141,19 @@ def _functions() -> Iterator[str]:
     struct.unpack(layout, text)
   if number <= {WAITING_STATES} then rest, r.endpoints, r.taken, r.tag = r.endpoints, '', 0, -1 end
   if rest <= #text then
-    {bytes} = struct.unpack('{bytes_layout}', text, rest)
+    {bytes}, rest = struct.unpack('{bytes_layout}', text, rest)
+    r.any_endpoint = rest <= #text
   else
-    r.bytes = 0
+    r.bytes, r.any_endpoint = 0, false
   end
 end
 local function pack_record(r)
   local number = STATE_NUMBERS[r.state]
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
-  if number == {len(STATES)} or r.bytes == 0 then return text end
-  return text .. struct.pack('{bytes_layout}', {bytes})
+  local any_endpoint = r.any_endpoint and number <= {WAITING_STATES}
+  if number == {len(STATES)} or r.bytes == 0 and not any_endpoint then return text end
+  return text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0) .. (any_endpoint and '\\1' or '')
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])
     pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)(.*)"

@@ -20,7 +20,6 @@ from picker_fleet.state.reads import QueueSnapshots, Reads
 from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
-_ALL = "*"
 _ADOPTED = " adopted"
 
 
@@ -113,7 +112,7 @@ class PoolState:
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_notification(what, request_id)` is called with each grant, expiry or eviction in a reply;
+    `on_notification(what, about)` is called with each grant, expiry or eviction in a reply;
     `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each admission of a
     request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes unavailable.
     `reads` are those of the admin API, `queue_snapshots` the part that is read once for all replicas.
@@ -187,7 +186,8 @@ class Store:
     ) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool
 
-        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none.
+        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*' a
+        request that is queued is placed when it is granted.
         """
         reply: str = await self._client.submit("admit", (_arrival(request, attempt, candidates, age_s),))
         if reply.endswith(_ADOPTED):
@@ -204,6 +204,11 @@ class Store:
     async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
+
+    def acknowledge(self, request_id: str, attempt: int) -> asyncio.Future[str]:
+        """taken | unknown: this replica knows where a request is that was placed when it was granted. Kept
+        until taken."""
+        return self._client.submit("acknowledge", (request_id, attempt), durable=True)
 
     def settle(
         self,
@@ -282,9 +287,11 @@ class Store:
         return int(clock[1]) // 1000 if clock else 0
 
     async def notifications(self) -> list[tuple[str, str]]:
-        """The notifications in this replica's inbox, each as (what, request id). They stay there."""
+        """The notifications in this replica's inbox, each as (what, request id). They stay there. What was
+        placed when it was granted is among the granted, as in a heartbeat's reply."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
-        return [(what, request_id) for request_id, what in zip(flat[::2], flat[1::2], strict=True)]
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return [("granted" if what.startswith("placed") else what, request_id) for request_id, what in pairs]
 
     async def leave(self) -> None:
         """Take this replica off the list of live ones; the sweep takes care of requests that it left."""

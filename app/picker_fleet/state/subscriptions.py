@@ -111,13 +111,13 @@ class _Subscription:
 async def listen(
     url: str, name: str, on_notification: Callable[[str, str], object], *, check_s: float = CHECK_S
 ) -> None:
-    """Pass each line `WHAT ID` of the wake-up channel `name` to `on_notification` until cancelled. Wake-ups
-    are hints: a lost one costs at most a heartbeat."""
+    """Pass each line `WHAT ABOUT` of the wake-up channel `name` to `on_notification` until cancelled.
+    Wake-ups are hints: a lost one costs at most a heartbeat."""
 
     def take(message: bytes) -> None:
         for line in message.decode(errors="replace").split("\n"):
-            what, _, request_id = line.partition(" ")
-            on_notification(what, request_id)
+            what, _, about = line.partition(" ")
+            on_notification(what, about)
 
     await follow(url, name, take, what="wake-ups", check_s=check_s)
 

@@ -3,7 +3,7 @@ imported only if tracing is configured.
 
     decide ─┬─ admit      the admit script
             ├─ wait       in the queue; again if the request is requeued
-            ├─ place      the choice of an endpoint after the grant
+            ├─ place      the choice of an endpoint after the grant; without length where the grant made it
             └─ settle     the request's end, by the replica that receives it
 
 `decide` is a child of the client's span if the request has a W3C `traceparent`, whose sampling flag counts;

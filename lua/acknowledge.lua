@@ -1,0 +1,21 @@
+-- include: dispatch
+-- The caller knows where these requests are, which were placed when they were granted (lib/dispatch.lua), so the
+-- notifications leave its inbox.
+--
+-- Guarantees: takes out no notification of another attempt. Repeating a call changes nothing.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each request: id, attempt
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'taken' | 'unknown'
+
+local function acknowledge(args)
+  local inbox, notes = key.inbox[args[1]], {}
+  local ids, count = column(args, ACKNOWLEDGE_ITEM, 1)
+  for i, note in ipairs(read('HMGET', inbox, unpack(ids, 1, count))) do notes[ids[i]] = note end
+  return for_each_item(args, ACKNOWLEDGE_ITEM, function(_, id, attempt)
+    if notes[id] ~= notifications.placed_for(attempt) then return 'unknown' end
+    notifications.withdraw(args[1], id)
+    return 'taken'
+  end)
+end
