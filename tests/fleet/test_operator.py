@@ -167,3 +167,36 @@ async def test_bands_share_by_weights_that_change_while_requests_wait(here: Any)
     first = Counter(granted(await logged(here, since))[:15])
     assert [first[each] for each in priorities] == [7, 7, 1]
     await here.patch({"fair_request_queue": {"band_policy": "strict", "band_weights": {"seven": 30}}})
+
+
+async def test_a_band_has_its_bytes_as_soon_as_an_operator_sets_them(here: Any) -> None:
+    await here.post("pause", replica=0)
+    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(ask(client, objective="p7")) for _ in range(2)]
+        await here.until_state(queued=2)
+
+        async def band(name: str = "seven") -> dict[str, Any]:
+            return next(each for each in (await here.get("state", 1))["bands"] if each["band"] == name)
+
+        held = (await band())["queued_bytes"]
+        assert held > 0
+        # Two bodies wait where now one and a half may. They stay, and the next one is refused.
+        await here.patch({"fair_request_queue": {"priority_bands": {"seven": {"bytes": held * 3 // 4}}}})
+        refused = await ask(client, objective="p7")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "band_bytes")
+        # Other bands do not have this limit.
+        waits.append(tasks.create_task(ask(client, objective="scrap")))
+        await here.until_state(queued=3)
+
+        async def shown() -> bool:
+            found = await band()
+            return (found["queued_bytes"], found["bytes"]) == (held, held * 3 // 4)
+
+        await here.eventually(shown, what="the limit on another replica")
+        await here.patch({"fair_request_queue": {"priority_bands": {"seven": None}}})
+        waits.append(tasks.create_task(ask(client, objective="p7")))
+        await here.until_state(queued=4)
+        await here.post("resume", replica=2)
+    assert {task.result().status_code for task in waits} == {200}
+    await at_rest(here)
+    assert not any((await here.get("state"))["queue_bytes"].values())

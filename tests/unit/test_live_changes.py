@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "band_policy": "weighted",
         "band_weights": {"Critical": 5}, "fairness": "round-robin", "ordering": "edf",
         "overload": "reject-noncritical", "starvation_after": "2500ms", "guard_share": 0.25,
-        "queue_without_endpoints": True,
+        "queue_without_endpoints": True, "priority_bands": {"Default": {"bytes": 7000}},
     },
     "request_queue_controller": {
         "watermark_per_backend": 10, "percentage_deviation_for_bounds": 0.2, "lower_bound_per_backend": 9,
@@ -91,8 +92,8 @@ def test_starvation_ms_is_whole_and_0_only_if_unset(after: str | None, ms: int) 
 
 def test_every_live_key_has_its_effect_and_no_other() -> None:
     flat = live_config.flattened(EVERYTHING)
-    named = (".Critical", ".prefix-affinity")
-    keys = {key.removesuffix(named[0]).removesuffix(named[1]) for key in flat}
+    named = (".Critical", ".prefix-affinity", ".Default.bytes")
+    keys = {next((key.removesuffix(each) for each in named if key.endswith(each)), key) for key in flat}
     keys -= {key for key in keys if key.startswith("weights.")}
     assert keys == live_config.AFFECTS.keys()
 
@@ -104,7 +105,11 @@ def test_every_live_key_has_its_effect_and_no_other() -> None:
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
         "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
-        "queue_unready": 1,
+        "queue_unready": 1, "bands": [
+            {"priority": 10, "preemptible": False, "guaranteed": True},
+            {"priority": 0, "preemptible": True, "guaranteed": False, "bytes": 7000},
+            {"priority": -10, "preemptible": True, "guaranteed": False},
+        ],
     }  # fmt: skip
 
 
@@ -156,6 +161,73 @@ def test_changing_one_weight_keeps_the_others() -> None:
     one = live_config.merged(changes, live_config.flattened(bands({"Critical": None})))
     assert live_config.overrides(configured, one) == {"band_weights": [50, 30, 10]}
     assert live_config.merged(changes, live_config.flattened(bands(None))) == {}
+
+
+def test_limits_and_attributes_of_bands_change_one_by_one() -> None:
+    def bands(by_name: object) -> dict[str, Any]:
+        return {"fair_request_queue": {"priority_bands": by_name}}
+
+    given = [{"priority": 7, "capacity": 5}, {"priority": -50, "name": "low.est", "bytes": 100}]
+    configured = parse({"fair_request_queue": {"priority_bands": given, "band_weights": {"7": 3}}})
+    names = configured.fair_request_queue.band_weights
+    patches = (
+        bands({"low.est": {"bytes": 2**40, "capacity": 9}, "default": {"preemptible": False}}),
+        bands({"low.est": {"capacity": None}, "7": {"guaranteed": True}}),
+    )
+    changes: dict[str, Any] = {}
+    for patch in patches:
+        changes = live_config.merged(changes, live_config.flattened(patch, names))
+    assert live_config.nested(changes) == bands(
+        {"low.est": {"bytes": 2**40}, "Default": {"preemptible": False}, "7": {"guaranteed": True}}
+    )
+    # They are in force, and nothing else has changed: neither weights nor names.
+    found = live_config.applied(configured, changes).settings.fair_request_queue.bands
+    expected = {band.name: band for band in configured.fair_request_queue.bands}
+    expected["low.est"] = replace(expected["low.est"], bytes=2**40)
+    expected["Default"] = replace(expected["Default"], preemptible=False)
+    expected["7"] = replace(expected["7"], guaranteed=True, preemptible=False)  # of Default, by default
+    assert {band.name: band for band in found} == expected
+    assert live_config.overrides(configured, changes) == {"bands": [
+        {"priority": 10, "preemptible": False, "guaranteed": True},
+        {"priority": 0, "preemptible": False, "guaranteed": False},
+        {"priority": -10, "preemptible": True, "guaranteed": False},
+        {"priority": 7, "preemptible": False, "guaranteed": True, "capacity": 5},
+        {"priority": -50, "preemptible": True, "guaranteed": False, "bytes": 2**40},
+    ]}  # fmt: skip
+    # Those of one band are taken back, or all.
+    one = live_config.merged(changes, live_config.flattened(bands({"7": None}), names))
+    assert "fair_request_queue.priority_bands.7.guaranteed" not in one
+    assert live_config.merged(changes, live_config.flattened(bands(None), names)) == {}
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ([{"priority": 7, "bytes": 5}], "priority_bands: must be an object of band and attributes"),
+        ({"7": 5}, "priority_bands.7: must be an object of attributes"),
+        (
+            {"7": {"priority": 8}},
+            "priority_bands.7.priority: cannot change live; of a band may: bytes, capacity,",
+        ),
+        ({"7": {"name": "x"}}, "priority_bands.7.name: cannot change live"),
+        ({"7": {"weight": 8}}, "priority_bands.7.weight: is changed as fair_request_queue.band_weights.7"),
+        (
+            {"8": {"bytes": 8}},
+            "priority_bands.8: is no configured band; valid: Critical, 7, Default, Sheddable",
+        ),
+        ({"7": {"bytes": 0}}, "priority_bands.7.bytes: "),
+        ({"Default": {"bytes": "1Gi"}}, "priority_bands.Default.bytes: "),
+        ({"Default": {"capacity": True}}, "priority_bands.Default.capacity: "),
+        ({"7": {"guaranteed": "yes"}}, "priority_bands.7.guaranteed: "),
+    ],
+)
+def test_a_fault_in_a_change_of_bands_is_named(patch: object, says: str) -> None:
+    configured = parse({"fair_request_queue": {"priority_bands": [{"priority": 7}]}})
+    with pytest.raises(ConfigError) as fault:
+        live_config.applied(
+            configured, live_config.flattened({"fair_request_queue": {"priority_bands": patch}}, ("7",))
+        )
+    assert says in str(fault.value)
 
 
 def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:

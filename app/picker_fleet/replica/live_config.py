@@ -2,8 +2,8 @@
 
 The shared state keeps each change twice. The *changes* are in the operator's words: {`section.key`: value},
 {`weights.FLOW`: weight}, and each name of a mapping by itself: {`fair_request_queue.band_weights.BAND`: …},
-{`scheduling.scorers.NAME`: weight}. The *overrides* are the settings that the scripts read in place of the
-published ones. Overrides always follow from all changes, so that a fault between two keys is found whichever
+{`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …}, {`scheduling.scorers.NAME`: weight}. The *overrides*
+are the settings that the scripts read in place of the published ones. Overrides always follow from all changes, so that a fault between two keys is found whichever
 comes last.
 
 `admin/changes.py` makes changes, `replica/heartbeat.py` follows them.
@@ -30,6 +30,7 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.claim_share": ("claim_share",),
     "fair_request_queue.band_policy": ("band_policy",),
     "fair_request_queue.band_weights": ("band_weights",),
+    "fair_request_queue.priority_bands": ("bands",),
     "fair_request_queue.fairness": ("fairness",),
     "fair_request_queue.ordering": ("ordering",),
     "fair_request_queue.overload": ("overload",),
@@ -52,8 +53,10 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
 LIVE = (*AFFECTS, "weights.FLOW")
 _WEIGHTS = "weights"
 _BAND_WEIGHTS = "fair_request_queue.band_weights"
+_BANDS = "fair_request_queue.priority_bands"
+_BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
-_BY_NAME = (_BAND_WEIGHTS, _SCORERS)  # each name under them changes on its own
+_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # each name under them changes on its own
 _MOST_SCORER_WEIGHT = 1e6
 _MOST_WEIGHTS = 200  # the scripts read all of them again after every change
 _LONGEST_FLOW_BYTES = 256
@@ -75,6 +78,9 @@ def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality
                 name = f"{section}.{key}"
                 if name == _SCORERS and not isinstance(value, dict | None):
                     faults.append(f"{name}: must be an object of scorer and weight")
+                elif name == _BANDS:
+                    faults += _band_faults(value)
+                    changes |= _of_bands(value, bands)
                 else:
                     known_names = SCORERS if name == _SCORERS else bands
                     changes |= _by_name(name, value, known_names) if name in _BY_NAME else {name: value}
@@ -103,6 +109,8 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     if faults:
         raise ConfigError("\n".join(faults))
     queue = patch.get("fair_request_queue", {})
+    if by_name := queue.pop("priority_bands", {}):
+        queue["priority_bands"] = _bands_with(settings, by_name)
     if isinstance(by_band := queue.get("band_weights"), Mapping):
         configured = settings.fair_request_queue.band_weights.items()
         queue["band_weights"] = {**dict(configured), **by_band}
@@ -113,7 +121,10 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
         by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
         named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
         tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
-    return EffectiveConfig(parse(tree), weights)
+    try:
+        return EffectiveConfig(parse(tree), weights)
+    except ConfigError as fault:
+        raise ConfigError(_naming_bands(str(fault), queue.get("priority_bands", ()))) from None
 
 
 def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
@@ -143,7 +154,11 @@ def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
-        if (whole_key := _whole(key)) != key:
+        if (whole_key := _whole(key)) == _BANDS != key:
+            band, _, attribute = key.removeprefix(f"{_BANDS}.").rpartition(".")
+            keys.setdefault("priority_bands", {}).setdefault(band, {})[attribute] = value
+            continue
+        if whole_key != key:
             name, _, part = name.partition(".")
             whole = keys.get(name)
             kept = whole.items() if isinstance(whole, Mapping) else ()
@@ -168,6 +183,60 @@ def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
     if not isinstance(weights, Mapping):
         return {whole: weights}
     return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
+
+
+def _band_faults(by_name: Any) -> Iterable[str]:
+    """What in a patch of bands is none of their attributes that may change."""
+    if not isinstance(by_name, Mapping | None):
+        yield f"{_BANDS}: must be an object of band and attributes"
+        return
+    for band, attributes in (by_name or {}).items():
+        where = f"{_BANDS}.{str(band)[:60]}"
+        if not isinstance(attributes, Mapping | None):
+            yield f"{where}: must be an object of attributes"
+            continue
+        for attribute in attributes or {}:
+            if attribute == "weight":
+                yield f"{where}.weight: is changed as {_BAND_WEIGHTS}.{str(band)[:60]}"
+            elif attribute not in _BAND_ATTRIBUTES:
+                told = ", ".join(_BAND_ATTRIBUTES)
+                yield f"{where}.{str(attribute)[:60]}: cannot change live; of a band may: {told}"
+
+
+def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
+    """A change of bands, attribute by attribute; None takes back those of a band, or of all `bands`."""
+    given = dict.fromkeys(bands) if by_name is None else by_name
+    changes: dict[str, Any] = {}
+    for band, attributes in given.items() if isinstance(given, Mapping) else ():
+        own = dict.fromkeys(_BAND_ATTRIBUTES) if attributes is None else attributes
+        if isinstance(own, Mapping):
+            changes |= {f"{_BANDS}.{_named(band)}.{attribute}": value for attribute, value in own.items()}
+    return changes
+
+
+def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The configured `priority_bands` with the attributes that are changed.
+
+    Raises:
+        ConfigError: one of the names is no band.
+    """
+    queue = settings.fair_request_queue
+    given = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
+    priorities = {band.name: band.priority for band in queue.bands}
+    for name, attributes in by_name.items():
+        if name not in priorities:
+            known = ", ".join(priorities)
+            raise ConfigError(f"{_BANDS}.{name[:60]}: is no configured band; valid: {known}")
+        given.setdefault(name, {"priority": priorities[name], "name": name}).update(attributes)
+    return list(given.values())
+
+
+def _naming_bands(fault: str, bands: Iterable[Mapping[str, Any]]) -> str:
+    """`fault` with the names of `bands` in place of their places in the list."""
+    for place, band in enumerate(bands):
+        name = band.get("name", band["priority"])
+        fault = fault.replace(f"{_BANDS}.{place}.", f"{_BANDS}.{name}.")
+    return fault
 
 
 def _part(whole: str, name: object) -> str:
