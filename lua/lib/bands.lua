@@ -39,6 +39,7 @@ do -- a chunk may have 200 locals
 
   local bytes, byte_limits = {}, {} -- by the number of a band: of the bodies that wait in it, and how many may
   local bytes_epoch = 0
+  local bytes_text -- the same as text; nil: to be made, for formatting takes longer than counting
   local configured, weights = CONFIGURED, {} -- Critical, Default and Sheddable first; and their weights
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
@@ -117,6 +118,7 @@ do -- a chunk may have 200 locals
   function bands.read_bytes(text, counters_text, now)
     bands.keeps_bytes = (text or '') ~= ''
     for band in pairs(bytes) do bytes[band] = nil end
+    bytes_text = nil
     bytes_epoch = now % 2 ^ 32
     if not bands.keeps_bytes or string.sub(text, 1, #counters_text) ~= counters_text then return end
     local numbers = {}
@@ -129,11 +131,14 @@ do -- a chunk may have 200 locals
 
   -- The same as text, to be written with the counters; '' if none wait.
   function bands.bytes_beside(counters_text)
-    local numbers = {bytes_epoch}
-    for band, waiting in pairs(bytes) do
-      if waiting > 0 then numbers[#numbers + 1], numbers[#numbers + 2] = band, waiting end
+    if not bytes_text then
+      local numbers = {bytes_epoch}
+      for band, waiting in pairs(bytes) do
+        if waiting > 0 then numbers[#numbers + 1], numbers[#numbers + 2] = band, waiting end
+      end
+      bytes_text = numbers[2] and ' ' .. table.concat(numbers, ' ') or ''
     end
-    return numbers[2] and counters_text .. ' ' .. table.concat(numbers, ' ') or ''
+    return bytes_text ~= '' and counters_text .. bytes_text or ''
   end
 
   -- The body of a request waits (1), or does no longer (-1).
@@ -141,14 +146,14 @@ do -- a chunk may have 200 locals
     if change > 0 then r.bytes_epoch = bytes_epoch elseif r.bytes_epoch ~= bytes_epoch then return end
     local band = r.band
     bytes[band] = math.max((bytes[band] or 0) + change * r.bytes, 0)
-    bands.keeps_bytes, pool.touched = true, true
+    bands.keeps_bytes, bytes_text, pool.touched = true, nil, true
   end
 
   function bands.bytes(band) return bytes[band] or 0 end
   function bands.has_room_for_bytes(r) return (bytes[r.band] or 0) + r.bytes <= byte_limits[r.band] end
   -- Nobody waits in the band, so no body does.
   function bands.forget_bytes(band)
-    if bytes[band] then bytes[band], bands.keeps_bytes, pool.touched = nil, true, true end
+    if bytes[band] then bytes[band], bytes_text, bands.keeps_bytes, pool.touched = nil, nil, true, true end
   end
 
   -- The same as text, if this call has changed it; else nil.
@@ -234,7 +239,7 @@ do -- a chunk may have 200 locals
     for i = #others, 1, -1 do
       if others[i] == band then table.remove(others, i) end
     end
-    PRIORITY[band], RANK[band], bytes[band] = nil, nil, nil
+    PRIORITY[band], RANK[band], bytes[band], bytes_text = nil, nil, nil, nil
     arrange()
   end
 end

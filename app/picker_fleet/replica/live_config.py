@@ -3,8 +3,8 @@
 The shared state keeps each change twice. The *changes* are in the operator's words: {`section.key`: value},
 {`weights.FLOW`: weight}, and each name of a mapping by itself: {`fair_request_queue.band_weights.BAND`: …},
 {`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …}, {`scheduling.scorers.NAME`: weight}. The *overrides*
-are the settings that the scripts read in place of the published ones. Overrides always follow from all changes, so that a fault between two keys is found whichever
-comes last.
+are the settings that the scripts read in place of the published ones. Overrides always follow from all
+changes, so that a fault between two keys is found whichever comes last.
 
 `admin/changes.py` makes changes, `replica/heartbeat.py` follows them.
 """
