@@ -178,10 +178,10 @@ async def test_a_band_has_its_bytes_as_soon_as_an_operator_sets_them(here: Any) 
         async def band(name: str = "seven") -> dict[str, Any]:
             return next(each for each in (await here.get("state", 1))["bands"] if each["band"] == name)
 
-        body_bytes = (await band())["queued_bytes"]
-        assert body_bytes > 0
+        size = (await band())["queued_bytes"]
+        assert size > 0
         # Two bodies wait where now one and a half may. They stay, and the next one is refused.
-        await here.patch({"fair_request_queue": {"priority_bands": {"seven": {"bytes": body_bytes * 3 // 4}}}})
+        await here.patch({"fair_request_queue": {"priority_bands": {"seven": {"bytes": size * 3 // 4}}}})
         refused = await ask(client, objective="p7")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "band_bytes")
         # Other bands do not have this limit.
@@ -190,7 +190,7 @@ async def test_a_band_has_its_bytes_as_soon_as_an_operator_sets_them(here: Any) 
 
         async def shown() -> bool:
             found = await band()
-            return (found["queued_bytes"], found["bytes"]) == (body_bytes, body_bytes * 3 // 4)
+            return (found["queued_bytes"], found["bytes"]) == (size, size * 3 // 4)
 
         await here.eventually(shown, what="the limit on another replica")
         await here.patch({"fair_request_queue": {"priority_bands": {"seven": None}}})
