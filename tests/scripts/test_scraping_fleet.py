@@ -22,7 +22,7 @@ from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
-HEARTBEAT_S = 10.0  # a replica that is silent for 6 s counts as gone: longer than a busy machine stalls
+HEARTBEAT_S = 6.0  # a replica that is silent for 3.6 s counts as gone: longer than a busy machine stalls
 REPLICAS = ("one", "two", "three")
 
 
