@@ -52,6 +52,16 @@ async def all_shared(here: Fleet) -> bool:
     return all(state["degraded"] is False for state in states)
 
 
+async def departures(here: Fleet) -> int:
+    """How often replicas have left Redis and served by themselves."""
+    found = 0.0
+    for replica in REPLICAS:
+        for line in (await here.admin("/metrics", replica)).text.splitlines():
+            if line.startswith("epp_failover_transitions_total{") and 'to="local"' in line:
+                found += float(line.rsplit(" ", 1)[1])
+    return int(found)
+
+
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     """Wait until every count is exactly 0, by each replica and inside the model servers."""
     for replica in REPLICAS:

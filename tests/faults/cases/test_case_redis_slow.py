@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
-from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, format_ms, quantile
+from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms, quantile
 from fault_case import FULL, Case
 from paced import Paced, paced
 from proxy import Proxy
@@ -76,21 +76,15 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
         case.report(f"without the fault {before[0] - quick[0]} of {before[1] - quick[1]}")
         case.report(f"whole requests {format_ms(ill)}, without the fault {format_ms(usual)}")
         case.report(f"less its median {format_ms(took_s - median_s for took_s in ill)}")
-        departures = await _departures(here)
-        case.report(f"replicas went by themselves {departures} times")
+        alone = await departures(here)
+        case.report(f"replicas went by themselves {alone} times")
         assert failed == []
-        assert departures == 0
+        assert alone == 0
         assert slow <= decided * 0.01 or not FULL
         # After the fault the counts are exact.
         await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")
         await all_at_rest(here, servers)
         assert servers.peak <= SERVERS * EACH
-
-
-async def _departures(here: Fleet) -> int:
-    pages = [(await here.admin("/metrics", replica)).text.splitlines() for replica in REPLICAS]
-    found = (line for page in pages for line in page if line.startswith("epp_failover_transitions_total{"))
-    return _sum(line for line in found if 'to="local"' in line)
 
 
 async def _decisions(here: Fleet) -> tuple[int, int]:
