@@ -45,6 +45,7 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other re
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
+_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class Choice(NamedTuple):
@@ -118,7 +119,10 @@ class ExplanationCache:
         choices = self._choices
         if request_id in choices:
             self._values -= choices.pop(request_id).values
-        values = basis.values
+        if isinstance(basis, LeastLoadedPick):
+            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
+        else:
+            values = basis.values
         choices[request_id] = _Explained(basis, chosen, live, values)
         self._values += values
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):

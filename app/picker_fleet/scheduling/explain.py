@@ -17,8 +17,6 @@ _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
 )
 
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
-
 
 class LeastLoadedPick(NamedTuple):
     """What was known where the script alone chose: the pool's `endpoints` and the requests in flight at
@@ -29,11 +27,6 @@ class LeastLoadedPick(NamedTuple):
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
-
-    @property
-    def values(self) -> int:
-        """How many loads, endpoints and addresses it has."""
-        return 1 + len(self.endpoints) + len(self.in_flight) + len(self.candidates) // _ADDRESS_BYTES
 
 
 PickBasis = Ranking | LeastLoadedPick
