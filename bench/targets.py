@@ -19,14 +19,13 @@ from typing import Any
 from bench.rig.load import SMALL_BYTES, Driver, Load
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import T_95, interval, percentile, table
-from bench.rig.server import Server, server
+from bench.rig.server import Server, arrival, server
 from bench.sizing.calls import cpu_us_each
 from bench.soak import Fleet, running_fleet
 from picker_fleet.config import parse
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import Library
-from picker_fleet.state.store import pack_arrival
 from picker_tools.load.client_history import ClientRequest, send_request
 
 _RESULTS = Path(__file__).parent / "results"
@@ -91,8 +90,7 @@ def _score(it: Server) -> list[Row]:
     call("publish", "r", "c", "e", json.dumps(settings), "10.0.0.1:8000", '{"labels":{},"draining":false}')
     call("heartbeat", "r", "{}", 60_000, "")
     for number in range(1, _WORKLOADS + 1):
-        texts = (f"id-{number}", "1", "flow", f"workload-{number}", "llama", "*")
-        call("admit", "r", pack_arrival(texts, (0, 1, 1, 60_000, 0, 3, 0, 0)))
+        call("admit", "r", arrival(f"id-{number}", "flow", workload=f"workload-{number}", ttl_ms=60_000))
         call("settle", "r", f"id-{number}", "completed", "", "")
     registry = pool.removesuffix("pool") + "workloads"
     taken_mb = int(it.client.memory_usage(registry, samples=0)) / 1e6

@@ -10,9 +10,8 @@ from typing import Any
 
 import hiredis
 
-from bench.rig.server import Server
+from bench.rig.server import Server, arrival
 from picker_fleet.state.batching import MAX_BATCH
-from picker_fleet.state.store import pack_arrival
 
 BATCH = 16  # requests a call
 IN_FLIGHT = 4 * BATCH
@@ -143,8 +142,9 @@ class Workload:
                 id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
-                texts = id, "1", flow, workload, "llama", "*" if self._placed else _FIRST
-                args.append(pack_arrival(texts, (priority, 1, 1, ttl_ms, 0, 3, 0, 0)))
+                candidates = "*" if self._placed else _FIRST
+                numbers = {"ttl_ms": ttl_ms, "priority": priority}
+                args.append(arrival(id, flow, workload=workload, candidates=candidates, **numbers))
                 ids.append(id)
             replies = self._call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]

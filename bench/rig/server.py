@@ -12,7 +12,9 @@ import hiredis
 import redis
 
 from bench.rig.machine import cpu_ns, resident_bytes
+from picker_fleet.state.schema import ARRIVAL_NUMBERS
 from picker_fleet.state.scripts import load_library
+from picker_fleet.state.store import pack_arrival
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import VALKEY_SETTINGS
 from picker_tools.local_fleet.processes import packaged_binary
@@ -22,6 +24,15 @@ _PIPELINED = 12  # commands sent before a reply is awaited
 # Longer calls are in the slow log. With 1000 us it had 15 000 calls for a million requests, and freeing them
 # delayed the next call by 20 to 50 ms.
 SLOW_US = 3000
+
+
+def arrival(
+    request_id: str, flow: str, *, ttl_ms: int, workload: str = "", priority: int = 0, candidates: str = "*"
+) -> bytes:
+    """An argument of the script `admit`: a request of weight and cost 1, by default for any endpoint."""
+    numbers = {"priority": priority, "weight": 1, "cost": 1, "ttl_ms": ttl_ms, "criticality": 3}
+    texts = (request_id, "1", flow, workload, "llama", candidates)
+    return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
 
 
 class Server:

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 import hiredis
 
 from bench.lifecycle.workload import SETTINGS
-from bench.rig.server import Server
+from bench.rig.server import Server, arrival
 from bench.sizing.formula import Fleet, messages_a_second
 from picker_fleet.state.batching import HEAD
 from picker_fleet.state.keys import Keys
-from picker_fleet.state.store import pack_arrival
 from picker_tools.local_fleet.network import LOOPBACK
 
 _NEVER_MS = 10_000_000
@@ -80,10 +79,7 @@ class Pool:
         """The ids of `count` new requests."""
         ids = [f"{self._made + n:036d}" for n in range(count)]
         self._made += count
-        numbers = (0, 1, 1, _NEVER_MS, 0, 3, 0, 0)
-        arrivals = [
-            pack_arrival((id, "1", f"tenant-{int(id) % _FLOWS}", "", "llama", "*"), numbers) for id in ids
-        ]
+        arrivals = [arrival(id, f"tenant-{int(id) % _FLOWS}", ttl_ms=_NEVER_MS) for id in ids]
         self.call("admit", self.owners[0], *arrivals)
         return ids
 
