@@ -305,7 +305,10 @@ def check_history(
         if not ends[request]:
             faults.append(f"{request} was served and the log knows no end of it")
         elif len(ends[request]) > 1 or ends[request][-1] not in may_end:
-            faults.append(f"{request} was served and ended as {ends[request]}")
+            steps = [
+                f"{entry['event']} at {entry['time_us']}" for entry in log if entry["request"] == request
+            ]
+            faults.append(f"{request} was served and ended as {ends[request]}: {', '.join(steps)}")
         counted[ends[request][-1] if ends[request] else "unknown"] += 1
     return HistoryCheck(
         tuple(faults),
