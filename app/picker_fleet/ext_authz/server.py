@@ -33,7 +33,7 @@ from picker_fleet.units import split_host_port
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
 SETTLE_PATH: Final = b"/settle"
 HEALTH_PATH: Final = b"/healthz"
-_MAX_NAMES = 1000  # of headers, remembered
+_MAX_NAMES, _LONGEST_NAME = 1000, 64  # of headers that are remembered, and bytes of one
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 _IDLE_S = 300.0  # of a connection without a request
 _BACKLOG = 1024
@@ -145,7 +145,7 @@ async def _every(interval_s: float, work: Callable[[], None]) -> None:
 class _Wanted(dict[bytes, str]):
     """The name, in lower case, of each header that is read, by the name as it came; '' for any other.
 
-    Names that come are remembered, at most `_MAX_NAMES`: proxies send the same ones again and again.
+    Names that come are remembered, as far as they are few and short: proxies send the same ones again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -153,7 +153,7 @@ class _Wanted(dict[bytes, str]):
 
     def __missing__(self, name: bytes) -> str:
         wanted = self.get(name.lower(), "")
-        if len(self) < _MAX_NAMES:
+        if len(self) < _MAX_NAMES and len(name) <= _LONGEST_NAME:
             self[name] = wanted
         return wanted
 
