@@ -2,10 +2,9 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.exceptions import RedisError
 from script_fleet import Fleet, Replica, ask, ended, until
@@ -84,18 +83,6 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
             yield load
         finally:
             stopping.set()
-
-
-@asynccontextmanager
-async def beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Each of `works` runs as long as the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(work) for work in works]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
 
 
 async def rests_within_a_lease(fleet: Fleet) -> None:

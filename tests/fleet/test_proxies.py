@@ -107,17 +107,22 @@ async def test_a_client_that_leaves_its_answer_frees_its_place(here: Any, url: s
     assert [event for _, event in (await ends(here))[before:]] == ["client_gone"]
 
 
-async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) -> None:
+async def leaving_the_queue(fleet: Any, url: str, within_s: float) -> None:
+    """Two clients have the places, three leave the queue, which is then empty; the two leave, too."""
     running = [await streaming(url) for _ in range(2)]
     for caller in running:
         await caller.first_bytes()
     waiting = [await streaming(url) for _ in range(3)]
-    await here.until_state(queued=3)
+    await fleet.until_state(queued=3)
     for caller in waiting:
         await caller.leave()
-    await here.until_state(queued=0, within_s=4.0)  # before their time is up
+    await fleet.until_state(queued=0, within_s=within_s)
     for caller in running:
         await caller.leave()
+
+
+async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) -> None:
+    await leaving_the_queue(here, url, within_s=4.0)  # before their time is up
     await settled(here)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fleet_load import at_rest, decisions
 from own_proxy import caddy
-from test_proxies import MODEL, PATHS, RED, SPOOFED, ask, posted, streaming
+from test_proxies import MODEL, PATHS, RED, SPOOFED, ask, leaving_the_queue, posted, streaming
 from whole_fleet import started
 
 _ENDS_WITHIN_S = 30.0
@@ -71,16 +71,7 @@ async def test_a_long_answer_keeps_its_place(here: Any, url: str) -> None:
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) -> None:
-    running = [await streaming(url) for _ in range(2)]
-    for caller in running:
-        await caller.first_bytes()
-    waiting = [await streaming(url) for _ in range(3)]
-    await here.until_state(queued=3)
-    for caller in waiting:
-        await caller.leave()
-    await here.until_state(queued=0)
-    for caller in running:
-        await caller.leave()
+    await leaving_the_queue(here, url, within_s=15.0)  # before their time is up
     await at_rest(here, within_s=_ENDS_WITHIN_S)
 
 
