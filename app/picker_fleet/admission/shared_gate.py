@@ -12,9 +12,9 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypedDict
+from typing import Final, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
@@ -35,8 +35,12 @@ from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoaded
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import PauseDetector
+from picker_fleet.state.schema import NOTIFICATIONS
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
+
+FORGET_S: Final = 1.0  # between two searches for what is old
+_About = TypeVar("_About")
 
 _log = logging.getLogger(__name__)
 # This replica's timer fires after the queue's, which decides; it matters only where no notification came.
@@ -46,7 +50,6 @@ _EXPIRY_ANSWER_S = 0.5
 # How often an admission is repeated while a lost shared state is rebuilt.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_NOTIFICATIONS = frozenset(("granted", "expired", "preempted", "evicted"))
 _NO_ENDPOINTS = "no-endpoints"  # why the script refused
 _TAKEN_OVER = "taken over by a newer stream"
 METER_WINDOW_S = 10  # whole seconds, without the present one
@@ -342,7 +345,7 @@ class SharedGate:
             return len(parts) == 4 and self._on_placed(*parts)
         waiter = self._waiting.get(about)
         if waiter is not None:
-            return what in _NOTIFICATIONS and _notify(waiter.notification, Decision(what, ""))
+            return what in NOTIFICATIONS and _notify(waiter.notification, Decision(what, ""))
         if what == "granted" and about not in self._owned_streams and about not in self._unacknowledged:
             _ignore_loss(self._store.return_grant(about))
         return False
@@ -552,30 +555,43 @@ class SharedGate:
 
 class RecentlyRunning:
     """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
-    their costs; of more than `_MAX_RECENT` the newest."""
+    their costs."""
 
     def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
         self._window_s, self._clock = window_s, clock
-        # When each was seen, and its cost. What is older than a window is dropped as a whole.
-        self._seen: dict[str, tuple[float, float]] = {}
-        self._former: dict[str, tuple[float, float]] = {}
-        self._full_s = 0.0  # when `_seen` becomes the former
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
+        self._forget_s = 0.0  # when old ones are dropped next
 
     def seen(self, request_id: str, cost: float) -> None:
-        now_s = self._clock()
-        if now_s >= self._full_s or len(self._seen) >= _MAX_RECENT // 2:
-            self._former, self._seen, self._full_s = self._seen, {}, now_s + self._window_s
-        self._seen[request_id] = now_s, cost
+        now_s, seen = self._clock(), self._seen
+        if request_id in seen:
+            seen.move_to_end(request_id)
+        seen[request_id] = now_s, cost
+        if now_s >= self._forget_s or len(seen) > _MAX_RECENT:
+            forget_old(seen, now_s - self._window_s, _MAX_RECENT)
+            self._forget_s = now_s + FORGET_S
 
     def ended(self, request_id: str) -> None:
         self._seen.pop(request_id, None)
-        self._former.pop(request_id, None)
 
     def costs(self) -> dict[str, float]:
         """Cost by id."""
         since_s = self._clock() - self._window_s
-        known = (self._former | self._seen).items()
-        return {name: cost for name, (seen_s, cost) in known if seen_s >= since_s}
+        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
+
+
+def forget_old(seen: OrderedDict[str, tuple[float, _About]], since_s: float, most: int) -> None:
+    """Drop from `seen`, oldest first, what is older than `since_s` and what is beyond `most`.
+
+    To look for it at each entry takes longer than the entry, so callers do every FORGET_S.
+    """
+    old: list[str] = []
+    for request_id, (seen_s, _) in seen.items():
+        if seen_s >= since_s and len(seen) - len(old) <= most:
+            break
+        old.append(request_id)
+    for request_id in old:
+        del seen[request_id]
 
 
 class ServiceReport(TypedDict):

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from picker_fleet.admission.shared_gate import FORGET_S, forget_old
 from picker_fleet.errors import ScriptFailed, StateFault
 from picker_fleet.failover.outage import MAX_ENTRIES, unseen_s
 from picker_fleet.failover.peers import PeerState
@@ -22,7 +23,6 @@ from picker_fleet.state.store import Store
 
 _CHUNK = 512  # ends on their way at a time; the store sends 16 a call
 _UNPUBLISHED = ""
-_FORGET_S = 1.0  # between two searches for old ends
 
 # By request id: when the end was received, and the epoch of the shared state that has its tombstone.
 ReceivedEnds = OrderedDict[str, tuple[float, str]]
@@ -91,21 +91,10 @@ class Tombstones:
             ends.move_to_end(request_id)
         ends[request_id] = now_s, _UNPUBLISHED
         if now_s >= self._forget_s or len(ends) > MAX_ENTRIES:
-            self._forget(now_s)
+            forget_old(ends, now_s - self._keep_s, MAX_ENTRIES)
+            self._forget_s = now_s + FORGET_S
         if self._peer_degraded and self._may_publish():
             self._publish_end(request_id, now_s)
-
-    def _forget(self, now_s: float) -> None:
-        """Drop old ends, and the oldest of too many."""
-        ends, since_s = self._ends, now_s - self._keep_s
-        old: list[str] = []
-        for name, (received_s, _) in ends.items():
-            if received_s >= since_s and len(ends) - len(old) <= MAX_ENTRIES:
-                break
-            old.append(name)
-        for name in old:
-            del ends[name]
-        self._forget_s = now_s + _FORGET_S
 
     def heartbeat_fields(self) -> dict[str, object]:
         """For the other replicas: how often this one has begun to resync, and the resyncs of others before
