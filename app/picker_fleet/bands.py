@@ -43,8 +43,8 @@ class Band:
 
     `weight` is its share under `band_policy: weighted`. Requests of a `preemptible` band make room for those
     of higher bands in a full queue. Those of a `guaranteed` band are not refused for the number of waiting
-    flows, nor for their criticality. At most `capacity` requests wait in it, with
-    bodies of at most `bytes` together, None for any number.
+    flows, nor for their criticality. At most `capacity` requests wait in it, with bodies of at most `bytes`
+    together, None for any number.
     `criticality` is the nearest of the three bands, or the band itself, which then `is_named`.
     """
 
