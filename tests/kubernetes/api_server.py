@@ -4,11 +4,10 @@ import base64
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,7 @@ class ApiServer:
     def __init__(self, folder: Path, binary: str, crds: Path) -> None:
         self.folder, self._binary, self._crds = folder, binary, crds
         self._etcd_port, self._peer_port, self.port = free_port(), free_port(), free_port()
-        self._etcd: subprocess.Popen[bytes] | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"https://{LOOPBACK}:{self.port}"
         self.api = httpx.Client(
             base_url=self.url,
@@ -75,7 +73,7 @@ class ApiServer:
         (self.folder / "audit.yaml").write_text(yaml.safe_dump(_AUDIT))
         etcd = shutil.which("etcd")
         assert etcd, "etcd is missing: install Debian's etcd-server"
-        self._etcd = self._spawn(
+        self._spawn(
             "etcd",
             *(etcd, "--data-dir", "etcd", "--unsafe-no-fsync"),
             *("--listen-client-urls", self._etcd_url, "--advertise-client-urls", self._etcd_url),
@@ -84,7 +82,7 @@ class ApiServer:
         self.start_api()
         for file in sorted(self._crds.glob("*.yaml")):
             self.create_all(yaml.safe_load_all(file.read_text()))
-        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+        self.put_namespace(NAMESPACE)
         self.wait_for(POOLS)
 
     def wait_for(self, path: str) -> None:
@@ -93,7 +91,7 @@ class ApiServer:
 
     def start_api(self) -> None:
         """Start the API server alone; returns once it is ready."""
-        self._server = self._spawn(
+        self._spawn(
             "apiserver",
             *(self._binary, f"--etcd-servers={self._etcd_url}", "--service-cluster-ip-range=10.0.0.0/24"),
             *("--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=sa.key"),
@@ -107,44 +105,35 @@ class ApiServer:
 
     def kill_api(self) -> None:
         """Kill the API server; etcd goes on."""
-        assert self._server is not None
-        self._server.kill()
-        self._server.wait()
+        server = self._processes.pop("apiserver")
+        server.kill()
+        server.wait()
 
     def stop(self) -> None:
-        for process in (self._server, self._etcd):
-            if process is not None and process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
         self.api.close()
 
     def kubeconfig(self, name: str, token: str = TOKEN) -> Path:
         """A kubeconfig file for who has `token`."""
         certificate = base64.b64encode((self.folder / "api.crt").read_bytes()).decode()
         file = self.folder / f"{name}.kubeconfig"
-        tree = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "test",
-            "clusters": [
-                {"name": "test", "cluster": {"server": self.url, "certificate-authority-data": certificate}}
-            ],
-            "users": [{"name": "test", "user": {"token": token}}],
-            "contexts": [
-                {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}
-            ],
+        parts = {
+            "cluster": {"server": self.url, "certificate-authority-data": certificate},
+            "user": {"token": token},
+            "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE},
         }
+        tree = {"apiVersion": "v1", "kind": "Config", "current-context": "test"}
+        tree |= {f"{part}s": [{"name": "test", part: fields}] for part, fields in parts.items()}
         file.write_text(yaml.safe_dump(tree))
         return file
 
     def token_of(self, account: str, namespace: str = NAMESPACE) -> str:
         """A token of a service account."""
-        answer = self.call(
-            "POST",
-            f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token",
-            {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}},
-        )
-        return str(answer["status"]["token"])
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        tree = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+        return str(self.call("POST", path, tree)["status"]["token"])
 
     def call(self, method: str, path: str, tree: Tree | None = None, kind: str = "application/json") -> Tree:
         """The answer, which must be a good one."""
@@ -179,18 +168,15 @@ class ApiServer:
         """The path of every object in a namespace but events."""
         groups = self.call("GET", "/apis")["groups"]
         bases = ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]
-        found = []
-        for base in bases:
-            for resource in self.call("GET", base)["resources"]:
-                if (
-                    not resource["namespaced"]
-                    or "list" not in resource["verbs"]
-                    or resource["kind"] == "Event"
-                ):
-                    continue
-                path = f"{base}/namespaces/{namespace}/{resource['name']}"
-                found += [f"{path}/{each['metadata']['name']}" for each in self.call("GET", path)["items"]]
-        return found
+        paths = [
+            f"{base}/namespaces/{namespace}/{resource['name']}"
+            for base in bases
+            for resource in self.call("GET", base)["resources"]
+            if resource["namespaced"] and "list" in resource["verbs"] and resource["kind"] != "Event"
+        ]
+        return [
+            f"{path}/{each['metadata']['name']}" for path in paths for each in self.call("GET", path)["items"]
+        ]
 
     def compact(self) -> None:
         """Have etcd forget every revision but the newest."""
@@ -207,39 +193,50 @@ class ApiServer:
 
     # Objects of the tests.
 
+    def put(
+        self,
+        version: str,
+        kind: str,
+        name: str,
+        namespace: str = NAMESPACE,
+        *,
+        labels: Any = None,
+        **fields: Any,
+    ) -> None:
+        """Create an object, or change it; `fields` are those beside its metadata."""
+        about = {"name": name, "namespace": namespace, "labels": labels or {}}
+        self.apply({"apiVersion": version, "kind": kind, "metadata": about, **fields})
+
+    def put_namespace(self, name: str) -> None:
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+
     def put_pool(self, name: str, ports: Iterable[int], labels: Mapping[str, str]) -> None:
-        self.apply(
-            {
-                "apiVersion": "inference.networking.k8s.io/v1",
-                "kind": "InferencePool",
-                "metadata": {"name": name, "namespace": NAMESPACE},
-                "spec": {
-                    "selector": {"matchLabels": dict(labels)},
-                    "targetPorts": [{"number": port} for port in ports],
-                    "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
-                },
-            }
+        spec = {
+            "selector": {"matchLabels": dict(labels)},
+            "targetPorts": [{"number": port} for port in ports],
+            "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
+        }
+        self.put("inference.networking.k8s.io/v1", "InferencePool", name, spec=spec)
+
+    def put_account(self, name: str, rules: Iterable[Tree]) -> Path:
+        """A service account with the rights of `rules`, a Role's; a kubeconfig file for it."""
+        role = "rbac.authorization.k8s.io"
+        self.put("v1", "ServiceAccount", name)
+        self.put(f"{role}/v1", "Role", name, rules=list(rules))
+        self.put(
+            *(f"{role}/v1", "RoleBinding", name),
+            subjects=[{"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}],
+            roleRef={"apiGroup": role, "kind": "Role", "name": name},
         )
+        return self.kubeconfig(name, self.token_of(name))
 
     def put_pod(
-        self,
-        name: str,
-        address: str,
-        labels: Mapping[str, str],
-        *,
-        ready: bool = True,
-        namespace: str = NAMESPACE,
+        self, name: str, address: str, labels: Mapping[str, str], *, namespace: str = NAMESPACE
     ) -> None:
-        """A running pod at `address`."""
-        self.apply(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": name, "namespace": namespace, "labels": dict(labels)},
-                "spec": {"nodeName": "node", "containers": [{"name": "server", "image": "server"}]},
-            }
-        )
-        self.set_ready(name, address, ready=ready, namespace=namespace)
+        """A running and ready pod at `address`."""
+        spec = {"nodeName": "node", "containers": [{"name": "server", "image": "server"}]}
+        self.put("v1", "Pod", name, namespace, labels=dict(labels), spec=spec)
+        self.set_ready(name, address, ready=True, namespace=namespace)
 
     def set_ready(self, name: str, address: str, *, ready: bool, namespace: str = NAMESPACE) -> None:
         status = {
@@ -262,22 +259,18 @@ class ApiServer:
     def _run(self, *command: str) -> None:
         subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
 
-    def _spawn(self, name: str, *command: str) -> "subprocess.Popen[bytes]":
+    def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
+            self._processes[name] = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
 
-    def _until(self, condition: Any, what: str) -> None:
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + READY_S
         while time.monotonic() < end:
-            for name, process in (("etcd", self._etcd), ("apiserver", self._server)):
-                assert process is None or process.poll() is None, (self.folder / f"{name}.log").read_text()[
-                    -3000:
-                ]
-            try:
+            for name, process in self._processes.items():
+                assert process.poll() is None, (self.folder / f"{name}.log").read_text()[-3000:]
+            with suppress(httpx.TransportError):
                 if condition():
                     return
-            except httpx.TransportError:
-                pass
             time.sleep(0.1)
         raise AssertionError(f"{what}: not within {READY_S:g} s")
 

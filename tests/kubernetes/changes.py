@@ -5,17 +5,17 @@ server is asked for nothing more. `bench/seat.py` runs the same beside the Go pi
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from api_server import NAMESPACE, ApiServer
-from seat import READY_S, Load, Seat
+from api_server import ApiServer
+from seat import APP, READY_S, Load, Seat
 
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
-APP, OTHER_APP = {"app": "llm"}, {"app": "next"}
+OTHER_APP = {"app": "next"}
 _QUIET_S = 1.5  # a server that is asked for nothing for so long is out
 _LOOK_S = 0.02
 
@@ -31,74 +31,60 @@ class Found:
 async def started(cluster: ApiServer, seat: Seat) -> None:
     """Model servers as ready pods, and one more of another selector."""
     for number, host in enumerate(HOSTS, 1):
-        await seat.start_model(host)
-        cluster.put_pod(f"p{number}", host, APP)
-    await seat.start_model(OTHER_HOST)
-    cluster.put_pod("q", OTHER_HOST, OTHER_APP)
+        await seat.start_pod(cluster, f"p{number}", host, APP)
+    await seat.start_pod(cluster, "q", OTHER_HOST, OTHER_APP)
 
 
 async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Found:
     """Pods turn unready, come back and are deleted; the API server is killed for `away_s`, and again while
     all versions expire; the pool is edited."""
     found = Found()
-    first, second, _ = HOSTS
+    first, second, third = HOSTS
+    unready, ready = (partial(cluster.set_ready, "p1", first, ready=is_ready) for is_ready in (False, True))
 
-    async def call(change: Callable[[], None]) -> float:
-        """When `change` began."""
+    async def measure(what: str, change: Callable[[], None], *seen: Awaitable[float]) -> None:
+        """How long it takes from the beginning of `change` until all of `seen`."""
         began_s = time.monotonic()
         await asyncio.to_thread(change)
-        return began_s
+        found.seconds[what] = max(await asyncio.gather(*seen)) - began_s
 
-    async with loaded(seat, found) as load:
+    async with seat.load() as load:
         await load.progress()
-        began_s = await call(lambda: cluster.set_ready("p1", first, ready=False))
-        found.seconds["an unready pod is out"] = await until_out(seat, load, first) - began_s
-        began_s = await call(lambda: cluster.set_ready("p1", first, ready=True))
-        found.seconds["a ready pod is in"] = await until_in(seat, first) - began_s
-        began_s = await call(lambda: cluster.delete_pod("p2", grace_s=30))
-        found.seconds["a deleted pod is out"] = await until_out(seat, load, second) - began_s
+        await measure("an unready pod is out", unready, until_out(seat, load, first))
+        await measure("a ready pod is in", ready, until_in(seat, first))
+        deletion = partial(cluster.delete_pod, "p2", grace_s=30)
+        await measure("a deleted pod is out", deletion, until_out(seat, load, second))
         seat.kill_model(second)
-        await call(lambda: cluster.delete_pod("p2", grace_s=0))
+        await asyncio.to_thread(cluster.delete_pod, "p2", grace_s=0)
 
         await asyncio.to_thread(cluster.kill_api)
         await load.progress(100)
         await asyncio.sleep(away_s)
         await asyncio.to_thread(cluster.start_api)  # it is ready
-        began_s = await call(lambda: cluster.set_ready("p1", first, ready=False))
-        seconds = await until_out(seat, load, first) - began_s
-        found.seconds["a change is seen after the API server came back"] = seconds
-        await call(lambda: cluster.set_ready("p1", first, ready=True))
+        what = "a change is seen after the API server came back"
+        await measure(what, unready, until_out(seat, load, first))
+        await asyncio.to_thread(ready)
         await until_in(seat, first)
 
         for number in range(20):  # versions that no watch has seen
-            name = f"unrelated-{number}"
-            about = {"name": name, "namespace": NAMESPACE}
-            cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about})
-        await asyncio.to_thread(cluster.kill_api)
-        await asyncio.to_thread(cluster.compact)
-        await asyncio.to_thread(cluster.start_api)
-        began_s = await call(lambda: cluster.set_ready("p1", first, ready=False))
-        seconds = await until_out(seat, load, first) - began_s
-        found.seconds["a change is seen though the watch had expired"] = seconds
-        await call(lambda: cluster.set_ready("p1", first, ready=True))
+            cluster.put("v1", "ConfigMap", f"unrelated-{number}")
+        for step in (cluster.kill_api, cluster.compact, cluster.start_api):
+            await asyncio.to_thread(step)
+        what = "a change is seen though the watch had expired"
+        await measure(what, unready, until_out(seat, load, first))
+        await asyncio.to_thread(ready)
         await until_in(seat, first)
 
-        began_s = await call(lambda: cluster.put_pool("llm", [seat.port], OTHER_APP))
-        former = [until_out(seat, load, each) for each in HOSTS if each != second]
-        at_s = max(await asyncio.gather(until_in(seat, OTHER_HOST), *former))
-        found.seconds["an edited pool is in force"] = at_s - began_s
+        edit = partial(cluster.put_pool, "llm", [seat.port], OTHER_APP)
+        former = [until_out(seat, load, each) for each in (first, third)]
+        await measure("an edited pool is in force", edit, until_in(seat, OTHER_HOST), *former)
         await load.progress()
-    began_s = await call(lambda: cluster.put_pool("llm", [seat.port], {"app": "nobody"}))
+    found.errors = load.errors
+    began_s = time.monotonic()
+    await asyncio.to_thread(cluster.put_pool, "llm", [seat.port], {"app": "nobody"})
     await seat.until_answered(503)
     found.seconds["a pool that selects nothing is refused"] = time.monotonic() - began_s
     return found
-
-
-@contextlib.asynccontextmanager
-async def loaded(seat: Seat, found: Found) -> AsyncIterator[Load]:
-    async with seat.load() as load:
-        yield load
-    found.errors += load.errors
 
 
 async def until_out(seat: Seat, load: Load, host: str) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from api_server import NAMESPACE, PODS, POOLS, ApiServer, started
 from echo_server import EchoServer
-from seat import Seat, opened
+from seat import APP, Seat, opened
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ async def servers() -> AsyncIterator[EchoServer]:
 async def seat(empty: ApiServer, tmp_path: Path) -> AsyncIterator[Seat]:
     """Two pickers in the namespace's pool `llm` of no pods yet, behind a gateway."""
     async with opened(tmp_path) as here:
-        empty.put_pool("llm", [here.port], {"app": "llm"})
+        empty.put_pool("llm", [here.port], APP)
         for _ in range(2):
             await here.start_picker(empty.kubeconfig("admin"), "llm", NAMESPACE)
         for picker in here.pickers:

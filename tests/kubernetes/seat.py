@@ -13,13 +13,14 @@ import json
 import os
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
+from api_server import ApiServer
 from google.protobuf.struct_pb2 import ListValue, Value
 from redis_servers import redis_server
 
@@ -29,18 +30,9 @@ from picker_tools.local_fleet.processes import envoy_binary, picker_command
 
 READY_S = 60.0
 ASK = {"model": "llama", "prompt": "hi"}
-_EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
-_MANAGER = (
-    "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-)
-_ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
-_PROTOCOLS = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-_PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
-_TO_METADATA = "type.googleapis.com/envoy.extensions.filters.http.header_to_metadata.v3.Config"
-_OVERRIDE_HOST = "type.googleapis.com/envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost"
-_ROUND_ROBIN = "type.googleapis.com/envoy.extensions.load_balancing_policies.round_robin.v3.RoundRobin"
-_TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
-_EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
+APP = {"app": "llm"}  # the labels of the pods of pool `llm`
+_EXT_PROC = "envoy.filters.http.ext_proc"
+_HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DESTINATION = "x-gateway-destination-endpoint"
 _SERVED_HEADER = "x-test-served"
 SUBSET_HEADER = "x-test-subset"  # see `subset`
@@ -77,84 +69,22 @@ def bootstrap(
     Where no picker can be asked they are refused, or go to the addresses `fail_open` in turn. Model servers
     are asked by HTTP/2 if `http2`.
     """
-    processor = {
-        "@type": _EXT_PROC,
-        "failure_mode_allow": bool(fail_open),
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker-0"}},
-        "message_timeout": "60s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "response_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_trailer_mode": "SEND",
-        },
-        "metadata_options": {
-            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-        },
-    }
-    hint = {
-        "header": SUBSET_HEADER,
-        "remove": True,
-        "on_header_present": {
-            "metadata_namespace": "envoy.lb.subset_hint",
-            "key": "x-gateway-destination-endpoint-subset",
-            "type": "PROTOBUF_VALUE",
-            "encode": "BASE64",
-        },
-    }
-    served = {
-        "header": _SERVED_HEADER,
-        "remove": True,
-        "on_header_present": {
-            "metadata_namespace": "envoy.lb",
-            "key": "x-gateway-destination-endpoint-served",
-        },
-    }
     split = [
-        {
-            "name": "pool",
-            "weight": route.weight,
-            "typed_per_filter_config": {
-                _EXT_PROC_FILTER: {
-                    "@type": _PER_ROUTE,
-                    "overrides": {"grpc_service": {"envoy_grpc": {"cluster_name": f"picker-{number}"}}},
-                }
-            },
-        }
-        for number, route in enumerate(routes)
+        {"name": "pool", "weight": route.weight, **_asking(number)} for number, route in enumerate(routes)
     ]
-    manager = {
-        "@type": _MANAGER,
-        "stat_prefix": "gateway",
-        "http_filters": [
-            {"name": "hint", "typed_config": {"@type": _TO_METADATA, "request_rules": [hint]}},
-            {"name": _EXT_PROC_FILTER, "typed_config": processor},
-            {"name": "served", "typed_config": {"@type": _TO_METADATA, "response_rules": [served]}},
-            {"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER}},
-        ],
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "all",
-                    "domains": ["*"],
-                    "routes": [
-                        {
-                            "match": {"prefix": "/"},
-                            "route": {"weighted_clusters": {"clusters": split}, "timeout": "60s"},
-                            "response_headers_to_add": [
-                                {"header": {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
-                            ],
-                        }
-                    ],
-                }
-            ]
-        },
+    served = {"header": {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
+    route = {
+        "match": {"prefix": "/"},
+        "route": {"weighted_clusters": {"clusters": split}, "timeout": "60s"},
+        "response_headers_to_add": [served],
     }
-    chain = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    listener = {"name": "gateway", "address": _address(listen), "filter_chains": [{"filters": chain}]}
+    subset_hint = ("envoy.lb.subset_hint", f"{_DESTINATION}-subset")
+    decoded = {"type": "PROTOBUF_VALUE", "encode": "BASE64"}
+    filters = [
+        _header_to_metadata("request_rules", SUBSET_HEADER, *subset_hint, **decoded),
+        _processor(fails_open=bool(fail_open)),
+        _header_to_metadata("response_rules", _SERVED_HEADER, "envoy.lb", f"{_DESTINATION}-served"),
+    ]
     pickers = [
         _picker_cluster(f"picker-{number}", route.pickers, tls=tls) for number, route in enumerate(routes)
     ]
@@ -166,59 +96,115 @@ def bootstrap(
             "eds_cluster_config": {"service_name": "picker-0", "eds_config": source},
         }
     pool = _failing_open(fail_open) if fail_open else _original_destination()
-    if http2:
-        pool |= _speaking_http2()
     return {
         "node": {"id": "gateway", "cluster": "gateway"},
         "admin": {"address": _address(admin)},
-        "static_resources": {"listeners": [listener], "clusters": [*pickers, pool]},
+        "static_resources": {
+            "listeners": [_listener("gateway", LOOPBACK, listen, filters, {"routes": [route]})],
+            "clusters": [*pickers, {**pool, **(_speaking_http2() if http2 else {})}],
+        },
     }
+
+
+def _typed(name: str, kind: str, **fields: Any) -> Tree:
+    """An extension of Envoy's and its configuration; `kind` is the type below envoy.extensions."""
+    return {"name": name, "typed_config": {"@type": f"type.googleapis.com/envoy.extensions.{kind}", **fields}}
+
+
+def _processor(*, fails_open: bool) -> Tree:
+    """The filter that asks pickers, all parts of a request and of its answer."""
+    modes = {"header": "SEND", "body": "FULL_DUPLEX_STREAMED", "trailer": "SEND"}
+    sides = ("request", "response")
+    return _typed(
+        *(_EXT_PROC, "filters.http.ext_proc.v3.ExternalProcessor"),
+        failure_mode_allow=fails_open,
+        grpc_service={"envoy_grpc": {"cluster_name": "picker-0"}},
+        message_timeout="60s",
+        processing_mode={f"{side}_{part}_mode": mode for side in sides for part, mode in modes.items()},
+        metadata_options={
+            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
+            "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        },
+    )
+
+
+def _asking(number: int) -> Tree:
+    """What makes a route ask the pickers of this number."""
+    overrides = {"grpc_service": {"envoy_grpc": {"cluster_name": f"picker-{number}"}}}
+    filter_config = _typed("", "filters.http.ext_proc.v3.ExtProcPerRoute", overrides=overrides)[
+        "typed_config"
+    ]
+    return {"typed_per_filter_config": {_EXT_PROC: filter_config}}
+
+
+def _header_to_metadata(rules: str, header: str, namespace: str, key: str, **how: str) -> Tree:
+    """A filter that moves a header into the metadata."""
+    rule = {
+        "header": header,
+        "remove": True,
+        "on_header_present": {"metadata_namespace": namespace, "key": key, **how},
+    }
+    return _typed(rules, "filters.http.header_to_metadata.v3.Config", **{rules: [rule]})
+
+
+def _listener(name: str, host: str, port: int, filters: Sequence[Tree], of_host: Tree, **more: str) -> Tree:
+    """A listener of HTTP with `filters` and the routes of a virtual host; `more` is the manager's."""
+    manager = _typed(
+        "envoy.filters.network.http_connection_manager",
+        "filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix=name,
+        http_filters=[*filters, _typed("envoy.filters.http.router", "filters.http.router.v3.Router")],
+        route_config={"virtual_hosts": [{"name": "all", "domains": ["*"], **of_host}]},
+        **more,
+    )
+    return {"name": name, "address": _address(port, host), "filter_chains": [{"filters": [manager]}]}
 
 
 def _speaking_http2() -> Tree:
-    options = {"@type": _PROTOCOLS, "explicit_http_config": {"http2_protocol_options": {}}}
-    return {
-        "typed_extension_protocol_options": {
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": options
-        }
+    options = {
+        "@type": f"type.googleapis.com/{_HTTP2}",
+        "explicit_http_config": {"http2_protocol_options": {}},
     }
+    return {"typed_extension_protocol_options": {_HTTP2: options}}
 
 
 def _picker_cluster(name: str, pickers: Sequence[int], *, tls: bool) -> Tree:
-    cluster: Tree = {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "1s",
+    check = {"grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"}}
+    secure = _typed(
+        *("envoy.transport_sockets.tls", "transport_sockets.tls.v3.UpstreamTlsContext"),
+        common_tls_context={"alpn_protocols": ["h2"]},
+    )
+    return {
+        **_static(name, [(LOOPBACK, port) for port in pickers]),
         **_speaking_http2(),
         "health_checks": [
-            {
-                "timeout": "1s",
-                "interval": "0.5s",
-                "unhealthy_threshold": 1,
-                "healthy_threshold": 1,
-                "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
-            }
+            {"timeout": "1s", "interval": "0.5s", "unhealthy_threshold": 1, "healthy_threshold": 1, **check}
         ],
-        "load_assignment": _assignment(name, pickers),
+        **({"transport_socket": secure} if tls else {}),
     }
-    if tls:
-        cluster["transport_socket"] = {
-            "name": "envoy.transport_sockets.tls",
-            "typed_config": {"@type": _TLS, "common_tls_context": {"alpn_protocols": ["h2"]}},
-        }
-    return cluster
 
 
-def _assignment(name: str, pickers: Sequence[int]) -> Tree:
-    hosts = [{"endpoint": {"address": _address(port)}} for port in pickers]
-    return {"cluster_name": name, "endpoints": [{"lb_endpoints": hosts}]}
+def _static(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
+    """A cluster of these hosts."""
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "2s",
+        "load_assignment": _assignment(name, hosts),
+    }
+
+
+def _assignment(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
+    endpoints = [{"endpoint": {"address": _address(port, host)}} for host, port in hosts]
+    return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
 
 def publish(discovery: Path, pickers: Sequence[int]) -> None:
     """Have gateways that read the file `discovery` take the pickers at these ports."""
     kind = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
     new = discovery.with_suffix(".new")
-    new.write_text(json.dumps({"resources": [{"@type": kind, **_assignment("picker-0", pickers)}]}))
+    hosts = [(LOOPBACK, port) for port in pickers]
+    new.write_text(json.dumps({"resources": [{"@type": kind, **_assignment("picker-0", hosts)}]}))
     new.rename(discovery)
 
 
@@ -234,55 +220,69 @@ def _original_destination() -> Tree:
 
 def _failing_open(hosts: Sequence[tuple[str, int]]) -> Tree:
     """The endpoint by the header, any of `hosts` without it."""
-    fallback = {"name": "round-robin", "typed_config": {"@type": _ROUND_ROBIN}}
-    policy = {
-        "@type": _OVERRIDE_HOST,
-        "override_host_sources": [{"header": _DESTINATION}],
-        "fallback_policy": {"policies": [{"typed_extension_config": fallback}]},
-    }
-    endpoints = [{"endpoint": {"address": _address(port, host)}} for host, port in hosts]
-    return {
-        "name": "pool",
-        "type": "STATIC",
-        "connect_timeout": "2s",
-        "load_balancing_policy": {
-            "policies": [{"typed_extension_config": {"name": "override-host", "typed_config": policy}}]
-        },
-        "load_assignment": {"cluster_name": "pool", "endpoints": [{"lb_endpoints": endpoints}]},
-    }
+
+    def policy(name: str, kind: str, **fields: Any) -> Tree:
+        kind = f"load_balancing_policies.{name}.v3.{kind}"
+        return {"policies": [{"typed_extension_config": _typed(name, kind, **fields)}]}
+
+    by_header = policy(
+        *("override_host", "OverrideHost"),
+        override_host_sources=[{"header": _DESTINATION}],
+        fallback_policy=policy("round_robin", "RoundRobin"),
+    )
+    return {**_static("pool", hosts), "load_balancing_policy": by_header}
 
 
 def echo_over_http2(hosts: Sequence[tuple[str, int]]) -> Tree:
     """An Envoy that answers any request at `hosts`, by cleartext HTTP/2 only."""
+    routes = [{"match": {"prefix": "/"}, "direct_response": {"status": 200}}]
     listeners = []
     for host, port in hosts:
-        manager = {
-            "@type": _MANAGER,
-            "stat_prefix": "echo",
-            "codec_type": "HTTP2",
-            "http_filters": [{"name": "envoy.filters.http.router", "typed_config": {"@type": _ROUTER}}],
-            "route_config": {
-                "virtual_hosts": [
-                    {
-                        "name": "all",
-                        "domains": ["*"],
-                        "routes": [{"match": {"prefix": "/"}, "direct_response": {"status": 200}}],
-                        "response_headers_to_add": [
-                            {"header": {"key": "x-served-by", "value": f"{host}:{port}"}}
-                        ],
-                    }
-                ]
-            },
-        }
-        chain = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-        listeners.append(
-            {"name": host, "address": _address(port, host), "filter_chains": [{"filters": chain}]}
-        )
+        told = {"header": {"key": "x-served-by", "value": f"{host}:{port}"}}
+        of_host = {"routes": routes, "response_headers_to_add": [told]}
+        listeners.append(_listener(host, host, port, (), of_host, codec_type="HTTP2"))
     return {"static_resources": {"listeners": listeners}}
 
 
 def _address(port: int, host: str = LOOPBACK) -> Tree:
     return {"socket_address": {"address": host, "port_value": port}}
+
+
+async def until(
+    look: Callable[[], Awaitable[Any]],
+    holds: Callable[[Any], object] = bool,
+    *,
+    what: str = "",
+    log: Path | None = None,
+) -> Any:
+    """The first result of `look` that `holds`; a server that cannot be reached yet is looked at again.
+
+    AssertionError past READY_S, with what was seen last and the end of `log`.
+    """
+    last: Any = None
+
+    async def found() -> list[Any] | None:
+        nonlocal last
+        try:
+            last = await look()
+        except httpx.TransportError as fault:
+            last = fault
+            return None
+        return [last] if holds(last) else None
+
+    if not await network.until(found, within_s=READY_S):
+        raise AssertionError(f"{what} did not come; last seen: {last!r}\n{_end_of(log)}")
+    return last
+
+
+def _end_of(log: Path | None) -> str:
+    return log.read_text(errors="replace")[-3000:] if log else ""
+
+
+def _sum_of(page: str, name: str) -> float:
+    """The sum of a metric's series on a page."""
+    lines = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
+    return sum(float(value) for series, value in lines if series.partition("{")[0] == name)
 
 
 @dataclass(slots=True)
@@ -295,17 +295,27 @@ class Picker:
     admin: httpx.AsyncClient
     log: Path
 
-    async def endpoints(self) -> dict[str, str]:
-        """The state of each endpoint by its address."""
-        page = await self.admin.get("/api/v1/endpoints")
+    async def endpoints(self, pool: str = "") -> dict[str, str]:
+        """The state of each endpoint of a pool, the first one by default, by its address."""
+        page = await self.admin.get(f"{f'/pools/{pool}' if pool else ''}/api/v1/endpoints")
         page.raise_for_status()
         return {each["address"]: each["status"] for each in page.json()}
 
+    async def until_ready(self, *addresses: str, pool: str = "") -> None:
+        """Wait until these endpoints of a pool, and no others, are ready."""
+
+        async def ready() -> set[str]:
+            return {address for address, status in (await self.endpoints(pool)).items() if status == "ready"}
+
+        await until(ready, lambda found: found == set(addresses), what=f"{pool} {addresses}", log=self.log)
+
     async def figure(self, name: str) -> float:
         """The sum of a metric of this replica."""
-        text = (await self.admin.get("/metrics")).text
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return sum(float(value) for series, value in lines if series.partition("{")[0] == name)
+        return _sum_of((await self.admin.get("/metrics")).text, name)
+
+    async def ended(self) -> None:
+        """Wait until its process has ended well."""
+        assert await asyncio.to_thread(self.process.wait, READY_S) == 0, _end_of(self.log)
 
 
 @dataclass(slots=True)
@@ -319,10 +329,10 @@ class Load:
         """Wait until so many more requests were served."""
         aim = self.served.total() + requests
 
-        async def reached() -> bool | None:
-            return self.served.total() >= aim or None
+        async def progress() -> tuple[int, list[str]]:
+            return self.served.total(), self.errors[:3]
 
-        assert await network.until(reached, within_s=READY_S), f"no progress; errors: {self.errors[:3]}"
+        await until(progress, lambda found: found[0] >= aim, what=f"{requests} more requests")
 
 
 @dataclass(slots=True)
@@ -358,11 +368,14 @@ class Seat:
             f"model-{address}",
             picker_command("sim", "--host", address, "--port", str(at), *(options or quick)),
         )
+        await until(lambda: listens(address, at), what=f"the model server at {address}")
 
-        async def answers() -> bool | None:
-            return await listens(address, at) or None
-
-        assert await network.until(answers, within_s=READY_S)
+    async def start_pod(
+        self, cluster: ApiServer, name: str, address: str, labels: Mapping[str, str] = APP
+    ) -> None:
+        """A simulator at `address`, which is a ready pod."""
+        await self.start_model(address)
+        cluster.put_pod(name, address, labels)
 
     def kill_model(self, address: str) -> None:
         process = self._models.pop(f"{address}:{self.port}")
@@ -381,22 +394,13 @@ class Seat:
         grpc, health, metrics = free_port(), free_port(), free_port()
         number = self._started
         self._started += 1
-        process = self.spawn(
-            f"picker-{number}",
-            launch(
-                *("serve", "--pool-name", pool, "--pool-namespace", namespace, "--zap-encoder", "json"),
-                *(
-                    "--grpc-port",
-                    str(grpc),
-                    "--grpc-health-port",
-                    str(health),
-                    "--metrics-port",
-                    str(metrics),
-                ),
-                *flags,
-            ),
-            {"KUBECONFIG": str(kubeconfig), "PICKER_REDIS__URL": self.redis_url},
+        command = launch(
+            *("serve", "--pool-name", pool, "--pool-namespace", namespace, "--zap-encoder", "json"),
+            *("--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)),
+            *flags,
         )
+        environment = {"KUBECONFIG": str(kubeconfig), "PICKER_REDIS__URL": self.redis_url}
+        process = self.spawn(f"picker-{number}", command, environment)
         admin = httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{metrics}", trust_env=False, timeout=20)
         self._clients.append(admin)
         picker = Picker(process, grpc, health, admin, self.folder / f"picker-{number}.log")
@@ -415,53 +419,29 @@ class Seat:
         await self.start_gateway()
 
     async def ready(self, picker: Picker) -> None:
-        async def is_ready() -> bool | None:
-            assert picker.process.poll() is None, picker.log.read_text()[-3000:]
-            with contextlib.suppress(httpx.TransportError):
-                return (await picker.admin.get("/readyz")).status_code == 200 or None
-            return None
+        async def status() -> int:
+            assert picker.process.poll() is None, _end_of(picker.log)
+            return (await picker.admin.get("/readyz")).status_code
 
-        assert await network.until(is_ready, within_s=READY_S), picker.log.read_text()[-3000:]
+        await until(status, lambda found: found == 200, what="a ready replica", log=picker.log)
 
-    async def start_gateway(
-        self,
-        routes: Sequence[Route] | None = None,
-        *,
-        fail_open: Sequence[tuple[str, int]] = (),
-        http2: bool = False,
-        discovery: Path | None = None,
-    ) -> httpx.AsyncClient:
+    async def start_gateway(self, routes: Sequence[Route] | None = None, **how: Any) -> httpx.AsyncClient:
         """As `bootstrap`; by default all pickers serve one pool. Returns once it takes all for healthy."""
         listen, admin = free_port(), free_port()
         routes = routes or [Route([picker.grpc for picker in self.pickers])]
-        tree = bootstrap(
-            listen,
-            admin,
-            routes,
-            tls=self.tls,
-            fail_open=fail_open,
-            http2=http2,
-            discovery=discovery,
-        )
-        file = self.folder / "envoy.yaml"
-        file.write_text(yaml.safe_dump(tree))
-        self.spawn_envoy("envoy", file)
+        tree = bootstrap(listen, admin, routes, tls=self.tls, **how)
+        self.spawn_envoy("envoy", tree)
+        wanted = sum(len(route.pickers) for route in routes)
 
-        async def is_ready() -> bool | None:
-            with contextlib.suppress(httpx.TransportError):
-                async with httpx.AsyncClient(trust_env=False) as client:
-                    page = await client.get(f"http://{LOOPBACK}:{admin}/clusters")
-                    healthy = [
-                        line
-                        for line in page.text.splitlines()
-                        if line.startswith("picker-") and line.endswith("::health_flags::healthy")
-                    ]
-                    return len(healthy) == sum(len(route.pickers) for route in routes) or None
-            return None
+        async def healthy() -> int:
+            async with httpx.AsyncClient(trust_env=False) as client:
+                lines = (await client.get(f"http://{LOOPBACK}:{admin}/clusters")).text.splitlines()
+            return sum(
+                line.startswith("picker-") and line.endswith("::health_flags::healthy") for line in lines
+            )
 
-        assert await network.until(is_ready, within_s=READY_S), (self.folder / "envoy.log").read_text()[
-            -3000:
-        ]
+        log = self.folder / "envoy.log"
+        await until(healthy, lambda count: count == wanted, what=f"{wanted} healthy pickers", log=log)
         limits = httpx.Limits(max_connections=64)
         self.gateway = httpx.AsyncClient(
             base_url=f"http://{LOOPBACK}:{listen}", trust_env=False, timeout=70, limits=limits
@@ -469,9 +449,10 @@ class Seat:
         self._clients.append(self.gateway)
         return self.gateway
 
-    def spawn_envoy(self, name: str, file: Path) -> None:
-        command = [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"]
-        self.spawn(name, command)
+    def spawn_envoy(self, name: str, tree: Tree) -> None:
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        self.spawn(name, [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"])
 
     async def ask(self, headers: Mapping[str, str] | None = None, tokens: int = 4) -> httpx.Response:
         assert self.gateway is not None
@@ -480,11 +461,7 @@ class Seat:
 
     async def until_answered(self, status: int) -> None:
         """Wait until a request is answered so."""
-
-        async def is_answered() -> bool | None:
-            return (await self.ask()).status_code == status or None
-
-        assert await network.until(is_answered, within_s=READY_S), f"no answer is {status}"
+        await until(self.ask, lambda answer: answer.status_code == status, what=f"an answer {status}")
 
     @contextlib.asynccontextmanager
     async def load(self, clients: int = 8, tokens: int = 4) -> AsyncIterator[Load]:
@@ -510,26 +487,22 @@ class Seat:
     async def received(self, address: str) -> float:
         """The requests that a model server has ended."""
         async with httpx.AsyncClient(trust_env=False) as client:
-            text = (await client.get(f"http://{address}:{self.port}/metrics")).text
-        lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+            page = (await client.get(f"http://{address}:{self.port}/metrics")).text
+        return _sum_of(page, "vllm:request_success_total")
 
     async def everywhere(self, condition: Callable[[dict[str, str]], bool], what: str) -> None:
         """Wait until the endpoints of every replica are as `condition` wants them."""
-        last: list[dict[str, str]] = []
 
-        async def holds() -> bool | None:
-            last[:] = [await picker.endpoints() for picker in self.pickers]
-            return all(condition(each) for each in last) or None
+        async def endpoints() -> list[dict[str, str]]:
+            return [await picker.endpoints() for picker in self.pickers]
 
-        assert await network.until(holds, within_s=READY_S), f"{what}; last seen: {last}"
+        await until(endpoints, lambda found: all(map(condition, found)), what=what)
 
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in self._processes:
             process.wait()
 

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from api_server import NAMESPACE, PODS, POOLS, ApiServer
-from changes import APP, HOSTS, change_everything, started
-from seat import Seat
+from changes import HOSTS, change_everything, started
+from seat import APP, Seat
 
+POOL_GROUP = "inference.networking.k8s.io"
 OBJECT_GROUPS = ["llm-d.ai", "inference.networking.x-k8s.io"]
 OBJECTS = ["inferenceobjectives", "inferencemodelrewrites"]
 AWAY_S = 30.0  # how long the API server is gone
@@ -34,27 +35,12 @@ async def test_no_client_sees_an_error_while_a_cluster_changes_in_every_way(
 async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothing_else(
     empty: ApiServer, seat: Seat
 ) -> None:
-    empty.apply(
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "picker", "namespace": NAMESPACE}}
-    )
-    pool = {"apiGroups": ["", "inference.networking.k8s.io"], "resources": ["pods", "inferencepools"]}
-    objects = {"apiGroups": OBJECT_GROUPS, "resources": OBJECTS}
-    role = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "metadata": {"name": "picker", "namespace": NAMESPACE},
-    }
-    empty.apply(
-        {**role, "kind": "Role", "rules": [{**each, "verbs": ["list", "watch"]} for each in (pool, objects)]}
-    )
-    empty.apply(
-        {
-            **role,
-            "kind": "RoleBinding",
-            "subjects": [{"kind": "ServiceAccount", "name": "picker", "namespace": NAMESPACE}],
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "picker"},
-        }
-    )
-    picker = await seat.start_picker(empty.kubeconfig("account", empty.token_of("picker")), "llm", NAMESPACE)
+    verbs = ["list", "watch"]
+    rules = [
+        {"apiGroups": ["", POOL_GROUP], "resources": ["pods", "inferencepools"], "verbs": verbs},
+        {"apiGroups": OBJECT_GROUPS, "resources": OBJECTS, "verbs": verbs},
+    ]
+    picker = await seat.start_picker(empty.put_account("picker", rules), "llm", NAMESPACE)
     await seat.ready(picker)
     await started(empty, seat)
     first, *others = HOSTS
@@ -62,11 +48,8 @@ async def test_a_replica_lists_and_watches_the_pool_and_its_pods_and_asks_nothin
         empty.set_ready("p1", first, ready=bool(number % 2))
     empty.put_pool("llm", [seat.port, 1], APP)
     empty.set_ready("p1", first, ready=False)
-    wanted = {f"{host}:{seat.port}" for host in others}
-    await seat.everywhere(
-        lambda found: {address for address, status in found.items() if status == "ready"} == wanted,
-        f"{wanted} are ready",
-    )
+    for each in seat.pickers:
+        await each.until_ready(*(f"{host}:{seat.port}" for host in others))
 
     calls = empty.calls(f"system:serviceaccount:{NAMESPACE}:picker")
     answers = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from api_server import NAMESPACE, POOLS, ApiServer
-from seat import Seat
+from seat import APP, Seat, until
 
 from picker_fleet.replica import inference_objects
 from picker_fleet.replica.inference_objects import InferenceObjects, Objective, Rewrite
@@ -14,72 +14,69 @@ from picker_tools.local_fleet import network
 
 GROUP = "inference.networking.x-k8s.io"
 HOST = "127.0.0.31"
-READY_S = 60.0
 
 
 def put(cluster: ApiServer, kind: str, name: str, spec: dict[str, Any], pool: str = "llm") -> None:
-    tree = {
-        "apiVersion": f"{GROUP}/v1alpha2",
-        "kind": kind,
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {"poolRef": {"name": pool}, **spec},
-    }
-    cluster.apply(tree)
+    cluster.put(f"{GROUP}/v1alpha2", kind, name, spec={"poolRef": {"name": pool}, **spec})
+
+
+def put_objective(cluster: ApiServer, name: str, priority: int, pool: str = "llm") -> None:
+    put(cluster, "InferenceObjective", name, {"priority": priority}, pool)
+
+
+def put_rewrite(cluster: ApiServer, name: str, model: str, *targets: dict[str, Any]) -> None:
+    """A rewrite of `model` to the model of each target, by weight."""
+    rules = [{"matches": [{"model": {"value": model}}], "targets": list(targets)}]
+    put(cluster, "InferenceModelRewrite", name, {"rules": rules})
+
+
+def to(model: str, **weight: int) -> dict[str, Any]:
+    return {"modelRewrite": model, **weight}
 
 
 async def condition(cluster: ApiServer, kind: str, name: str, status: str) -> str:
-    """The message of the condition, once it has `status`."""
+    """The message of the condition of an object, `kind` as in its path, once it has `status`."""
     path = f"/apis/{GROUP}/v1alpha2/namespaces/{NAMESPACE}/{kind}/{name}"
 
     async def written() -> str | None:
         conditions = cluster.call("GET", path).get("status", {}).get("conditions", [])
         return next((each["message"] for each in conditions if each["status"] == status), None)
 
-    found = await network.until(written, within_s=READY_S)
-    assert found, cluster.call("GET", path)
-    return str(found)
+    return str(await until(written, what=f"{status} for {name}"))
 
 
 async def test_an_objective_decides_the_band_of_its_requests(empty: ApiServer, seat: Seat) -> None:
-    put(empty, "InferenceObjective", "urgent", {"priority": 7})
-    put(empty, "InferenceObjective", "batch", {"priority": -1})
+    put_objective(empty, "urgent", 7)
+    put_objective(empty, "batch", -1)
     assert await condition(empty, "inferenceobjectives", "urgent", "True") == "in use"
     assert await condition(empty, "inferenceobjectives", "batch", "True") == "in use"
     queueing = "fair_request_queue: {queue_without_endpoints: true, queue_ttl: 60s}"
     await seat.replace_pickers(queueing, empty.kubeconfig("admin"), "llm", NAMESPACE)
     objective = "x-gateway-inference-objective"
-    asks = [
-        asyncio.create_task(seat.ask({objective: name})) for name in ("urgent", "urgent", "batch", "unknown")
-    ]
+    asked = ("urgent", "urgent", "batch", "unknown")
+    asks = [asyncio.create_task(seat.ask({objective: name})) for name in asked]
 
-    async def waiting() -> dict[str, int] | None:
+    async def waiting() -> dict[str, int]:
         state = (await seat.pickers[0].admin.get("/api/v1/state")).json()
-        queued = {band["band"]: band["queued"] for band in state["bands"] if band["queued"]}
-        return queued if sum(queued.values()) == len(asks) else None
+        return {band["band"]: band["queued"] for band in state["bands"] if band["queued"]}
 
-    assert await network.until(waiting, within_s=READY_S) == {"7": 2, "Default": 1, "-1": 1}
+    await until(waiting, lambda found: found == {"7": 2, "Default": 1, "-1": 1}, what="each in its band")
     # Another priority counts for what comes from then on.
-    put(empty, "InferenceObjective", "urgent", {"priority": 20})
+    put_objective(empty, "urgent", 20)
 
-    async def changed() -> dict[str, int] | None:
+    async def one_more() -> dict[str, int]:
         asks.append(asyncio.create_task(seat.ask({objective: "urgent"})))
-        found = await network.until(waiting, within_s=READY_S)
-        return found if found and "20" in found else None
+        return await until(waiting, lambda found: sum(found.values()) == len(asks), what="one more")
 
-    found = await network.until(changed, within_s=READY_S)
-    assert found
+    found = await until(one_more, lambda found: "20" in found, what="the other priority")
     assert (found["20"], found["Default"], found["-1"]) == (1, 1, 1)
-    await seat.start_model(HOST)
-    empty.put_pod("only", HOST, {"app": "llm"})
+    await seat.start_pod(empty, "only", HOST)
     assert {answer.status_code for answer in await asyncio.gather(*asks)} == {200}
 
 
 async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat: Seat) -> None:
-    await seat.start_model(HOST)
-    empty.put_pod("only", HOST, {"app": "llm"})
-    targets = [{"modelRewrite": "v1", "weight": 9}, {"modelRewrite": "v2", "weight": 1}]
-    rules = [{"matches": [{"model": {"value": "llama"}}], "targets": targets}]
-    put(empty, "InferenceModelRewrite", "canary", {"rules": rules})
+    await seat.start_pod(empty, "only", HOST)
+    put_rewrite(empty, "canary", "llama", to("v1", weight=9), to("v2", weight=1))
     assert await condition(empty, "inferencemodelrewrites", "canary", "True") == "in use"
 
     await seat.until_answered(404)  # the simulator has neither v1 nor v2
@@ -90,47 +87,35 @@ async def test_a_rewrite_splits_the_requests_for_a_model(empty: ApiServer, seat:
     # The replicas together are within one of the exact share before and after these.
     assert abs(sent["v2"] - 6) <= 2
 
-    put(
-        empty,
-        "InferenceModelRewrite",
-        "canary",
-        {"rules": [{**rules[0], "targets": [{"modelRewrite": "llama"}]}]},
-    )
-
+    put_rewrite(empty, "canary", "llama", to("llama"))
     await seat.until_answered(200)
 
 
 async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_on(
     empty: ApiServer, seat: Seat
 ) -> None:
-    await seat.start_model(HOST)
-    empty.put_pod("only", HOST, {"app": "llm"})
+    await seat.start_pod(empty, "only", HOST)
     put(empty, "InferenceModelRewrite", "nothing", {"rules": []})
-    put(empty, "InferenceModelRewrite", "blank", {"rules": [{"targets": [{"modelRewrite": " "}]}]})
-    put(empty, "InferenceObjective", "huge", {"priority": 2**40})
+    put(empty, "InferenceModelRewrite", "blank", {"rules": [{"targets": [to(" ")]}]})
+    put_objective(empty, "huge", 2**40)
     assert "nothing is rewritten" in await condition(empty, "inferencemodelrewrites", "nothing", "False")
     assert "is no model's name" in await condition(empty, "inferencemodelrewrites", "blank", "False")
     assert "no int32" in await condition(empty, "inferenceobjectives", "huge", "False")
-    put(empty, "InferenceObjective", "stray", {"priority": 1}, pool="no-such-pool")
+    put_objective(empty, "stray", 1, pool="no-such-pool")
     assert "no-such-pool" in await condition(empty, "inferenceobjectives", "stray", "False")
-    for name, target in (("there", "back"), ("back", "there")):
-        rules = [{"matches": [{"model": {"value": name}}], "targets": [{"modelRewrite": target}]}]
-        put(empty, "InferenceModelRewrite", name, {"rules": rules})
-
-    async def told() -> bool | None:
-        message = await condition(empty, "inferencemodelrewrites", "there", "True")
-        return message.startswith("there to back to there is a cycle") or None
-
-    assert await network.until(told, within_s=READY_S)
-    for what in (
-        "inferencemodelrewrites nothing is not used",
-        "inferencemodelrewrites blank is not used",
-        "inferenceobjectives huge is not used",
-        "inferenceobjectives stray is not used",
-        "inferencemodelrewrites there is used",
-    ):
-        for picker in seat.pickers:
-            assert what in picker.log.read_text()
+    put_rewrite(empty, "there", "there", to("back"))
+    put_rewrite(empty, "back", "back", to("there"))
+    await until(
+        lambda: condition(empty, "inferencemodelrewrites", "there", "True"),
+        lambda message: message.startswith("there to back to there is a cycle"),
+        what="the cycle",
+    )
+    for picker in seat.pickers:
+        log = picker.log.read_text()
+        for rewrite in ("nothing is not used", "blank is not used", "there is used"):
+            assert f"inferencemodelrewrites {rewrite}" in log
+        for objective in ("huge", "stray"):
+            assert f"inferenceobjectives {objective} is not used" in log
 
     await seat.until_answered(200)
 
@@ -138,10 +123,9 @@ async def test_a_fault_is_named_in_the_log_and_in_a_condition_and_service_goes_o
 async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
     empty: ApiServer, seat: Seat
 ) -> None:
-    await seat.start_model(HOST)
-    empty.put_pod("only", HOST, {"app": "llm"})
+    await seat.start_pod(empty, "only", HOST)
     nobody = network.free_port()
-    empty.put_pool("llm", [nobody, seat.port], {"app": "llm"})
+    empty.put_pool("llm", [nobody, seat.port], APP)
     await seat.everywhere(
         lambda found: found == {f"{HOST}:{seat.port}": "ready", f"{HOST}:{nobody}": "down"},
         "the port of nobody is down",
@@ -153,8 +137,7 @@ async def test_a_port_that_no_server_has_is_named_in_the_log_and_others_serve(
 async def test_the_api_server_refuses_an_empty_selector_and_service_goes_on(
     empty: ApiServer, seat: Seat
 ) -> None:
-    await seat.start_model(HOST)
-    empty.put_pod("only", HOST, {"app": "llm"})
+    await seat.start_pod(empty, "only", HOST)
     await seat.everywhere(lambda found: len(found) == 1, "the pod is known")
     pool = empty.call("GET", f"{POOLS}/llm")
     pool["spec"]["selector"]["matchLabels"] = {}
@@ -188,11 +171,11 @@ class Publisher(InferenceObjects):
         """Look at everything once more, as after any change."""
         before = self.looked
 
-        async def has_looked() -> bool | None:
-            return self.looked > before or None
+        async def looked() -> int:
+            return self.looked
 
         self._changed.set()
-        assert await network.until(has_looked, within_s=READY_S)
+        await until(looked, lambda count: count > before, what="another look")
 
 
 async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
@@ -200,8 +183,8 @@ async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))
     path = f"/apis/{GROUP}/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives/o"
-    empty.put_pool("llm", [8000], {"app": "llm"})
-    put(empty, "InferenceObjective", "o", {"priority": 1})
+    empty.put_pool("llm", [8000], APP)
+    put_objective(empty, "o", 1)
     first, second = Publisher("one"), Publisher("another", fault="disliked")
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(first.run())
@@ -214,18 +197,18 @@ async def test_two_fleets_on_one_pool_do_not_replace_each_others_conditions(
             await first.look_again()
         assert empty.call("GET", path)["metadata"]["resourceVersion"] == version
         # A new version of the object is judged by the owner of the condition,
-        put(empty, "InferenceObjective", "o", {"priority": 2})
+        put_objective(empty, "o", 2)
 
-        async def judged() -> bool | None:
+        async def judged() -> tuple[int, str]:
             (one,) = empty.call("GET", path)["status"]["conditions"]
-            return (one["observedGeneration"], one["message"]) == (2, "in use") or None
+            return one["observedGeneration"], one["message"]
 
-        assert await network.until(judged, within_s=READY_S)
+        await until(judged, lambda found: found == (2, "in use"), what="the owner's judgement")
         # and by the other one once that has gone.
         running.cancel()
         await asyncio.wait([running])
         monkeypatch.setattr(inference_objects, "_TAKE_OVER_S", 0.3)
-        put(empty, "InferenceObjective", "o", {"priority": 3})
+        put_objective(empty, "o", 3)
         assert await condition(empty, "inferenceobjectives", "o", "False") == "disliked"
         further.cancel()
 
@@ -234,11 +217,11 @@ async def test_the_condition_of_an_object_whose_pool_was_not_there_is_replaced_o
     empty: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(empty.kubeconfig("admin")))
-    put(empty, "InferenceObjective", "o", {"priority": 1})
+    put_objective(empty, "o", 1)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(Publisher("one", pool="other").run())]
         assert "which is not there" in await condition(empty, "inferenceobjectives", "o", "False")
-        empty.put_pool("llm", [8000], {"app": "llm"})
+        empty.put_pool("llm", [8000], APP)
         running.append(tasks.create_task(Publisher("another").run()))
         assert await condition(empty, "inferenceobjectives", "o", "True") == "in use"
         for each in running:

@@ -2,13 +2,14 @@
 
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from api_server import ROOT, ApiServer, built, started
-from seat import READY_S, Seat, opened
+from seat import Seat, opened, until
 
 from picker_tools.local_fleet import network
 
@@ -38,7 +39,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 @pytest.fixture
 def namespace(fresh: ApiServer) -> Iterator[ApiServer]:
     """The API server with an empty namespace for the fleet; a test must leave it empty."""
-    fresh.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    fresh.put_namespace(NAMESPACE)
     yield fresh
     for path in fresh.objects(NAMESPACE):
         fresh.call("DELETE", path)
@@ -83,8 +84,13 @@ def deployment(server: ApiServer) -> Tree:
     return server.call("GET", f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{RELEASE}")
 
 
+def container_of(deployment: Tree) -> Tree:
+    found: Tree = deployment["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
 def image(server: ApiServer) -> str:
-    return str(deployment(server)["spec"]["template"]["spec"]["containers"][0]["image"])
+    return str(container_of(deployment(server))["image"])
 
 
 def names(trees: list[Tree]) -> list[tuple[str, str]]:
@@ -121,7 +127,7 @@ def test_plain_manifests_are_applied_changed_and_deleted(namespace: ApiServer, f
     namespace.create_all(trees)
     assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
     changed = next(tree for tree in trees if tree["kind"] == "Deployment")
-    changed["spec"]["template"]["spec"]["containers"][0]["image"] = "picker-fleet:0.2.0"
+    container_of(changed)["image"] = "picker-fleet:0.2.0"
     namespace.apply(changed)
     assert image(namespace) == "picker-fleet:0.2.0"
     assert deployment(namespace)["metadata"]["generation"] == first + 1
@@ -140,15 +146,8 @@ def test_kubectl_applies_the_kustomization_and_deletes_it(namespace: ApiServer, 
     assert deployment(namespace)["metadata"]["generation"] == first, "applied again, nothing changes"
     others = [tree for tree in plain(folder) if tree["kind"] != "Namespace"]
     for tree in others:
-        kubectl(
-            namespace,
-            "--namespace",
-            NAMESPACE,
-            "delete",
-            tree["kind"],
-            tree["metadata"]["name"],
-            "--wait=false",
-        )
+        name = f"{tree['kind']}/{tree['metadata']['name']}"
+        kubectl(namespace, "--namespace", NAMESPACE, "delete", name, "--wait=false")
     found = namespace.objects(NAMESPACE)
     assert not [path for path in found if path.endswith(f"/{RELEASE}")]
 
@@ -161,13 +160,12 @@ def test_what_helm_renders_is_applied_by_the_server_and_is_what_the_plain_manife
         namespace.create_all(trees)
         by_hand = plain(folder)
         assert names(trees) == names(by_hand[1:])
-        after = deployment(namespace)["spec"]
+        specs = [deployment(namespace)["spec"]]
         namespace.create_all(by_hand)
-        # The same but for a chart's mark of the configuration.
-        found = deployment(namespace)["spec"]
-        after["template"]["metadata"].pop("annotations", None)
-        found["template"]["metadata"].pop("annotations", None)
-        assert found == after
+        specs.append(deployment(namespace)["spec"])
+        for spec in specs:  # the same but for a chart's mark of the configuration
+            spec["template"]["metadata"].pop("annotations", None)
+        assert specs[0] == specs[1]
 
 
 def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiServer, tmp_path: Path) -> None:
@@ -181,32 +179,25 @@ def test_the_chart_gives_each_further_pool_a_port_for_ext_proc(namespace: ApiSer
     namespace.create_all(trees)
     pools = {tree["metadata"]["name"]: tree["spec"] for tree in trees if tree["kind"] == "InferencePool"}
     asked_at = {name: pool["endpointPickerRef"] for name, pool in pools.items()}
-    assert {name: ref["port"]["number"] for name, ref in asked_at.items()} == {
-        "llm": 9002,
-        "batch": 9004,
-        "night": 9005,
-    }
+    wanted = {"llm": 9002, "batch": 9004, "night": 9005}
+    assert {name: ref["port"]["number"] for name, ref in asked_at.items()} == wanted
     assert [ref["failureMode"] for ref in asked_at.values()] == ["FailClose", "FailClose", "FailOpen"]
     assert [pool["targetPorts"][0]["number"] for pool in pools.values()] == [8000, 8001, 8000]
     # The pool's port leads through Service, NetworkPolicy and container to where the replica listens.
     (service,) = (tree for tree in trees if tree["metadata"]["name"] == asked_at["llm"]["name"])
-    container = deployment(namespace)["spec"]["template"]["spec"]["containers"][0]
+    container = container_of(deployment(namespace))
     listens = {each["name"]: each["containerPort"] for each in container["ports"]}
     led = {each["port"]: listens[each["targetPort"]] for each in service["spec"]["ports"]}
-    assert led == {port: port for port in (9002, 9004, 9005)}
+    assert led == {port: port for port in wanted.values()}
     (policy,) = (tree["spec"] for tree in trees if tree["kind"] == "NetworkPolicy")
     let_in = {each["port"] for each in policy["ingress"][0]["ports"]}
     assert {each["targetPort"] for each in service["spec"]["ports"]} <= let_in
     assert {8000, 8001} <= {rule["ports"][0]["port"] for rule in policy["egress"]}
     (config,) = (tree["data"]["picker.yaml"] for tree in trees if tree["kind"] == "ConfigMap")
-    listening = {
-        name: (section or {}).get("listen") for name, section in yaml.safe_load(config)["pools"].items()
-    }
-    assert listening == {
-        f"{NAMESPACE}.llm": None,
-        f"{NAMESPACE}.batch": "0.0.0.0:9004",
-        f"{NAMESPACE}.night": "0.0.0.0:9005",
-    }
+    sections = yaml.safe_load(config)["pools"]
+    listening = {name.split(".")[1]: (section or {}).get("listen") for name, section in sections.items()}
+    assert listening == {"llm": None, "batch": "0.0.0.0:9004", "night": "0.0.0.0:9005"}
+    assert {name.split(".")[0] for name in sections} == {NAMESPACE}
 
 
 def test_the_examples_are_what_the_api_takes(namespace: ApiServer) -> None:
@@ -230,18 +221,11 @@ async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_oth
         namespace, "--values", str(SEAT_VALUES), "--set", f"{ports},inferencePool.further[0].{further}"
     )
     namespace.create_all(trees)
-    role = next(tree for tree in trees if tree["kind"] == "Role")
-    granted = {
-        (group, resource, verb)
-        for rule in role["rules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
+    (rules,) = (tree["rules"] for tree in trees if tree["kind"] == "Role")
+    each_of = ("apiGroups", "resources", "verbs")
+    granted = {right for rule in rules for right in product(*(rule[name] for name in each_of))}
     # The replica that the Deployment runs: its flags, its configuration, its account.
-    container = next(tree for tree in trees if tree["kind"] == "Deployment")["spec"]["template"]["spec"][
-        "containers"
-    ][0]
+    container = container_of(next(tree for tree in trees if tree["kind"] == "Deployment"))
     pool = container["args"][container["args"].index("--pool-name") + 1]
     file = seat.folder / "picker.yaml"
     file.write_text(next(tree for tree in trees if tree["kind"] == "ConfigMap")["data"]["picker.yaml"])
@@ -255,17 +239,11 @@ async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_oth
     assert served == {f"{NAMESPACE}.{pool}", f"{NAMESPACE}.batch"}
     for group in GROUPS:
         for kind, spec in (("InferenceObjective", {"priority": 1}), ("InferenceModelRewrite", {"rules": []})):
-            namespace.apply(
-                {
-                    "apiVersion": f"{group}/v1alpha2",
-                    "kind": kind,
-                    "metadata": {"name": f"one-{group.partition('.')[0]}", "namespace": NAMESPACE},
-                    "spec": {"poolRef": {"name": pool}, **spec},
-                }
-            )
+            name, spec = f"one-{group.partition('.')[0]}", {"poolRef": {"name": pool}, **spec}
+            namespace.put(f"{group}/v1alpha2", kind, name, NAMESPACE, spec=spec)
     user = f"system:serviceaccount:{NAMESPACE}:{RELEASE}"
 
-    def used() -> set[tuple[str, str, str]]:
+    async def used() -> set[tuple[str, str, str]]:
         found = set()
         for call in namespace.calls(user):
             what = call["objectRef"]
@@ -273,10 +251,6 @@ async def test_a_replica_uses_every_right_that_the_chart_grants_and_needs_no_oth
             found.add((what.get("apiGroup", ""), resource, call["verb"]))
         return found
 
-    async def all_used() -> bool | None:
-        return used() >= granted or None
-
-    assert await network.until(all_used, within_s=READY_S), granted - used()
-    assert used() == granted
+    assert await until(used, lambda found: found >= granted, what=f"the use of {granted}") == granted
     answers = {call["responseStatus"]["code"] for call in namespace.calls(user)}
     assert answers == {200}

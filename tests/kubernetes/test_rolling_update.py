@@ -3,9 +3,7 @@
 import asyncio
 
 from api_server import NAMESPACE, ApiServer
-from seat import READY_S, Picker, Seat, publish
-
-from picker_tools.local_fleet import network
+from seat import Seat, publish, until
 
 HOSTS = ("127.0.0.51", "127.0.0.52")
 LONG_TOKENS = 400  # of an answer that takes about 1.2 s
@@ -14,14 +12,17 @@ LATE_REQUESTS = 20  # that are served before the gateway hears that a replica en
 
 async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServer, seat: Seat) -> None:
     for number, host in enumerate(HOSTS):
-        await seat.start_model(host)
-        empty.put_pod(f"p{number}", host, {"app": "llm"})
+        await seat.start_pod(empty, f"p{number}", host)
     wanted = {f"{host}:{seat.port}" for host in HOSTS}
     await seat.everywhere(lambda found: found.keys() == wanted, "both pods are known")
     serving = list(seat.pickers)
     discovery = seat.folder / "pickers.json"
     publish(discovery, [picker.grpc for picker in serving])
     await seat.start_gateway(discovery=discovery)
+
+    async def running() -> float:
+        return sum([await picker.figure("llm_d_epp_request_running") for picker in seat.pickers])
+
     async with seat.load(clients=8) as short, seat.load(clients=8, tokens=LONG_TOKENS) as long:
 
         async def progress(requests: int) -> None:
@@ -38,25 +39,11 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             await short.progress(LATE_REQUESTS)
             serving.append(new)
             publish(discovery, [picker.grpc for picker in serving])
-            await ended(old)
+            await old.ended()
             seat.pickers.remove(old)
             await progress(20)
         assert [picker.process.poll() for picker in serving] == [None, None]
-        assert await network.until(lambda: running_is(seat, any_run=True), within_s=READY_S)
+        await until(running, lambda count: count > 0, what="dashboards that see requests run")
     assert short.errors == []
     assert long.errors == []
-    assert await network.until(lambda: running_is(seat, any_run=False), within_s=READY_S)
-
-
-async def running_is(seat: Seat, *, any_run: bool) -> bool | None:
-    """Whether dashboards see requests that run."""
-    running = [await picker.figure("llm_d_epp_request_running") for picker in seat.pickers]
-    return (sum(running) > 0) == any_run or None
-
-
-async def ended(picker: Picker) -> None:
-    async def has() -> bool | None:
-        return picker.process.poll() is not None or None
-
-    assert await network.until(has, within_s=READY_S), picker.log.read_text()[-3000:]
-    assert picker.process.returncode == 0, picker.log.read_text()[-3000:]
+    await until(running, lambda count: count == 0, what="dashboards that see none run")

@@ -5,13 +5,9 @@ import time
 from collections.abc import Callable
 
 from api_server import NAMESPACE, ApiServer
-from seat import Seat
+from seat import APP, Seat, until
 
-from picker_tools.local_fleet import network
-
-APP = {"app": "llm"}
 HOST = "127.0.0.21"
-READY_S = 60.0
 
 
 async def test_requests_wait_for_the_first_ready_pod(
@@ -28,15 +24,8 @@ async def test_requests_wait_for_the_first_ready_pod(
     for picker in seat.pickers:
         assert "epp_queue_length" in (await picker.admin.get("/metrics")).text
 
-    async def none_waits() -> bool | None:
-        return await demand() == 0 or None
-
     waiting = [asyncio.create_task(seat.ask()) for _ in range(40)]
-
-    async def all_wait() -> bool | None:
-        return await demand() == len(waiting) or None
-
-    assert await network.until(all_wait, within_s=READY_S), await demand()
+    await until(demand, lambda count: count == len(waiting), what="all in the queue")
     reference = [await picker.figure("llm_d_epp_flow_control_queue_size") for picker in seat.pickers]
     assert sum(reference) == len(waiting)
     await seat.start_model(HOST)
@@ -48,4 +37,4 @@ async def test_requests_wait_for_the_first_ready_pod(
     print(f"from the first ready pod to the first answer: {first_s:.2f} s")  # shown by -s
     answers = await asyncio.gather(*waiting)
     assert {answer.status_code for answer in answers} == {200}
-    assert await network.until(none_waits, within_s=READY_S)
+    await until(demand, lambda count: count == 0, what="an empty queue")

@@ -1,41 +1,30 @@
 """One fleet that serves two InferencePools, each at a port of its own: a gateway can name nothing else."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
 from api_server import NAMESPACE, ApiServer
 from echo_server import EchoServer
-from seat import ASK, READY_S, Picker, Route, Seat
+from seat import ASK, Picker, Route, Seat
 
-from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 HOSTS = {"chat": ("127.0.0.51", "127.0.0.52"), "batch": ("127.0.0.53", "127.0.0.54")}
 
 
-async def until_ready(picker: Picker, pool: str, hosts: Sequence[str]) -> None:
+async def until_ready(picker: Picker, port: int, name: str, hosts: Sequence[str]) -> None:
     """Wait until the pool's endpoints that take requests are at `hosts`."""
-
-    async def so() -> bool | None:
-        page = (await picker.admin.get(f"/pools/{NAMESPACE}.{pool}/api/v1/endpoints")).json()
-        return {each["address"].split(":")[0] for each in page if each["status"] == "ready"} == set(
-            hosts
-        ) or None
-
-    assert await network.until(so, within_s=READY_S), (picker.log.read_text()[-3000:], pool, hosts)
+    await picker.until_ready(*(f"{host}:{port}" for host in hosts), pool=f"{NAMESPACE}.{name}")
 
 
-async def served(gateway: httpx.AsyncClient, requests: int = 20) -> Counter[str]:
-    """The hosts that answered, by how many requests; none may fail."""
-    found: Counter[str] = Counter()
-    for _ in range(requests):
-        answer = await gateway.post("/v1/completions", json=ASK)
-        assert answer.status_code == 200, answer.text
-        found[answer.headers["x-served-by"].split(":")[0]] += 1
-    return found
+async def served(gateway: httpx.AsyncClient) -> set[str]:
+    """The hosts that answer 20 requests, none of which may fail."""
+    answers = [await gateway.post("/v1/completions", json=ASK) for _ in range(20)]
+    assert [answer.text for answer in answers if answer.status_code != 200] == []
+    return {answer.headers["x-served-by"].split(":")[0] for answer in answers}
 
 
 async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
@@ -46,32 +35,33 @@ async def test_two_inference_pools_have_their_own_pods_behind_one_fleet(
             await servers.listen(host, bare.port)
             empty.put_pod(f"{name}-{number}", host, {"app": name})
         empty.put_pool(name, [bare.port], {"app": name})
-    own_ports = []
-    for number in range(2):
-        own_ports.append(free_port())
-        batch = {
-            "discovery": {"kubernetes": {"pool": "batch", "namespace": NAMESPACE}},
-            "listen": f"{LOOPBACK}:{own_ports[-1]}",
-        }
+    own_ports = [free_port(), free_port()]
+
+    def discovered(pool: str) -> dict[str, Any]:
+        return {"discovery": {"kubernetes": {"pool": pool, "namespace": NAMESPACE}}}
+
+    for number, port in enumerate(own_ports):
         # One whose InferencePool nobody has made has no endpoints, and keeps no replica from being ready.
-        absent = {"discovery": {"kubernetes": {"pool": "absent", "namespace": NAMESPACE}}}
-        pools = {f"{NAMESPACE}.chat": None, f"{NAMESPACE}.batch": batch, f"{NAMESPACE}.absent": absent}
+        pools = {"chat": None, "batch": {**discovered("batch"), "listen": f"{LOOPBACK}:{port}"}}
+        pools["absent"] = discovered("absent")
         file = tmp_path / f"pools-{number}.yaml"
-        file.write_text(yaml.safe_dump({"pools": pools}))
+        file.write_text(
+            yaml.safe_dump({"pools": {f"{NAMESPACE}.{name}": pool for name, pool in pools.items()}})
+        )
         await bare.start_picker(empty.kubeconfig("admin"), "chat", NAMESPACE, "--config-file", str(file))
     for picker in bare.pickers:
         await bare.ready(picker)
         for name, hosts in {**HOSTS, "absent": ()}.items():
-            await until_ready(picker, name, hosts)
+            await until_ready(picker, bare.port, name, hosts)
     chat = await bare.start_gateway([Route([picker.grpc for picker in bare.pickers])])
     batch_gateway = await bare.start_gateway([Route(own_ports)])
-    assert (await served(chat)).keys() == set(HOSTS["chat"])
-    assert (await served(batch_gateway)).keys() == set(HOSTS["batch"])
+    assert await served(chat) == set(HOSTS["chat"])
+    assert await served(batch_gateway) == set(HOSTS["batch"])
 
     # What happens to the pods of one pool is nothing to the other.
     empty.set_ready("batch-0", HOSTS["batch"][0], ready=False)
     for picker in bare.pickers:
-        await until_ready(picker, "batch", HOSTS["batch"][1:])
-        await until_ready(picker, "chat", HOSTS["chat"])
-    assert (await served(batch_gateway)).keys() == set(HOSTS["batch"][1:])
-    assert (await served(chat)).keys() == set(HOSTS["chat"])
+        await until_ready(picker, bare.port, "batch", HOSTS["batch"][1:])
+        await until_ready(picker, bare.port, "chat", HOSTS["chat"])
+    assert await served(batch_gateway) == set(HOSTS["batch"][1:])
+    assert await served(chat) == set(HOSTS["chat"])
