@@ -4,23 +4,19 @@ import asyncio
 import dataclasses
 import json
 import logging
+from collections.abc import Sequence
 
 import extproc_client as envoy
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from extproc_client import PLACEMENT, Fault, ScriptedGate, Talk, body, given_back, headers, parts, set_headers
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc_client import PLACEMENT, ScriptedGate, Talk, body, given_back, headers, parts, set_headers
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import cases
 
+from picker_fleet import errors
 from picker_fleet.admission.variants import Variants
-from picker_fleet.errors import (
-    ExpiredTtl,
-    NoEndpoints,
-    RequestError,
-    ShuttingDown,
-    StateUnavailable,
-    TotalCapacity,
-)
+from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.codec import WHOLE_BYTES
 from picker_fleet.request import Outcome, Placement
@@ -52,6 +48,13 @@ def chunks(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
+def whole(answers: Sequence[ProcessingResponse]) -> bytes:
+    """The request's body as it goes on, which must end with its last part."""
+    given_parts = given_back(answers)
+    assert [ended for _, ended in given_parts] == [False] * (len(given_parts) - 1) + [True]
+    return b"".join(part for part, _ in given_parts)
+
+
 @every_mode
 async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     talk = Talk()
@@ -63,11 +66,8 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     # The id is Envoy's where only Envoy can set it. In standard the stream owns the request.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
-    assert dict(answers[0].dynamic_metadata["picker"]) == {
-        "id": request.id,
-        "ticket": "ticket-1",
-        "pressure": "0.25",
-    }
+    told = {"id": request.id, "ticket": "ticket-1", "pressure": "0.25"}
+    assert dict(answers[0].dynamic_metadata["picker"]) == told
     assert stream_owned == (mode == "standard")
     assert talk.exchange.done == (mode != "standard")
     assert talk.metrics.answers == [(mode, "m", "ok")]
@@ -94,10 +94,9 @@ async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None
     assert await talk.say(headers(mode), *sent) == []
     assert talk.gate.admitted == []
 
-    answers = envoy.echoed(await talk.say(body()))
-    assert b"".join(chunk.body for chunk in answers) == BIG
-    assert all(len(chunk.body) <= 62_000 for chunk in answers)
-    assert [chunk.end_of_stream for chunk in answers] == [False] * (len(answers) - 1) + [True]
+    answers = await talk.say(body())
+    assert whole(answers) == BIG
+    assert all(len(chunk) <= 62_000 for chunk, _ in given_back(answers))
 
 
 async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_at_once() -> None:
@@ -111,15 +110,12 @@ async def test_in_lean_a_body_complete_by_its_length_is_answered_in_one_message_
     assert (len(talk.gate.admitted), talk.gate.withdrawn) == (1, [])
 
 
-@pytest.mark.parametrize(
-    ("spare", "messages"), [(0, ["request_headers"]), (1, ["request_headers"] + ["request_body"] * 9)]
-)
-async def test_one_message_carries_at_most_what_every_envoy_buffers(spare: int, messages: list[str]) -> None:
+@pytest.mark.parametrize(("spare", "chunks"), [(0, 0), (1, 9)])
+async def test_one_message_carries_at_most_what_every_envoy_buffers(spare: int, chunks: int) -> None:
     ask = ASK.ljust(WHOLE_BYTES + spare)
     answers = await Talk().say(headers("lean"), body(ask))
-    assert parts(answers) == messages
-    assert b"".join(chunk for chunk, _ in given_back(answers)) == ask
-    assert given_back(answers)[-1][1]
+    assert parts(answers) == ["request_headers"] + ["request_body"] * chunks
+    assert whole(answers) == ask
 
 
 @pytest.mark.parametrize(("mode", "ask", "count"), [("standard", ASK, 1), ("lean", LONG, 9)], ids=["s", "l"])
@@ -134,8 +130,7 @@ async def test_a_body_complete_by_its_length_is_placed_before_its_end_arrives(
     assert len(talk.gate.admitted) == 1
     answers = await talk.say(body() if end == "an empty chunk" else envoy.trailers())
     assert parts(answers) == ["request_headers"] + ["request_body"] * count * (end == "an empty chunk")
-    assert b"".join(chunk for chunk, _ in given_back(answers)) == ask
-    assert given_back(answers)[-1][1]
+    assert whole(answers) == ask
     talk.close()
     assert (len(talk.gate.admitted), talk.gate.withdrawn) == (1, [])
 
@@ -153,7 +148,7 @@ async def test_a_lease_is_confirmed_if_the_end_of_its_body_arrives_late(keeping:
     assert [request.id for request, _ in talk.gate.admitted] == ["made-1"] * (1 if keeping else 2)
     assert talk.gate.ages_s == ([0.0] if keeping else [0.0, 6.0])
     assert talk.gate.withdrawn == ([] if keeping else ["made-1"])
-    assert b"".join(chunk for chunk, _ in given_back(answers)) == LONG
+    assert whole(answers) == LONG
     talk.close()
     assert talk.gate.withdrawn == ([] if keeping else ["made-1"])
 
@@ -242,17 +237,12 @@ NOT_SERVED: list[tuple[str, str | bytes]] = [
 ]  # fmt: skip
 REFUSED = [
     *(
-        ([headers(mode, ended=ended, metadata=METADATA, ask=ask)], 404, "unknown_path", "")
+        ([headers(mode, ended=ended, metadata=METADATA, ask=ask)], status, code, says)
         for mode in ("standard", "lean", "headers")
-        for ended in (True, False)
-        for ask in NOT_SERVED
-    ),
-    *(
-        ([headers(mode, ended=ended, metadata=METADATA, ask=ask)], 400, "bad_request", says)
-        for mode in ("standard", "lean", "headers")
-        for ask, ended, says in (
-            (("POST", "/v1/chat/completions?x=/v1/models"), True, "has no body"),
-            (("GET", "/v1/models?x=1"), False, "with a body"),
+        for ask, ended, status, code, says in (
+            *((ask, ended, 404, "unknown_path", "") for ended in (True, False) for ask in NOT_SERVED),
+            (("POST", "/v1/chat/completions?x=/v1/models"), True, 400, "bad_request", "has no body"),
+            (("GET", "/v1/models?x=1"), False, 400, "bad_request", "with a body"),
         )
     ),
     *(
@@ -340,15 +330,15 @@ async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_cha
     assert "forward_rules" in refused.error["message"]
 
 
-@pytest.mark.parametrize(
-    ("hint", "subset"),
-    [
-        (None, None),
-        ([], ()),
-        (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
-        ("10.0.0.1:80", ("10.0.0.1:80",)),
-    ],
-)
+HINTS = {
+    "none": (None, None),
+    "an empty one": ([], ()),
+    "one with nonsense": (["10.0.0.1:8000", "nonsense"], ("10.0.0.1:8000",)),
+    "text": ("10.0.0.1:80", ("10.0.0.1:80",)),
+}
+
+
+@cases("hint, subset", HINTS)
 async def test_a_subset_hint_reaches_the_gate(hint: object, subset: tuple[str, ...] | None) -> None:
     talk, key = Talk(), "x-gateway-destination-endpoint-subset"
     metadata = {"envoy.lb.subset_hint": {key: hint}} if hint is not None else {}
@@ -382,16 +372,22 @@ async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
     assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "configured", "pressure"),
-    [
-        (TotalCapacity("full"), 503, 429, "1.00"),  # no room for it
-        (ExpiredTtl("late"), 503, 429, "1.00"),
-        (NoEndpoints("none"), 503, 503, "0.25"),  # the queue has nothing to do with it
-        (ShuttingDown("bye"), 503, 429, "0.25"),
-        (Fault("tea"), 418, 418, "0.25"),
-    ],
-)
+class Teapot(RequestError):
+    """A refusal that no part of the picker makes."""
+
+    status, code = 418, "teapot"
+
+
+REFUSALS = {
+    "no room for it": (errors.TotalCapacity("full"), 503, 429, "1.00"),
+    "its time is up": (ExpiredTtl("late"), 503, 429, "1.00"),
+    "the queue has nothing to do with it": (errors.NoEndpoints("none"), 503, 503, "0.25"),
+    "the replica stops": (errors.ShuttingDown("bye"), 503, 429, "0.25"),
+    "an unknown one": (Teapot("tea"), 418, 418, "0.25"),
+}
+
+
+@cases("error, status, configured, pressure", REFUSALS)
 async def test_overload_may_be_429_by_configuration_and_a_refusal_carries_the_queue_pressure(
     error: RequestError, status: int, configured: int, pressure: str
 ) -> None:
@@ -402,9 +398,7 @@ async def test_overload_may_be_429_by_configuration_and_a_refusal_carries_the_qu
     assert (await talk.another().refused(headers("lean", ended=True))).status == configured
 
 
-async def test_an_unexpected_exception_is_logged_and_answered_with_500(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
     refused = await Talk(ScriptedGate(ValueError("a bug"))).refused(*asks("lean"))
     assert (refused.status, refused.code) == (500, "internal_error")
     assert "a bug" not in refused.error["message"]
@@ -452,16 +446,15 @@ async def test_a_placement_whose_answer_was_not_sent_is_withdrawn(mode: str) -> 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 100, "prompt_tokens_details": {"cached_tokens": 1}}
 ANSWERS = {
     "json": json.dumps(
-        {"model": "m", "choices": [{"text": 'a "usage": {"prompt_tokens": 99} b'}], "usage": USAGE}
+        {"choices": [{"text": 'a "usage": {"prompt_tokens": 99} b'}], "usage": USAGE}
     ).encode(),
     "sse": (
         b'data: {"choices":[{"text":"a"}],"usage":null}\n\n' * 3
         + b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":100}}\n\ndata: [DONE]\n\n'
     ),
     "responses": (
-        b'event: response.completed\ndata: {"type":"response.completed","response":{"output":["'
-        + b"x" * 50_000
-        + b'"],"usage":{"input_tokens":7,"output_tokens":100},"metadata":{}}}\n\n'
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"output":["%b"],'
+        b'"usage":{"input_tokens":7,"output_tokens":100},"metadata":{}}}\n\n' % (b"x" * 50_000)
     ),
 }
 
@@ -476,9 +469,8 @@ async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, 
     said = await talk.say(envoy.response_headers(200, served="10.0.0.2:8000"), *messages)
 
     assert parts(said) == ["response_headers"] + ["response_body"] * len(came)
-    passed = envoy.echoed(said, "response_body")
-    assert [chunk.body for chunk in passed] == came
-    assert [chunk.end_of_stream for chunk in passed] == [False] * (len(came) - 1) + [True]
+    passed = [(chunk.body, chunk.end_of_stream) for chunk in envoy.echoed(said, "response_body")]
+    assert passed == [*((chunk, False) for chunk in came[:-1]), (came[-1], True)]
     assert talk.exchange.done
     talk.close()
     [completion] = talk.gate.settled
@@ -488,21 +480,18 @@ async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, 
     assert 0 < (completion.first_byte_s or 0) < (completion.duration_s or 0)
 
 
-@pytest.mark.parametrize(
-    ("messages", "outcome", "status"),
-    [
-        ([envoy.response_headers(204, ended=True)], Outcome.COMPLETED, 204),
-        ([envoy.response_headers(503, ended=True)], Outcome.UPSTREAM_FAILED, 503),
-        (
-            [envoy.response_headers(200), envoy.response_body(b"a"), envoy.response_trailers()],
-            Outcome.COMPLETED,
-            200,
-        ),
-        ([], Outcome.CLIENT_GONE, 0),
-        ([envoy.response_headers(200), envoy.response_body(b"a")], Outcome.CLIENT_GONE, 200),
-        ([envoy.response_headers(502)], Outcome.UPSTREAM_FAILED, 502),
-    ],
-)
+BEGUN = [envoy.response_headers(200), envoy.response_body(b"a")]
+ENDS = {
+    "without a body": ([envoy.response_headers(204, ended=True)], Outcome.COMPLETED, 204),
+    "as a failure": ([envoy.response_headers(503, ended=True)], Outcome.UPSTREAM_FAILED, 503),
+    "with trailers": ([*BEGUN, envoy.response_trailers()], Outcome.COMPLETED, 200),
+    "before it begins": ([], Outcome.CLIENT_GONE, 0),
+    "after a part": (BEGUN, Outcome.CLIENT_GONE, 200),
+    "as a failure in its body": ([envoy.response_headers(502)], Outcome.UPSTREAM_FAILED, 502),
+}
+
+
+@cases("messages, outcome, status", ENDS)
 async def test_standard_settles_once_however_the_answer_ends(
     messages: list[ProcessingRequest], outcome: Outcome, status: int
 ) -> None:
@@ -530,7 +519,7 @@ async def test_standard_passes_on_an_answer_that_envoy_makes_itself(begun: list[
 async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
     talk = Talk(settings=SPLIT)
     answers = await talk.say(*asks(mode))
-    sent = b"".join(chunk for chunk, _ in given_back(answers))
+    sent = whole(answers)
     assert json.loads(sent) == {"model": "m-v2", "prompt": "p"}
     sent_headers = set_headers(answers[0].request_headers.response.header_mutation)
     assert sent_headers == {**DESTINATION, "content-length": str(len(sent))}
@@ -583,8 +572,7 @@ async def renamed(
 ) -> list[bytes]:
     """What a client gets of `came`, chunk by chunk, the answer of model m-v2 to a request for m."""
     talk = Talk(settings=SPLIT)
-    await talk.say(*asks("standard"))
-    said = await talk.say(envoy.response_headers(200, fields))
+    said = (await talk.say(*asks("standard"), envoy.response_headers(200, fields)))[2:]
     removed = list(said[0].response_headers.response.header_mutation.remove_headers)
     assert removed == ([] if fields else ["content-length"])
     for index, chunk in enumerate(came):
@@ -597,10 +585,9 @@ async def renamed(
     return [chunk.body for chunk in envoy.echoed(said, "response_body")]
 
 
-NAMED = (
-    b'data: {"model":"m-v2","text":"\\"model\\":\\"m-v2\\""}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v22"}'
-)
-SHOWN = b'data: {"model":"m","text":"\\"model\\":\\"m-v2\\""}\n\ndata: {"model":"m"}\n\n{"model":"m-v22"}'
+TEXT = b'"text":"\\"model\\":\\"m-v2\\""'
+NAMED = b'data: {"model":"m-v2",%b}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v22"}' % TEXT
+SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model":"m"}\n\n{"model":"m-v22"}' % TEXT
 
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())
@@ -624,10 +611,8 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
     if not talk.exchange.done:
         answers = await talk.say(body(ask))
     assert talk.exchange.done
-    if parts(answers) == ["immediate_response"]:
-        assert envoy.refusal(answers).status in (400, 413)
-    else:
-        assert len(talk.gate.admitted) == 1
+    refused = parts(answers) == ["immediate_response"]
+    assert envoy.refusal(answers).status in (400, 413) if refused else len(talk.gate.admitted) == 1
 
 
 @every_mode
@@ -639,10 +624,8 @@ async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> N
     assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"
     if mode == "standard":
         (answer,) = await talk.say(envoy.response_headers(200))
-        assert set_headers(answer.response_headers.response.header_mutation) == {
-            "x-session-token": "a-token",
-            "x-queue-pressure": "0.25",
-        }
+        told = {"x-session-token": "a-token", "x-queue-pressure": "0.25"}
+        assert set_headers(answer.response_headers.response.header_mutation) == told
 
 
 async def test_the_pressure_is_the_part_of_its_time_that_a_request_has_waited_where_that_is_more() -> None:

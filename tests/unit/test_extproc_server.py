@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from background import until
+from background import running, until
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import (
     Counted,
@@ -25,9 +25,9 @@ from extproc_client import (
     headers,
     of_one_pool,
     parts,
+    refusal,
     response_body,
     response_headers,
-    set_headers,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -63,11 +63,15 @@ class Replica:
             f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
         )()
 
-    async def health(self, name: str) -> int:
+    async def begin(self, *messages: ProcessingRequest) -> Any:
+        """An exchange in which `messages` have been sent."""
+        call = self.exchange()
+        await talk(call, *messages, answers=0)
+        return call
+
+    async def health(self, name: str) -> Any:
         stub = health_pb2_grpc.HealthStub(self.channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-        status: int = answer.status
-        return status
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
 
     def watch(self, name: str) -> Any:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -84,21 +88,18 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
-    quick["transport"] = chosen_transport()
-    settings = parse({"extproc": {**quick, **extproc}})
+    settings = parse({"extproc": {**quick, "transport": chosen_transport(), **extproc}})
     gate, metrics = ScriptedGate(), Counted()
     clock = clock or asyncio.get_running_loop().time
     context = exchange_context(gate, metrics, settings, clock)
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
     server = Server(of_one_pool(ExchangeService(context, uploads)), settings.extproc, services or {})
     port = await server.start()
-    watch = asyncio.create_task(uploads.run())
+    server.set_ready(True)
     try:
-        server.set_ready(True)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with running(uploads.run()), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield Replica(gate, server, channel, metrics, context)
     finally:
-        watch.cancel()
         await server.stop()
 
 
@@ -154,9 +155,8 @@ async def test_standard_lasts_as_long_as_the_answer() -> None:
     async with replica() as fleet:
         call = fleet.exchange()
         await talk(call, headers("standard"), body(ASK), answers=2)
-        said = await talk(
-            call, response_headers(), response_body(b"a"), response_body(b"b", ended=True), answers=3
-        )
+        answer = [response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
+        said = await talk(call, *answer, answers=3)
         assert parts(said) == ["response_headers", "response_body", "response_body"]
         assert await call.code() is grpc.StatusCode.OK
         assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
@@ -176,13 +176,11 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(
     async with replica(stalled_s=0.3, clock=clock) as fleet:
         # Two clients vanish during their upload: one after half of it, one before the end of the stream.
         ask = ASK if mode == "standard" else ASK.ljust(WHOLE_BYTES + 1)
-        whole = len(ask)
-        half, endless = fleet.exchange(), fleet.exchange()
-        await talk(half, headers(mode, {"content-length": str(2 * whole)}), body(ask, ended=False), answers=0)
-        await talk(endless, headers(mode, {"content-length": str(whole)}), body(ask, ended=False), answers=0)
-        async with asyncio.timeout(30):
-            await fleet.gate.asked.wait()
-        await until(lambda: fleet.context.open_requests.count == 2)
+        half, endless = [
+            await fleet.begin(headers(mode, {"content-length": str(size)}), body(ask, ended=False))
+            for size in (2 * len(ask), len(ask))
+        ]
+        await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
         clock.start()
         for call in (half, endless):
             [answer] = await talk(call, answers=1)
@@ -190,14 +188,12 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(
             assert await rest(call) == []
         assert len(fleet.gate.withdrawn) == 1
         assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
-        await fleet.server.stop()
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
     async with replica(stalled_s=30, body_timeout="300ms") as fleet:
-        call = fleet.exchange()
-        await call.write(headers(mode))
+        call = await fleet.begin(headers(mode))
 
         async def drip() -> None:
             while True:
@@ -226,14 +222,9 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
     async with replica(body_timeout="200ms", clock=clock) as fleet:
         fleet.gate.open.clear()
         long = ASK.ljust(WHOLE_BYTES + 1)
-        call = fleet.exchange()
-        await talk(
-            call, headers("lean", {"content-length": str(len(long))}), body(long, ended=False), answers=0
-        )
-        async with asyncio.timeout(30):
-            await fleet.gate.asked.wait()
-        other = fleet.exchange()  # one that is given up meanwhile
-        await talk(other, headers("lean"), answers=0)
+        call = await fleet.begin(headers("lean", {"content-length": str(len(long))}), body(long, ended=False))
+        await until(fleet.gate.asked.is_set)
+        other = await fleet.begin(headers("lean"))  # one that is given up meanwhile
         await until(lambda: fleet.context.open_requests.count == 2)
         clock.now_s = 1.0
         [answer] = await talk(other, answers=1)
@@ -247,11 +238,10 @@ async def test_every_end_of_a_stream_releases_its_body(mode: str) -> None:
     async with replica() as fleet:
         long = ASK.ljust(2 * WHOLE_BYTES)
         chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
-        waiting, half, bad = (fleet.exchange() for _ in range(3))
         fleet.gate.open.clear()
-        await talk(waiting, headers(mode), *chunks, body(), answers=0)
-        await talk(half, headers(mode), chunks[0], answers=0)
-        await talk(bad, headers(mode), body(b"{"), answers=1)
+        waiting = await fleet.begin(headers(mode), *chunks, body())
+        half = await fleet.begin(headers(mode), chunks[0])
+        await talk(fleet.exchange(), headers(mode), body(b"{"), answers=1)
         await until(lambda: fleet.gate.asked.is_set() and fleet.context.bodies.held_bytes == 3 * WHOLE_BYTES)
         waiting.cancel()
         half.cancel()
@@ -265,11 +255,9 @@ async def test_every_end_of_a_stream_releases_its_body(mode: str) -> None:
 async def test_a_client_that_leaves_cancels_its_queued_request(mode: str) -> None:
     async with replica() as fleet:
         fleet.gate.open.clear()
-        call = fleet.exchange()
         first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
-        await talk(call, first, *([body(ASK)] if mode != "headers" else []), answers=0)
-        async with asyncio.timeout(30):
-            await fleet.gate.asked.wait()
+        call = await fleet.begin(first, *([body(ASK)] if mode != "headers" else []))
+        await until(fleet.gate.asked.is_set)
 
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
@@ -288,8 +276,7 @@ async def test_a_client_that_leaves_during_the_answer_is_settled() -> None:
 
 async def test_a_stream_that_ends_before_its_body_is_not_admitted() -> None:
     async with replica() as fleet:
-        call = fleet.exchange()
-        await talk(call, headers("lean"), body(b"{", ended=False), answers=0)
+        call = await fleet.begin(headers("lean"), body(b"{", ended=False))
         await call.done_writing()
         assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
         assert await call.code() is grpc.StatusCode.OK
@@ -299,11 +286,9 @@ async def test_a_stream_that_ends_before_its_body_is_not_admitted() -> None:
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_on(mode: str) -> None:
     async with replica() as fleet:
-        call = fleet.exchange()
-        await call.write(headers(mode))
+        call, piece = await fleet.begin(headers(mode)), body(bytes(1024 * 1024), ended=False)
 
         async def pour() -> None:
-            piece = body(bytes(1024 * 1024), ended=False)
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for _ in range(32):
                     await call.write(piece)
@@ -313,9 +298,8 @@ async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_o
         await pouring
         assert fleet.context.bodies.held_bytes == 0
         # The connection serves others, whose windows the refused body does not take.
-        assert parts(await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)) == [
-            "request_headers"
-        ]
+        [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
+        assert parts([answer]) == ["request_headers"]
 
 
 async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so() -> None:
@@ -338,12 +322,9 @@ async def test_health_follows_readiness_and_liveness_does_not() -> None:
 async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
     async with replica() as fleet:
         fleet.gate.open.clear()
-        waiting, late = fleet.exchange(), fleet.exchange()
-        await talk(waiting, headers("lean"), body(ASK), answers=0)
-        await talk(late, headers("lean"), answers=0)
-        async with asyncio.timeout(30):
-            await fleet.gate.asked.wait()
-        await until(lambda: fleet.context.open_requests.count == 2)
+        waiting = await fleet.begin(headers("lean"), body(ASK))
+        late = await fleet.begin(headers("lean"))
+        await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
 
         # It first announces that it takes nothing new.
         watch = fleet.watch("readiness")
@@ -362,9 +343,8 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
 
         # The one that had begun is refused with a reason.
         [answer] = await talk(late, body(ASK), answers=1)
-        immediate = answer.immediate_response
-        assert immediate.status.code == 503
-        assert set_headers(immediate.headers)["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
+        assert refusal([answer]).status == 503
+        assert refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
         assert not drain.done()
         fleet.gate.open.set()
         assert parts(await talk(waiting, answers=1)) == ["request_headers"]
@@ -376,15 +356,11 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
 async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
     async with replica(drain_timeout="50ms") as fleet:
         fleet.gate.open.clear()
-        call = fleet.exchange()
-        await talk(call, headers("lean"), body(ASK), answers=0)
+        call = await fleet.begin(headers("lean"), body(ASK))
+        await until(fleet.gate.asked.is_set)
         async with asyncio.timeout(30):
-            await fleet.gate.asked.wait()
-            drain = asyncio.create_task(fleet.server.drain())
-            answer = await call.read()
-            await drain
-        error = json.loads(answer.immediate_response.body)["error"]
-        assert error["code"] == "shutting_down"
+            await fleet.server.drain()
+        assert refusal(await talk(call, answers=1)).code == "shutting_down"
         assert len(fleet.gate.cancelled) == 1
         assert fleet.metrics.answers == [("lean", "m", "shutting_down")]
 
@@ -405,9 +381,7 @@ async def test_a_drain_does_not_wait_for_streams_without_end() -> None:
 
 
 async def test_an_address_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartupError, match=address):
             async with replica(listen=address):
@@ -416,8 +390,7 @@ async def test_an_address_in_use_is_named() -> None:
 
 async def test_a_malformed_message_ends_its_own_stream_only(caplog: pytest.LogCaptureFixture) -> None:
     async with replica() as fleet:
-        good = fleet.exchange()
-        await good.write(headers("lean"))
+        good = await fleet.begin(headers("lean"))
         bad = fleet.channel.stream_stream(f"/{SERVICE}/Process")()
         await bad.write(b"\xff\xff\xff")
 
