@@ -17,7 +17,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 
 from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings, parse
-from picker_fleet.errors import RequestError, StateUnavailable
+from picker_fleet.errors import StateUnavailable
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
     AllowedPaths,
@@ -37,6 +37,7 @@ from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.telemetry.logs import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
+MAX_MESSAGE_BYTES = 1024 * 1024
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
 
 
@@ -213,8 +214,7 @@ def mode_of(message: ProcessingRequest) -> str:
     """The name of the mode that `message` asks for; '' if there is none."""
     if not message.HasField("protocol_config"):
         return "standard"
-    config = message.protocol_config
-    modes = (config.request_body_mode, config.response_body_mode)
+    modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
     return next((name for name, mode in MODES.items() if mode == modes), "")
 
 
@@ -383,21 +383,13 @@ async def serving_on(
     handlers: Mapping[str, Handler], certificates: Certificates | None = None
 ) -> AsyncIterator[str]:
     """The address where the chosen transport serves `handlers`, by TLS with `certificates`."""
-    largest = 1024 * 1024
-    transport: Transport = GrpcioTransport(handlers, largest, certificates)
+    transport: Transport = GrpcioTransport(handlers, MAX_MESSAGE_BYTES, certificates)
     if chosen_transport() == "native":
-        transport = NativeTransport(handlers, {}, largest, certificates=certificates)
+        transport = NativeTransport(handlers, {}, MAX_MESSAGE_BYTES, certificates=certificates)
     try:
         yield f"127.0.0.1:{await transport.start('127.0.0.1:0')}"
     finally:
         await transport.stop(None)
-
-
-class Fault(RequestError):
-    """A refusal that no part of the picker makes."""
-
-    status = 418
-    code = "teapot"
 
 
 def _fill(target: Any, pairs: Sequence[tuple[str, str | bytes]]) -> None:

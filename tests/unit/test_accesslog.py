@@ -10,6 +10,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import ScriptedGate, serving_on
 from metrics_page import page_of
+from tables import cases
 
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.accesslog import Account
@@ -31,19 +32,21 @@ def signed(request_id: str) -> str:
     return accounting_token.signed(FIELDS, request_id, KEYS)
 
 
-def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
-    """An entry as Envoy sends it of a request that was not placed."""
+def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200, flag: str = "") -> Entry:
+    """An entry as Envoy sends it of a request that was not placed; `flag` is what Envoy says went wrong."""
     message = Entry()
     message.request.request_id = request_id
     message.response.response_code.value = status
     message.common_properties.access_log_type = accesslog_pb2.AccessLogType.Value(kind)
+    if flag:
+        setattr(message.common_properties.response_flags, flag, True)
     return message
 
 
-def entry(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200) -> Entry:
+def entry(*details: Any, **more: Any) -> Entry:
     """The same of one that the picker has placed."""
-    message = bare(kind, request_id, status)
-    describe(message, {"picker": {"ticket": signed(request_id)}})
+    message = bare(*details, **more)
+    describe(message, {"picker": {"ticket": signed(message.request.request_id)}})
     return message
 
 
@@ -74,10 +77,8 @@ def full() -> Entry:
 def test_who_served_is_read_from_the_configured_namespace() -> None:
     message = full()
     describe(message, {"gateway.lb": {accesslog.SERVED_KEY: "10.0.0.3:80"}})
-    assert [accesslog.read(message, *where).served for where in ((), ("gateway.lb",))] == [
-        "10.0.0.1:8000",
-        "10.0.0.3:80",
-    ]
+    assert accesslog.read(message).served == "10.0.0.1:8000"
+    assert accesslog.read(message, "gateway.lb").served == "10.0.0.3:80"
 
 
 def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
@@ -87,30 +88,39 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 
 
 @asynccontextmanager
-async def serving(gate: ScriptedGate, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(gate: ScriptedGate) -> AsyncIterator[grpc.aio.Channel]:
     async with (
-        serving_on(accesslog.handlers([Account(gate, metrics, KEYS)])) as address,
+        serving_on(accesslog.handlers([Account(gate, Metrics(), KEYS)])) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield channel
 
 
-async def send(channel: grpc.aio.Channel, *messages: bytes) -> als_pb2.StreamAccessLogsResponse:
-    call = channel.stream_unary(METHOD, response_deserializer=als_pb2.StreamAccessLogsResponse.FromString)(
-        timeout=10
-    )
-    for message in messages:
-        await call.write(message)
-    await call.done_writing()
-    return await call
-
-
 async def reported(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[Completion | Alive]:
     gate = ScriptedGate()
-    async with serving(gate, Metrics()) as channel:
-        raw = [message if isinstance(message, bytes) else message.SerializeToString() for message in messages]
-        await send(channel, *raw)
+    async with serving(gate) as channel:
+        call = channel.stream_unary(
+            METHOD, response_deserializer=als_pb2.StreamAccessLogsResponse.FromString
+        )(timeout=10)
+        for message in messages:
+            await call.write(message if isinstance(message, bytes) else message.SerializeToString())
+        await call.done_writing()
+        await call
     return gate.reported
+
+
+async def ended(message: Entry) -> Completion:
+    """The one end that `message` reports."""
+    (completion,) = await reported(batch(message))
+    assert isinstance(completion, Completion)
+    return completion
+
+
+def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
+    """What the gate is told of `entries`, and the page of metrics after it."""
+    gate, metrics = ScriptedGate(), Metrics()
+    accesslog.take(entries, [Account(gate, metrics, KEYS)])
+    return gate, page_of(metrics).decode()
 
 
 BARE_END = Completion(
@@ -144,32 +154,28 @@ async def test_other_kinds_of_entries_are_ignored_as_is_a_periodic_one_of_a_queu
 
 async def test_entries_are_reported_in_order() -> None:
     ids = [f"r{number}" for number in range(50)]
-    messages = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
-    items = await reported(*messages)
-    assert [(type(item), item.id) for item in items] == [
-        (kind, one) for one in ids for kind in (Alive, Completion)
-    ]
+    items = await reported(
+        *(batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids)
+    )
+    expected = [(kind, one) for one in ids for kind in (Alive, Completion)]
+    assert [(type(item), item.id) for item in items] == expected
 
 
-@pytest.mark.parametrize(
-    ("flag", "status", "outcome"),
-    [
-        ("downstream_connection_termination", 0, Outcome.CLIENT_GONE),
-        ("downstream_connection_termination", 200, Outcome.CLIENT_GONE),
-        ("downstream_remote_reset", 200, Outcome.CLIENT_GONE),
-        ("upstream_connection_failure", 503, Outcome.UPSTREAM_FAILED),
-        ("upstream_remote_reset", 200, Outcome.UPSTREAM_FAILED),
-        ("delay_injected", 200, Outcome.COMPLETED),
-        (None, 500, Outcome.UPSTREAM_FAILED),
-        (None, 404, Outcome.COMPLETED),
-    ],
-)
-async def test_flags_and_status_decide_the_outcome(flag: str | None, status: int, outcome: Outcome) -> None:
-    message = entry(status=status)
-    if flag is not None:
-        setattr(message.common_properties.response_flags, flag, True)
-    (completion,) = await reported(batch(message))
-    assert isinstance(completion, Completion)
+OUTCOMES = [
+    ("downstream_connection_termination", 0, Outcome.CLIENT_GONE),
+    ("downstream_connection_termination", 200, Outcome.CLIENT_GONE),
+    ("downstream_remote_reset", 200, Outcome.CLIENT_GONE),
+    ("upstream_connection_failure", 503, Outcome.UPSTREAM_FAILED),
+    ("upstream_remote_reset", 200, Outcome.UPSTREAM_FAILED),
+    ("delay_injected", 200, Outcome.COMPLETED),
+    ("", 500, Outcome.UPSTREAM_FAILED),
+    ("", 404, Outcome.COMPLETED),
+]
+
+
+@pytest.mark.parametrize(("flag", "status", "outcome"), OUTCOMES)
+async def test_flags_and_status_decide_the_outcome(flag: str, status: int, outcome: Outcome) -> None:
+    completion = await ended(entry(status=status, flag=flag))
     assert (completion.outcome, completion.status) == (outcome, status)
 
 
@@ -177,8 +183,7 @@ async def test_without_served_metadata_the_upstream_address_counts() -> None:
     message = entry()
     socket = message.common_properties.upstream_remote_address.socket_address
     socket.address, socket.port_value = "fd00::1", 8000
-    (completion,) = await reported(batch(message))
-    assert completion.served == "[fd00::1]:8000"
+    assert (await ended(message)).served == "[fd00::1]:8000"
 
 
 async def test_service_time_excludes_the_wait_in_the_queue() -> None:
@@ -186,37 +191,33 @@ async def test_service_time_excludes_the_wait_in_the_queue() -> None:
     common = message.common_properties
     common.time_to_first_upstream_tx_byte.FromMilliseconds(3000)
     common.time_to_last_upstream_rx_byte.FromMilliseconds(3400)
-    (completion, unknown) = await reported(batch(message, full()))
-    assert isinstance(completion, Completion)
+    completion = await ended(message)
     assert completion.duration_s == 3.5
     assert completion.service_s == pytest.approx(0.4)
-    assert isinstance(unknown, Completion)
-    assert unknown.service_s is None
+    assert (await ended(full())).service_s is None
 
 
-@pytest.mark.parametrize(
-    ("served", "flag", "attempts", "failed"),
-    [
-        ("10.0.0.1:8000", False, 1, ""),
-        ("10.0.0.2:8000", False, 2, "10.0.0.1:8000"),  # Envoy has gone on to a fallback
-        ("10.0.0.2:8000", False, 0, "10.0.0.1:8000"),  # and does not count
-        ("10.0.0.2:8000", False, 1, ""),  # Envoy did not know the picked one
-        ("10.0.0.1:8000", True, 1, "10.0.0.1:8000"),
-        ("", True, 0, "10.0.0.1:8000"),
-        ("", False, 0, ""),
-    ],
-)
+PICKED, UNCONNECTED = "10.0.0.1:8000", "upstream_connection_failure"
+SERVED = {
+    "the picked one served": (PICKED, "", 1, ""),
+    "Envoy went on to a fallback": ("10.0.0.2:8000", "", 2, PICKED),
+    "Envoy went on and does not count": ("10.0.0.2:8000", "", 0, PICKED),
+    "Envoy did not know the picked one": ("10.0.0.2:8000", "", 1, ""),
+    "the picked one could not be connected to": (PICKED, UNCONNECTED, 1, PICKED),
+    "none could be connected to": ("", UNCONNECTED, 0, PICKED),
+    "none served": ("", "", 0, ""),
+}
+
+
+@cases("served, flag, attempts, failed", SERVED)
 async def test_a_picked_endpoint_that_did_not_serve_is_reported_as_failed(
-    served: str, flag: bool, attempts: int, failed: str
+    served: str, flag: str, attempts: int, failed: str
 ) -> None:
-    message = entry()
+    message = entry(flag=flag)
     if served:
         describe(message, {"envoy.lb": {accesslog.SERVED_KEY: served}})
-    message.common_properties.response_flags.upstream_connection_failure = flag
     message.common_properties.upstream_request_attempt_count = attempts
-    (completion,) = await reported(batch(message))
-    assert isinstance(completion, Completion)
-    assert completion.failed == failed
+    assert (await ended(message)).failed == failed
 
 
 @pytest.mark.parametrize(
@@ -229,26 +230,26 @@ async def test_invalid_values_count_as_unknown(prompt: object, completion: objec
     assert await reported(batch(message)) == [BARE_END]
 
 
+INVALID: dict[str, tuple[dict[str, object], str]] = {
+    "another's": ({"ticket": signed("another request's")}, "bad-signature"),
+    "a changed one": ({"ticket": signed("req-1").replace("1.0\t1.0", "1.0\t1e12")}, "bad-signature"),
+    "a stranger's": ({"ticket": accounting_token.signed(FIELDS, "req-1", Keyring())}, "unknown-key"),
+    "an unsigned one": ({"ticket": FIELDS}, "unsigned"),
+    "no text": ({"id": 7, "ticket": [1]}, "no-ticket"),
+    "nothing": ({}, "no-ticket"),
+}
+
+
 @pytest.mark.parametrize("kind", ["DownstreamEnd", "DownstreamPeriodic"])
-@pytest.mark.parametrize(
-    ("picker", "reason"),
-    [
-        ({"ticket": signed("another request's")}, "bad-signature"),
-        ({"ticket": signed("req-1").replace("\t1.0\t1.0\t", "\t1.0\t1e12\t")}, "bad-signature"),
-        ({"ticket": accounting_token.signed(FIELDS, "req-1", Keyring())}, "unknown-key"),
-        ({"ticket": FIELDS}, "unsigned"),
-        ({"id": 7, "ticket": [1]}, "no-ticket"),
-        ({}, "no-ticket"),
-    ],
-)
+@cases("picker, reason", INVALID)
 def test_an_entry_without_a_valid_accounting_token_is_counted_and_changes_nothing(
     picker: Mapping[str, object], reason: str, kind: str
 ) -> None:
-    gate, metrics, message = ScriptedGate(), Metrics(), bare(kind)
+    message = bare(kind)
     describe(message, {"picker": picker} if picker else {})
-    accesslog.take([message, entry(kind, "next")], [Account(gate, metrics, KEYS)])
+    gate, page = taken(message, entry(kind, "next"))
     assert [item.id for item in gate.reported] == ["next"]
-    assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page_of(metrics).decode()
+    assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page
 
 
 def test_accounting_tokens_stay_valid_over_key_rotations_and_an_upgrade() -> None:
@@ -261,11 +262,8 @@ def test_accounting_tokens_stay_valid_over_key_rotations_and_an_upgrade() -> Non
     # A new key signs only after a whole period in which every replica learned it.
     assert first == announced != accounting_token.signed(FIELDS, "r", keys)
     newcomer.take(keys.offer().split(" ", 1)[1])
-    for token in (
-        first,
-        accounting_token.with_trace(first, "00-trace"),
-        accounting_token.signed(FIELDS, "r", keys),
-    ):
+    traced = accounting_token.with_trace(first, "00-trace")
+    for token in (first, traced, accounting_token.signed(FIELDS, "r", keys)):
         assert accounting_token.checked(token, "r", newcomer) == (token, "")
     # A token without a signature is valid while a replica of a version that does not sign runs.
     assert accounting_token.checked(FIELDS, "r", newcomer) == (FIELDS, "unsigned")
@@ -289,24 +287,19 @@ async def test_malformed_messages_between_entries_lose_no_entry() -> None:
 
 
 async def test_entries_are_counted_by_kind() -> None:
-    metrics = Metrics()
-    entries = [entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd")]
-    accesslog.take(entries, [Account(ScriptedGate(), metrics, KEYS)])
-    page = page_of(metrics).decode()
+    _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
 
 
 async def test_an_open_access_log_stream_ends_when_the_server_stops() -> None:
-    async with serving(ScriptedGate(), Metrics()) as channel:
+    async with serving(ScriptedGate()) as channel:
         call = channel.stream_unary(METHOD)(timeout=30)
         await call.write(batch(entry()).SerializeToString())
     assert await call.code() is not grpc.StatusCode.OK
 
 
 def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
-    gate, metrics = ScriptedGate(), Metrics()
-    gone, refused = bare(request_id="gone", status=0), bare(request_id="refused", status=503)
-    gone.common_properties.response_flags.downstream_connection_termination = True
-    accesslog.take([gone, refused], [Account(gate, metrics, KEYS)])
+    gone = bare(request_id="gone", status=0, flag="downstream_connection_termination")
+    gate, _ = taken(gone, bare(request_id="refused", status=503))
     assert (gate.reported, gate.suspected) == ([], ["gone"])

@@ -17,6 +17,7 @@ from check_client import BODY, PATIENT_S, Connection, Reply, check, head
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import cases
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ExpiredTtl
@@ -46,16 +47,26 @@ class Stage:
     keys: Keyring
     connections: list[Connection] = field(default_factory=list)
 
-    async def connect(self) -> Connection:
-        self.connections.append(Connection(*await asyncio.open_connection("127.0.0.1", self.port)))
-        return self.connections[-1]
+    async def send(self, *chunks: bytes) -> Connection:
+        """A new connection on which `chunks` are sent."""
+        connection = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.connections.append(connection)
+        connection.send(*chunks)
+        return connection
 
     async def ask(self, *chunks: bytes) -> Reply:
-        connection = await self.connect()
-        connection.send(*chunks)
+        connection = await self.send(*chunks)
         reply = await connection.reply()
         connection.leave()
         return reply
+
+    async def wait(self, ask: bytes) -> Connection:
+        """A connection whose request waits in the queue."""
+        self.gate.open.clear()
+        self.gate.asked.clear()
+        connection = await self.send(ask)
+        await until(self.gate.asked.is_set)
+        return connection
 
 
 @contextlib.asynccontextmanager
@@ -98,13 +109,9 @@ async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_ba
 
 async def test_headers_of_the_request_reach_the_gate() -> None:
     async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
-        await stage.ask(
-            check(
-                x_llm_d_inference_fairness_id="tenant",
-                x_llm_d_inference_ttl="3s",
-                x_gateway_destination_endpoint_subset='["10.0.0.1:8000","10.0.0.2:8000"]',
-            )
-        )
+        hint = '["10.0.0.1:8000","10.0.0.2:8000"]'
+        named = {"x_llm_d_inference_fairness_id": "tenant", "x_llm_d_inference_ttl": "3s"}
+        await stage.ask(check(x_gateway_destination_endpoint_subset=hint, **named))
     [(request, _)] = stage.gate.admitted
     assert (request.flow, request.ttl_s) == ("tenant", 3.0)
     assert request.subset == ("10.0.0.1:8000", "10.0.0.2:8000")
@@ -120,30 +127,30 @@ async def test_a_refusal_is_what_the_client_gets() -> None:
     assert stage.metrics.answers == [("http", "llama", "expired_ttl")]
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "status", "code"),
-    [
-        (check(body=b""), 400, "bad_request"),
-        (check(body=b"{"), 400, "bad_request"),
-        (check(body=b'{"prompt": "hi"}'), 400, "bad_request"),
-        (check(path="/metrics"), 404, "unknown_path"),
-        (check(path="/v1/load_lora_adapter"), 404, "unknown_path"),
-        (check(path="//v1/completions"), 404, "unknown_path"),
-        (check(method="GET", path="/v1/models"), 400, "bad_request"),
-        (check(x_llm_d_inference_ttl="soon"), 400, "bad_request"),
-        (check(body=b"x" * 5000), 413, "payload_too_large"),
-        (check(content_length="-1"), 400, "bad_request"),
-        (check(content_length="99999999999999999999999"), 400, "bad_request"),
-        (check(body=b"{" * 100_000, content_length="999999999"), 413, "payload_too_large"),
-        (b"GET /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
-        (b"POST /settle/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
-        (b"POST /check/../settle HTTP/1.1\r\nhost: a\r\n\r\n", 404, "unknown_path"),
-        (b"POST /check?a=b HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
-        (b"GET /check/ HTTP/1.1\r\nx: " + b"a" * 70_000, 400, "bad_request"),
-    ],
-)
+REFUSED = [
+    (check(body=b""), 400, "bad_request"),
+    (check(body=b"{"), 400, "bad_request"),
+    (check(body=b'{"prompt": "hi"}'), 400, "bad_request"),
+    (check(path="/metrics"), 404, "unknown_path"),
+    (check(path="/v1/load_lora_adapter"), 404, "unknown_path"),
+    (check(path="//v1/completions"), 404, "unknown_path"),
+    (check(method="GET", path="/v1/models"), 400, "bad_request"),
+    (check(x_llm_d_inference_ttl="soon"), 400, "bad_request"),
+    (check(body=b"x" * 5000), 413, "payload_too_large"),
+    (check(content_length="-1"), 400, "bad_request"),
+    (check(content_length="99999999999999999999999"), 400, "bad_request"),
+    (check(body=b"{" * 100_000, content_length="999999999"), 413, "payload_too_large"),
+    (b"GET /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+    (b"POST /settle/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+    (b"POST /check/../settle HTTP/1.1\r\nhost: a\r\n\r\n", 404, "unknown_path"),
+    (b"POST /check?a=b HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
+    (b"GET /check/ HTTP/1.1\r\nx: " + b"a" * 70_000, 400, "bad_request"),
+]
+
+
+@pytest.mark.parametrize(("request_bytes", "status", "code"), REFUSED)
 async def test_what_may_not_be_asked_is_refused_and_the_server_goes_on(
     request_bytes: bytes, status: int, code: str
 ) -> None:
@@ -159,10 +166,10 @@ async def test_a_chunked_body_is_bounded_as_it_comes() -> None:
     async with staged(extproc={"max_body_bytes": 4096}) as stage:
         head = b"POST /check/v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
         assert (await stage.ask(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
-        reply = await stage.ask(head + b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n")
-        assert (reply.status, reply.error) == (413, "payload_too_large")
-        reply = await stage.ask(head + b"ffffff\r\n" + b"x" * 2_000_000)  # and it never ends
-        assert (reply.status, reply.error) == (413, "payload_too_large")
+        endless = b"ffffff\r\n" + b"x" * 2_000_000
+        for chunk in (b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n", endless):
+            reply = await stage.ask(head + chunk)
+            assert (reply.status, reply.error) == (413, "payload_too_large")
         await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
@@ -184,21 +191,14 @@ async def test_reads_go_through_without_admission_and_are_limited() -> None:
 
 async def test_a_client_that_leaves_cancels_its_wait() -> None:
     async with staged() as stage:
-        stage.gate.open.clear()
-        connection = await stage.connect()
-        connection.send(check())
-        await stage.gate.asked.wait()
-        connection.leave()
+        (await stage.wait(check())).leave()
         await until(lambda: stage.gate.cancelled == ["req-1"])
         await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
 
 
 async def test_a_request_that_waits_holds_no_bytes_of_its_body() -> None:
     async with staged() as stage:
-        stage.gate.open.clear()
-        connection = await stage.connect()
-        connection.send(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
-        await stage.gate.asked.wait()
+        connection = await stage.wait(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
         assert stage.context.bodies.held_bytes == 0
         stage.gate.open.set()
         assert (await connection.reply()).status == 200
@@ -206,7 +206,7 @@ async def test_a_request_that_waits_holds_no_bytes_of_its_body() -> None:
 
 async def test_a_connection_carries_one_request_after_the_other() -> None:
     async with staged() as stage:
-        connection = await stage.connect()
+        connection = await stage.send()
         for number in range(3):
             connection.send(check(x_request_id=f"req-{number}"))
             reply = await connection.reply()
@@ -216,33 +216,27 @@ async def test_a_connection_carries_one_request_after_the_other() -> None:
 def test_the_next_request_may_come_at_once() -> None:
     """On the replica's own event loop, from a thread that sends the next request when it has the answer."""
 
-    def ask(port: int) -> int:
-        answers = 0
+    def ask(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:
             for _ in range(500):
                 connection.sendall(check())
-                answers += connection.recv(65536).startswith(b"HTTP/1.1 200")
-        return answers
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
-    async def main() -> int:
+    async def main() -> None:
         async with staged() as stage:
-            return await asyncio.to_thread(ask, stage.port)
+            await asyncio.to_thread(ask, stage.port)
 
-    assert uvloop.run(main()) == 500
+    uvloop.run(main())
 
 
 async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait() -> None:
     async with staged() as stage:
         token = await placed(stage)
-        stage.gate.open.clear()
-        waiting = await stage.connect()
-        waiting.send(check())
-        await until(lambda: stage.context.drain_gate.waiting == 1)
+        waiting = await stage.wait(check())
+        assert stage.context.drain_gate.waiting == 1
         stage.context.drain_gate.close()
         for ask in (check(), by_headers(), check("/v1/models", b"", "GET")):
-            late = await stage.connect()
-            late.send(ask)
-            assert await late.ended() == b""
+            assert await (await stage.send(ask)).ended() == b""
         assert stage.context.open_requests.count == 1
         stage.gate.open.set()
         assert (await waiting.reply()).status == 200
@@ -252,14 +246,12 @@ async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_
 @pytest.mark.parametrize("apart", [True, False])
 async def test_a_second_request_before_the_answer_ends_the_connection(apart: bool) -> None:
     async with staged() as stage:
-        stage.gate.open.clear()
-        connection = await stage.connect()
         if apart:
-            connection.send(check())
-            await stage.gate.asked.wait()
+            connection = await stage.wait(check())
             connection.send(check())
         else:
-            connection.send(check() + check())
+            stage.gate.open.clear()
+            connection = await stage.send(check() * 2)
         assert await connection.ended() == b""
         await until(lambda: not stage.gate.admitted or stage.gate.cancelled == ["req-1"])
 
@@ -275,8 +267,7 @@ async def test_health_follows_readiness() -> None:
 @pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])
 async def test_a_request_that_stalls_is_ended(part: bytes) -> None:
     async with staged() as stage:
-        connection = await stage.connect()
-        connection.send(part)
+        connection = await stage.send(part)
         await until(lambda: stage.context.open_requests.count)
         stage.now_s[0] = STALLED_S - 1
         stage.server.close_stalled()
@@ -291,8 +282,7 @@ async def test_a_request_that_stalls_is_ended(part: bytes) -> None:
 
 async def test_an_idle_connection_is_closed_in_the_end() -> None:
     async with staged() as stage:
-        connection = await stage.connect()
-        connection.send(check())
+        connection = await stage.send(check())
         await connection.reply()
         stage.now_s[0] = 1000.0
         stage.server.close_stalled()
@@ -301,10 +291,9 @@ async def test_an_idle_connection_is_closed_in_the_end() -> None:
 
 async def test_more_connections_than_allowed_are_closed() -> None:
     async with staged(max_connections=1) as stage:
-        first = await stage.connect()
-        first.send(check())
+        first = await stage.send(check())
         assert (await first.reply()).status == 200
-        assert await (await stage.connect()).ended() == b""
+        assert await (await stage.send()).ended() == b""
         first.send(check())
         assert (await first.reply()).status == 200
 
@@ -312,15 +301,12 @@ async def test_more_connections_than_allowed_are_closed() -> None:
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, len(check())), max_size=6))
 async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
-    whole = check()
-    places = [0, *sorted(cuts), len(whole)]
     async with staged() as stage:
-        connection = await stage.connect()
-        for start, end in itertools.pairwise(places):
-            connection.send(whole[start:end])
+        connection = await stage.send()
+        for start, end in itertools.pairwise([0, *sorted(cuts), len(check())]):
+            connection.send(check()[start:end])
             await asyncio.sleep(0)
         assert (await connection.reply()).status == 200
-        connection.leave()
 
 
 def by_headers(method: str = "POST", path: str = "/v1/completions", **headers: str) -> bytes:
@@ -348,9 +334,8 @@ async def test_a_check_by_headers_names_the_endpoints_and_a_token_to_settle_with
     async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
         reply = await stage.ask(by_headers(x_llm_d_inference_fairness_id="red", x_llm_d_inference_ttl="3s"))
     assert reply.status == 200
-    assert set(reply.headers) == {
-        "x-gateway-destination-endpoint", "x-queue-pressure", "x-picker-settle-token", "content-length"
-    }  # fmt: skip
+    names = {"x-gateway-destination-endpoint", "x-queue-pressure", "x-picker-settle-token", "content-length"}
+    assert set(reply.headers) == names
     assert reply.headers["x-gateway-destination-endpoint"] == "10.0.0.1:8000,[fd00::2]:8000"
     [(request, stream_owned)] = stage.gate.admitted
     assert (request.id, request.model, request.flow, request.ttl_s) == ("req-1", "llama", "red", 3.0)
@@ -365,19 +350,21 @@ async def test_a_list_of_models_has_nothing_to_settle() -> None:
     assert "x-picker-settle-token" not in reply.headers
 
 
-@pytest.mark.parametrize(
-    ("ask", "status", "part"),
-    [
-        (by_headers(x_picker_model=""), 400, "set x-picker-model"),
-        (by_headers(x_picker_model="a" * 300), 400, "longer than"),
-        (by_headers(x_forwarded_uri=""), 400, "x-forwarded-uri"),
-        (by_headers(x_forwarded_method=""), 400, "x-forwarded-method"),
-        (by_headers(path="/settle"), 404, "no model server is asked this"),
-        (by_headers(path="/v1/models/../completions"), 404, "no model server is asked this"),
-        (by_headers(x_picker_body_bytes="999999999999"), 413, "larger"),
-        (by_headers(content_length="4") + b"{}{}", 400, "has no body"),
-    ],
-)
+LACKING = {
+    "no model": (by_headers(x_picker_model=""), 400, "set x-picker-model"),
+    "a long model": (by_headers(x_picker_model="a" * 300), 400, "longer than"),
+    "no path": (by_headers(x_forwarded_uri=""), 400, "x-forwarded-uri"),
+    "no method": (by_headers(x_forwarded_method=""), 400, "x-forwarded-method"),
+    "another path": (by_headers(path="/settle"), 404, "no model server is asked this"),
+    "a path with steps up": (
+        by_headers(path="/v1/models/../completions"), 404, "no model server is asked this"
+    ),
+    "a large body": (by_headers(x_picker_body_bytes="999999999999"), 413, "larger"),
+    "a body of its own": (by_headers(content_length="4") + b"{}{}", 400, "has no body"),
+}  # fmt: skip
+
+
+@cases("ask, status, part", LACKING)
 async def test_a_check_by_headers_that_lacks_something_says_what(ask: bytes, status: int, part: str) -> None:
     async with staged() as stage:
         reply = await stage.ask(ask)
@@ -412,26 +399,25 @@ async def test_a_settle_token_ends_its_request_once_its_proxy_says_so() -> None:
         report = {"x_picker_served": "10.0.0.1:8000, 10.0.0.2:8000", "x_picker_seconds": "1.250"}
         assert (await stage.ask(settled(token, **report))).status == 200
         [completion] = stage.gate.settled
-        assert (completion.id, completion.outcome, completion.served) == (
-            "req-1", Outcome.COMPLETED, "10.0.0.2:8000"
-        )  # fmt: skip
-        assert completion.duration_s == 1.25
+        assert (completion.id, completion.outcome) == ("req-1", Outcome.COMPLETED)
+        assert (completion.served, completion.duration_s) == ("10.0.0.2:8000", 1.25)
         assert len(stage.server.placements) == 0
         assert stage.metrics.reports == ["ended"]
 
 
-@pytest.mark.parametrize(
-    ("report", "outcome"),
-    [
-        ({}, Outcome.COMPLETED),
-        ({"x_picker_answer_status": "200"}, Outcome.COMPLETED),
-        ({"x_picker_answer_status": "499"}, Outcome.CLIENT_GONE),
-        ({"x_picker_answer_status": "502"}, Outcome.UPSTREAM_FAILED),
-        ({"x_picker_answer_status": "200", "x_picker_outcome": "client_gone"}, Outcome.CLIENT_GONE),
-    ],
-)
-async def test_a_report_says_how_the_request_ended(report: dict[str, str], outcome: Outcome) -> None:
+ENDINGS = {
+    "nothing": ("", "", Outcome.COMPLETED),
+    "success": ("200", "", Outcome.COMPLETED),
+    "that the client left": ("499", "", Outcome.CLIENT_GONE),
+    "a failure": ("502", "", Outcome.UPSTREAM_FAILED),
+    "that the client left after success": ("200", "client_gone", Outcome.CLIENT_GONE),
+}
+
+
+@cases("status, said, outcome", ENDINGS)
+async def test_a_report_says_how_the_request_ended(status: str, said: str, outcome: Outcome) -> None:
     async with staged() as stage:
+        report = {"x_picker_answer_status": status, "x_picker_outcome": said}
         assert (await stage.ask(settled(await placed(stage), **report))).status == 200
         assert stage.gate.settled[0].outcome is outcome
 
@@ -440,13 +426,11 @@ async def test_only_the_fleets_own_token_settles() -> None:
     async with staged() as stage:
         token = await placed(stage)
         written = base64.urlsafe_b64decode(token).decode()
-        forged = [
-            written.replace("req-1", "req-2", 1),  # another's request
-            written.replace("\t1.0\t1.0", "\t1.0\t9.0", 1),  # another cost
-            "req-1\n\n\n",
-            "req-1\nx\n\n",
-        ]
-        for text in forged:
+        another_id, another_cost = (
+            written.replace("req-1", "req-2", 1),
+            written.replace("1.0\t1.0", "1.0\t9.0"),
+        )
+        for text in (another_id, another_cost, "req-1\n\n\n", "req-1\nx\n\n"):
             made = base64.urlsafe_b64encode(text.encode()).decode()
             assert (await stage.ask(settled(made))).status == 403, text
         for damaged in ("", "x", token[:-3], "!" * 40, "A" * 20_000):
@@ -483,10 +467,6 @@ async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost
 
 async def test_an_answer_that_cannot_be_sent_leaves_nothing_to_settle() -> None:
     async with staged() as stage:
-        stage.gate.open.clear()
-        connection = await stage.connect()
-        connection.send(by_headers())
-        await stage.gate.asked.wait()
-        connection.leave()
+        (await stage.wait(by_headers())).leave()
         await until(lambda: stage.gate.cancelled == ["req-1"])
         assert len(stage.server.placements) == 0
