@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import cases
 
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
@@ -34,7 +35,8 @@ SETTINGS = parse({
     "fair_request_queue": {"queue_ttl": "30s"},
 })  # fmt: skip
 ANONYMOUS = Workload("auto-made", 3, registered=False)
-FAIRNESS = "x-gateway-inference-fairness-id"
+FAIRNESS, LLM_D_FAIRNESS = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
+LONG = b"p" * 9000
 
 
 def ask(model: str = "m") -> Ask:
@@ -66,72 +68,68 @@ def test_a_model_asks_for_the_labels_it_is_configured_with() -> None:
     assert asked(settings=settings).selector == {}
 
 
-@pytest.mark.parametrize(
-    ("more", "stream"),
-    [("", False), (', "stream": true', True), (', "stream": "true"', False), (', "stream": 1', False)],
-)
+@cases("more, stream", {
+    "no stream": ("", False),
+    "a stream": (', "stream": true', True),
+    "a text": (', "stream": "true"', False),
+    "a number": (', "stream": 1', False),
+})  # fmt: skip
 def test_a_body_tells_model_and_stream(more: str, stream: bool) -> None:
     read = read_body(b' {"model": "m"%s} ' % more.encode())
     assert (read.model, read.stream) == ("m", stream)
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"", "body is empty"),
-        (b'{"model": "m"', "not valid JSON: Input data was truncated"),
-        (b'{"model": NaN}', "not valid JSON"),
-        (b'{"model": "\xff"}', "not valid JSON"),
-        pytest.param(b'{"a":' + b"[" * 100_000, "nested too deeply", id="deeply-nested"),
-        (b'["model"]', "must be a JSON object"),
-        (b'"model"', "must be a JSON object"),
-        (b'{"prompt": "p"}', "has no model"),
-        *(
-            (b'{"model": %s}' % value, "model must be a string")
-            for value in (b"5", b"null", b'{"model":"m"}')
-        ),
-        *((b'{"model": "%s"}' % blank, "model is empty") for blank in (b"", b"   ")),
-        *(
-            (b'{"model": "a%s"}' % char, "model contains a control character")
-            for char in (b"\\u001fb", b"\\u0000", b"\\nb")
-        ),
-        *(
-            (orjson.dumps({"model": name}), "model is longer than 256 bytes")
-            for name in ("m" * 257, "é" * 129)
-        ),
-        # Two readers could read it differently.
-        (b'{"model": "a", "mod\\u0065l": "b"}', "the body has model twice"),
-        (b'{"model": "a", "n": [{"messages": 1}], "messages": [], "messages": []}', "has messages twice"),
-        (b'{"model": "a"' + b"".join(b', "k%d": 1' % n for n in range(256)) + b"}", "more than 256 keys"),
-    ],
-)
-def test_a_bad_body_is_named(body: bytes, says: str) -> None:
+# Bodies, short and long ones, and what Envoy has read of one.
+BAD: dict[str, dict[str, bytes | dict[str, object]]] = {
+    "body is empty": {"nothing": b""},
+    "not valid JSON": {
+        "NaN": b'{"model": NaN}', "no UTF-8": b'{"model": "\xff"}', "Envoy's word": {"error": "invalid-json"},
+        "long, cut": b'{"model": "m", "prompt": "%s' % LONG,
+        "long, a quote outside": b'{"model": \\"m", "prompt": "%s"}' % LONG,
+    },
+    "not valid JSON: Input data was truncated": {"cut": b'{"model": "m"'},
+    r"not valid JSON.* \(byte 90\d\d\)": {"long, a bracket": b'{"model": "m", "prompt": "%s"]' % LONG},
+    "nested too deeply": {"deeply nested": b'{"a":' + b"[" * 100_000},
+    "must be a JSON object": {"a list": b'["model"]', "a text": b'"model"'},
+    "has no model": {
+        "no model": b'{"prompt": "p"}', "long": b'{"prompt": "%s"}' % LONG,
+        "metadata without": {}, "empty metadata": {"model": "", "stream": False},
+    },
+    "model must be a string": {
+        "a number": b'{"model": 5}', "null": b'{"model": null}', "an object": b'{"model": {"model":"m"}}',
+        "a number of Envoy's": {"model": 5.0}, "null of Envoy's": {"model": None},
+    },
+    "model is empty": {"nothing": b'{"model": ""}', "blank": b'{"model": "   "}'},
+    "model contains a control character": {
+        "31": b'{"model": "a\\u001fb"}', "0": b'{"model": "a\\u0000"}', "a line": b'{"model": "a\\nb"}',
+        "metadata": {"model": "a\x1fb"},
+    },
+    "model is longer than 256 bytes": {
+        **{name[0]: orjson.dumps({"model": name}) for name in ("m" * 257, "é" * 129)},
+        "in a long body": b'{"model": "%s"}' % LONG,
+    },
+    # Two readers could read it differently.
+    "the body has model twice": {
+        "in escapes": b'{"model": "a", "mod\\u0065l": "b"}',
+        "around a long prompt": b'{"model": "a", "prompt": "%s", "model": "b"}' % LONG,
+    },
+    "has messages twice": {"two": b'{"model": "a", "n": [{"messages": 1}], "messages": [], "messages": []}'},
+    "more than 256 keys": {"257": b'{"model": "a"' + b"".join(b', "k%d": 1' % n for n in range(256)) + b"}"},
+}  # fmt: skip
+
+
+@cases("says, asked", {
+    f"{says}: {name}": (says, asked) for says, bodies in BAD.items() for name, asked in bodies.items()
+})  # fmt: skip
+def test_a_bad_body_is_named(says: str, asked: bytes | dict[str, object]) -> None:
     with pytest.raises(BadRequest, match=says):
-        read_body(body)
+        read_body(asked) if isinstance(asked, bytes) else read_metadata(asked)
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"error": "invalid-json"}, "not valid JSON"),
-        ({"model": "", "stream": False}, "has no model"),
-        ({}, "has no model"),
-        ({"model": 5.0}, "must be a string"),
-        ({"model": None}, "must be a string"),
-        ({"model": "a\x1fb"}, "control character"),
-    ],
-)
-def test_bad_metadata_of_a_body_is_named(fields: dict[str, object], says: str) -> None:
-    with pytest.raises(BadRequest, match=says):
-        read_metadata(fields)
-
-
-@pytest.mark.parametrize(
-    ("stream", "expected"), [(True, True), ("true", True), (False, False), (None, False)]
-)
-def test_metadata_of_a_body_is_as_good_as_the_body(stream: object, expected: bool) -> None:
+@pytest.mark.parametrize("stream", [True, "true", False, None])
+def test_metadata_of_a_body_is_as_good_as_the_body(stream: object) -> None:
     read = read_metadata({"model": "m", "stream": stream, "max_tokens": 7.0}, 100)
-    assert read == Ask("m", expected, None, body_bytes=100, answer_tokens=7)
+    assert read == Ask("m", bool(stream), None, body_bytes=100, answer_tokens=7)
 
 
 TOKENS = parse({
@@ -174,17 +172,18 @@ def test_the_newest_name_of_the_maximum_goes_first() -> None:
     assert read_body(orjson.dumps({**both, "max_completion_tokens": None})).answer_tokens == 5
 
 
-def test_a_body_that_envoy_read_is_costed_by_its_length() -> None:
-    assert costed(read_metadata({"model": "m"}, 4000)) == (1000, True)
-    assert costed(read_metadata({"model": "m", "max_tokens": 50.0}, 4000)) == (1050, False)
-    # Without a content-length the least is charged.
-    assert costed(read_metadata({"model": "m"})) == (1, True)
-
-
-def test_a_claim_counts_at_most_what_its_model_takes_and_answers() -> None:
-    assert costed(read_metadata({"model": "short", "max_tokens": 1e6}, 4000)) == (2000, False)
-    assert costed(read_metadata({"model": "short", "max_tokens": 50}, 4000)) == (1050, False)
-    assert costed(read_metadata({"model": "short"}, 400_000)) == (2000, True)
+@cases("fields, length, cost, learns", {
+    "its length": ({"model": "m"}, 4000, 1000, True),
+    "its length and the answer": ({"model": "m", "max_tokens": 50.0}, 4000, 1050, False),
+    "the least without a length": ({"model": "m"}, 0, 1, True),
+    "an answer that its model cannot give": ({"model": "short", "max_tokens": 1e6}, 4000, 2000, False),
+    "an answer that its model can give": ({"model": "short", "max_tokens": 50}, 4000, 1050, False),
+    "a prompt that its model does not take": ({"model": "short"}, 400_000, 2000, True),
+})  # fmt: skip
+def test_a_body_that_envoy_read_costs(
+    fields: dict[str, object], length: int, cost: float, learns: bool
+) -> None:
+    assert costed(read_metadata(fields, length)) == (cost, learns)
 
 
 def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:
@@ -192,19 +191,14 @@ def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "objective", "limit"),
-    [
-        *(("limited", None, 3), ("m", None, 0)),
-        *(("m", "tight", 2), ("m", "any", 0)),
-        *(("limited", "tight", 2), ("limited", "wide", 3), ("limited", "any", 3)),
-    ],
+    ("objective", "limits"), [("", (3, 0)), ("tight", (2, 2)), ("wide", (3, 5)), ("any", (3, 0))]
 )
 def test_of_a_models_and_an_objectives_limit_the_lower_one_counts(
-    model: str, objective: str | None, limit: int
+    objective: str, limits: tuple[int, int]
 ) -> None:
-    headers = {"x-gateway-inference-objective": objective} if objective else {}
-    request = asked({FAIRNESS: "a", **headers}, model=model, settings=TOKENS)
-    assert (request.flow, request.limit) == ("a", limit)
+    headers = {FAIRNESS: "a", **({"x-gateway-inference-objective": objective} if objective else {})}
+    found = [asked(headers, model=model, settings=TOKENS) for model in ("limited", "m")]
+    assert [(request.flow, request.limit) for request in found] == [("a", limit) for limit in limits]
 
 
 def test_a_renamed_body_keeps_everything_else_byte_for_byte() -> None:
@@ -295,14 +289,10 @@ NO_JSON = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        *((json.dumps(value), workload) for value, workload in WORKLOADS),
-        *((text, ANONYMOUS) for text in NO_JSON),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@cases("header, expected", {
+    **{text[:40]: (text, workload) for text, workload in ((json.dumps(v), w) for v, w in WORKLOADS)},
+    **{f"no JSON: {text[:40]}": (text, ANONYMOUS) for text in NO_JSON},
+})  # fmt: skip
 def test_a_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
     assert asked({"x-workload-context": header}).workload == expected
 
@@ -325,22 +315,6 @@ def test_what_a_long_body_asks_for_is_read_wherever_its_long_strings_are(
     assert read.body is not None
     assert json.loads(bytes(read.body.values["prompt"])) == prompt
     assert json.loads(read.renamed("other")) == {**whole, "model": "other"}
-
-
-@pytest.mark.parametrize(
-    ("body", "fault"),
-    [
-        (b'{"model": "%s"}' % (b"m" * 9000), "model is longer than 256 bytes"),
-        (b'{"model": "a", "prompt": "%s", "model": "b"}' % (b"p" * 9000), "has model twice"),
-        (b'{"prompt": "%s"}' % (b"p" * 9000), "has no model"),
-        (b'{"model": "m", "prompt": "%s' % (b"p" * 9000), "not valid JSON"),
-        (b'{"model": "m", "prompt": "%s"]' % (b"p" * 9000), r"not valid JSON.* \(byte 90\d\d\)"),
-        (b'{"model": \\"m", "prompt": "%s"}' % (b"p" * 9000), "not valid JSON"),
-    ],
-)
-def test_a_long_body_is_refused_for_what_a_short_one_is(body: bytes, fault: str) -> None:
-    with pytest.raises(BadRequest, match=fault):
-        read_body(body)
 
 
 @given(st.text() | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(str))
@@ -369,78 +343,70 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
         assert json.loads(read.renamed("t"))["model"] == "t"
 
 
-@pytest.mark.parametrize("name", [FAIRNESS, "x-llm-d-inference-fairness-id"])
+@pytest.mark.parametrize("name", [FAIRNESS, LLM_D_FAIRNESS])
 def test_a_fairness_id_is_the_flow(name: str) -> None:
     assert asked({name: "tenant a"}).flow == "tenant a"
     settings = parse({"fair_request_queue": {"flow_key": "model"}})
     assert asked({name: "tenant a"}, settings=settings).flow == "m"
     # The gateway's spelling goes first.
-    both = {FAIRNESS: "a", "x-llm-d-inference-fairness-id": "b"}
-    assert asked(both).flow == "a"
-    assert asked({**both, FAIRNESS: ""}).flow == "b"
+    assert asked({FAIRNESS: "a", LLM_D_FAIRNESS: "b"}).flow == "a"
+    assert asked({FAIRNESS: "", LLM_D_FAIRNESS: "b"}).flow == "b"
+
+
+CONTROL, NO_UTF8 = "contains a control character", "is not valid UTF-8"
+BAD_HEADERS: dict[str, dict[str | bytes, str]] = {
+    FAIRNESS: {"a\x1fb": CONTROL, "a\nb": CONTROL},
+    LLM_D_FAIRNESS: {"a" * 257: "is longer than 256 bytes", b"caf\xe9": NO_UTF8},
+    "x-gateway-inference-objective": {"a\x1fb": CONTROL, b"\xff": NO_UTF8},
+    "x-gateway-model-name-rewrite": {"a\x00": CONTROL},
+    "x-llm-d-model-name-rewrite": {"a" * 300: "is longer than 256 bytes"},
+    "x-workload-context": {b'{"workload_id": "\xff"}': NO_UTF8},
+    "x-llm-d-inference-ttl": {
+        **{text: f"'{text}' is no duration" for text in ("soon", "-1", "nan", "1e3")},
+        "0": "must be above zero", b"\xb2": NO_UTF8,
+    },
+    "x-request-timeout": {"soon": "'soon' is no duration", "0": "must be above zero", b"\xb2": NO_UTF8},
+    "grpc-timeout": {text: f"'{text}' is no gRPC timeout" for text in ("30", "123456789S", "-1S")},
+    "x-envoy-expected-rq-timeout-ms": {f"{n}": f"'{n}' is no number of milliseconds" for n in (1.5, -1)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("x-gateway-inference-fairness-id", "a\x1fb", "contains a control character"),
-        ("x-gateway-inference-fairness-id", "a\nb", "contains a control character"),
-        ("x-llm-d-inference-fairness-id", "a" * 257, "is longer than 256 bytes"),
-        ("x-llm-d-inference-fairness-id", b"caf\xe9", "is not valid UTF-8"),
-        ("x-gateway-inference-objective", "a\x1fb", "contains a control character"),
-        ("x-gateway-inference-objective", b"\xff", "is not valid UTF-8"),
-        ("x-gateway-model-name-rewrite", "a\x00", "contains a control character"),
-        ("x-llm-d-model-name-rewrite", "a" * 300, "is longer than 256 bytes"),
-        ("x-workload-context", b'{"workload_id": "\xff"}', "is not valid UTF-8"),
-        ("x-llm-d-inference-ttl", "soon", "'soon' is no duration"),
-        ("x-llm-d-inference-ttl", "-1", "'-1' is no duration"),
-        ("x-llm-d-inference-ttl", "nan", "'nan' is no duration"),
-        ("x-llm-d-inference-ttl", "1e3", "'1e3' is no duration"),
-        ("x-llm-d-inference-ttl", "0", "must be above zero"),
-        ("x-llm-d-inference-ttl", b"\xb2", "is not valid UTF-8"),
-        ("x-request-timeout", "soon", "'soon' is no duration"),
-        ("x-request-timeout", "0", "must be above zero"),
-        ("x-request-timeout", b"\xb2", "is not valid UTF-8"),
-        ("grpc-timeout", "30", "'30' is no gRPC timeout"),
-        ("grpc-timeout", "123456789S", "'123456789S' is no gRPC timeout"),
-        ("grpc-timeout", "-1S", "'-1S' is no gRPC timeout"),
-        ("x-envoy-expected-rq-timeout-ms", "1.5", "'1.5' is no number of milliseconds"),
-        ("x-envoy-expected-rq-timeout-ms", "-1", "'-1' is no number of milliseconds"),
-    ],
+    ("name", "value"), [(name, value) for name in BAD_HEADERS for value in BAD_HEADERS[name]]
 )
-def test_a_bad_header_is_named(name: str, value: str | bytes, says: str) -> None:
+def test_a_bad_header_is_named(name: str, value: str | bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         asked({name: value})
     assert f"header {name}" in str(caught.value)
-    assert says in str(caught.value)
+    assert BAD_HEADERS[name][value] in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("headers", "expected_s", "by_client"),
-    [
-        *(
-            ({"x-llm-d-inference-ttl": ttl}, ttl_s, False)
-            for ttl, ttl_s in (("5", 5.0), ("0.5", 0.5), ("500ms", 0.5), (" 5s ", 5.0), ("2m", 30.0))
-        ),
-        ({"x-llm-d-inference-ttl": "9999999"}, 30.0, False),
-        ({"x-llm-d-inference-ttl": "0.1ms"}, 0.001, False),
-        ({"x-request-timeout": "5"}, 5.0, True),
-        ({"x-request-timeout": "500ms"}, 0.5, True),
-        ({"x-request-timeout": "31"}, 30.0, False),
-        ({"grpc-timeout": "7S"}, 7.0, True),
-        ({"grpc-timeout": "250m"}, 0.25, True),
-        ({"grpc-timeout": "5000u"}, 0.005, True),
-        ({"grpc-timeout": "99999999n"}, 0.099999999, True),
-        ({"grpc-timeout": "0n"}, 0.001, True),
-        ({"grpc-timeout": "1M"}, 30.0, False),
-        ({"grpc-timeout": "1H"}, 30.0, False),
-        ({"x-envoy-expected-rq-timeout-ms": "1500"}, 1.5, True),
-        ({"x-envoy-expected-rq-timeout-ms": "0"}, 30.0, False),
-        ({"x-request-timeout": "9", "grpc-timeout": "8S", "x-envoy-expected-rq-timeout-ms": "7000"}, 7, True),
-        ({"x-request-timeout": "9", "x-llm-d-inference-ttl": "4"}, 4.0, False),
-        ({"x-request-timeout": "3", "x-llm-d-inference-ttl": "4"}, 3.0, True),
-    ],
-)
+TTL, TIMEOUT, GRPC_TIMEOUT = "x-llm-d-inference-ttl", "x-request-timeout", "grpc-timeout"
+ENVOYS_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
+OWN_S: dict[str, dict[str, float]] = {
+    TIMEOUT: {"5": 5.0, "500ms": 0.5},
+    GRPC_TIMEOUT: {"7S": 7.0, "250m": 0.25, "5000u": 0.005, "99999999n": 0.099999999, "0n": 0.001},
+    ENVOYS_TIMEOUT: {"1500": 1.5},
+}
+NOT_OWN_S: dict[str, dict[str, float]] = {
+    TTL: {"5": 5, "0.5": 0.5, "500ms": 0.5, " 5s ": 5, "2m": 30, "9999999": 30, "0.1ms": 0.001},
+    TIMEOUT: {"31": 30.0},
+    GRPC_TIMEOUT: {"1M": 30.0, "1H": 30.0},
+    ENVOYS_TIMEOUT: {"0": 30.0},
+}
+
+
+@cases("headers, expected_s, by_client", {
+    **{
+        f"{name} {text!r}": ({name: text}, expected_s, own)
+        for own, table in ((True, OWN_S), (False, NOT_OWN_S))
+        for name, texts in table.items()
+        for text, expected_s in texts.items()
+    },
+    "the least of a client's": ({TIMEOUT: "9", GRPC_TIMEOUT: "8S", ENVOYS_TIMEOUT: "7000"}, 7.0, True),
+    "a TTL below a client's": ({TIMEOUT: "9", TTL: "4"}, 4.0, False),
+    "a client's below a TTL": ({TIMEOUT: "3", TTL: "4"}, 3.0, True),
+})  # fmt: skip
 def test_a_deadline_shortens_the_ttl_and_a_clients_own_is_known_as_such(
     headers: dict[str, str | bytes], expected_s: float, by_client: bool
 ) -> None:
@@ -448,21 +414,18 @@ def test_a_deadline_shortens_the_ttl_and_a_clients_own_is_known_as_such(
     assert (request.ttl_s, request.by_client) == (pytest.approx(expected_s), by_client)
 
 
-@pytest.mark.parametrize(
-    ("model", "objective", "band", "weight"),
-    [
-        ("m", None, Band.DEFAULT, 1.0),
-        ("llama", None, Band.CRITICAL, 2.0),
-        ("m", "premium", Band.CRITICAL, 3.0),
-        ("llama", "unknown", Band.DEFAULT, 1.0),
-    ],
-)
+@cases("model, objective, band, weight", {
+    "neither": ("m", None, Band.DEFAULT, 1.0),
+    "the model": ("llama", None, Band.CRITICAL, 2.0),
+    "the objective": ("m", "premium", Band.CRITICAL, 3.0),
+    "an unknown objective": ("llama", "unknown", Band.DEFAULT, 1.0),
+})  # fmt: skip
+@pytest.mark.parametrize("name", ["x-gateway-inference-objective", "x-llm-d-inference-objective"])
 def test_objective_then_model_decide_band_and_weight(
-    model: str, objective: str | None, band: Band, weight: float
+    name: str, model: str, objective: str | None, band: Band, weight: float
 ) -> None:
-    for name in ("x-gateway-inference-objective", "x-llm-d-inference-objective"):
-        request = asked({name: objective} if objective else {}, model=model)
-        assert (request.band, request.weight) == (band, weight)
+    request = asked({name: objective} if objective else {}, model=model)
+    assert (request.band, request.weight) == (band, weight)
 
 
 def test_a_request_for_a_model_with_several_targets_is_completed_by_the_one_that_is_chosen() -> None:
@@ -488,42 +451,26 @@ def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -
 
 
 def test_headers_that_steer_are_read_only_where_they_are_trusted() -> None:
-    pair = {"x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"}
     assert not any("fairness" in name or "objective" in name or "rewrite" in name for name in HEADERS)
     assert wanted_headers(SETTINGS) == HEADERS
-    named = parse({"extproc": {"trusted_headers": ["x-llm-d-inference-fairness-id"]}})
-    assert wanted_headers(named) == HEADERS | pair
+    named = parse({"extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
+    assert wanted_headers(named) == HEADERS | {FAIRNESS, LLM_D_FAIRNESS}
 
 
-@pytest.mark.parametrize(
-    ("sent", "trusted", "expected"),
-    [
-        ("3b5f6ed4-8b41", True, "3b5f6ed4-8b41"),
-        ("A.b_c:d-1", True, "A.b_c:d-1"),
-        ("3b5f6ed4-8b41", False, "made"),
-        ("has space", True, "made"),
-        ("a\x1f", True, "made"),
-        ("ends\n", True, "made"),
-        (b"\xff", True, "made"),
-        ("x" * 129, True, "made"),
-        ("", True, "made"),
-    ],
-)
-def test_a_request_id_counts_only_where_envoy_sets_it(sent: str, trusted: bool, expected: str) -> None:
-    assert asked({"x-request-id": sent}, trusted=trusted).id == expected
+@pytest.mark.parametrize("sent", ["3b5f6ed4-8b41", "A.b_c:d-1"])
+def test_a_request_id_counts_only_where_envoy_sets_it(sent: str) -> None:
+    assert [asked({"x-request-id": sent}, trusted=trusted).id for trusted in (True, False)] == [sent, "made"]
 
 
-@pytest.mark.parametrize(
-    ("hint", "expected"),
-    [
-        (["10.0.0.1:80", "[fd00::0001]:80"], ("10.0.0.1:80", "[fd00::1]:80")),
-        ("10.0.0.1:80, 10.0.0.2:80", ("10.0.0.1:80", "10.0.0.2:80")),
-        ([], ()),
-        ("", ()),
-        (["localhost:80", 5.0, None, "10.0.0.1"], ()),
-        (None, ()),
-        (7.0, ()),
-    ],
-)
+@pytest.mark.parametrize("sent", ["has space", "a\x1f", "ends\n", b"\xff", "x" * 129, ""])
+def test_a_malformed_request_id_is_replaced(sent: str | bytes) -> None:
+    assert asked({"x-request-id": sent}, trusted=True).id == "made"
+
+
+@cases("hint, expected", {
+    "a list": (["10.0.0.1:80", "[fd00::0001]:80"], ("10.0.0.1:80", "[fd00::1]:80")),
+    "a text": ("10.0.0.1:80, 10.0.0.2:80", ("10.0.0.1:80", "10.0.0.2:80")),
+    **{f"no {each!r}": (each, ()) for each in ([], "", ["localhost:80", 5.0, None, "10.0.0.1"], None, 7.0)},
+})  # fmt: skip
 def test_a_subset_hint_lists_endpoints(hint: object, expected: tuple[str, ...]) -> None:
     assert read_subset(hint) == expected
