@@ -14,46 +14,65 @@ from picker_fleet.scheduling.explain import Explanation, LeastLoadedPick
 from picker_fleet.scheduling.scheduler import Ranking, Scheduler
 from picker_fleet.scheduling.scorers import SCORERS, EndpointState, LatencyStats, LatencyWeights, PickRequest
 
+A, B, C, V6 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"
+DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}
+PLAIN = PickRequest()
+NAN = float("nan")
+
 
 def row(name: str, *values: object) -> list[EndpointState]:
     return [EndpointState(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_nobody_gets_no_scores(scorer: str) -> None:
-    assert SCORERS[scorer](PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), []) == []
+def timed(*known: tuple[float, float, int] | int) -> list[EndpointState]:
+    """Endpoints by mean latency, its spread, and requests in flight; without statistics the last alone."""
+    return [
+        EndpointState("a", in_flight=each)
+        if isinstance(each, int)
+        else EndpointState("a", latency=LatencyStats(9, *each[:2]), in_flight=each[2])
+        for each in known
+    ]
 
 
-@pytest.mark.parametrize(
-    ("scorer", "signal"),
-    [("queue-depth", "waiting"), ("running-requests", "running"), ("in-flight", "in_flight")],
-)
-@pytest.mark.parametrize(
-    ("figures", "expected"), [((0, 5, 10), [1.0, 0.5, 0.0]), ((7, 7), [1.0, 1.0]), ((3,), [1.0])]
-)
-def test_fewest_are_best(scorer: str, signal: str, figures: tuple[float, ...], expected: list[float]) -> None:
-    assert SCORERS[scorer](PickRequest(), row(signal, *figures)) == expected
+FEWEST = {"queue-depth": "waiting", "running-requests": "running", "in-flight": "in_flight"}
+ADAPTERS = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
+SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
+WEIGHED = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
 
 
-@pytest.mark.parametrize(
-    ("figures", "expected"),
-    [
-        ((0, None, 10), [1.0, 0.0, 0.0]),
-        ((4, None), [1.0, 0.0]),
-        ((None, None), [0.0, 0.0]),
-        ((2, float("nan"), 4), [1.0, 0.0, 0.0]),
-    ],
-)
-def test_an_unknown_queue_counts_as_the_fullest(
-    figures: tuple[float | None, ...], expected: list[float]
+@cases("scorer, pick, endpoints, expected", {
+    **{
+        f"{scorer}: the fewest of {len(figures)}": (scorer, PLAIN, row(signal, *figures), expected)
+        for scorer, signal in FEWEST.items()
+        for figures, expected in (((0, 5, 10), [1.0, 0.5, 0.0]), ((7, 7), [1.0, 1.0]), ((3,), [1.0]))
+    },
+    "an unknown queue is the fullest": ("queue-depth", PLAIN, row("waiting", 0, None, 10), [1.0, 0.0, 0.0]),
+    "even behind one alone": ("queue-depth", PLAIN, row("waiting", 4, None), [1.0, 0.0]),
+    "of unknown queues all are": ("queue-depth", PLAIN, row("waiting", None, None), [0.0, 0.0]),
+    "no number is unknown": ("queue-depth", PLAIN, row("waiting", 2, NAN, 4), [1.0, 0.0, 0.0]),
+    "free KV cache": ("kv-cache", PLAIN, row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1),
+                      [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]),
+    "latency by mean, load and spread": (
+        "latency", WEIGHED, timed((1.0, 0.0, 0), (1.0, 1.0, 1), (5.0, 0.0, 3)), [1.0, 0.5, 0.0]),  # 1, 6, 11
+    "latency without statistics first": (
+        "latency", PLAIN, timed((1.0, 0.0, 0), 0, (2.0, 0.0, 0)), [0.5, 1.0, 0.0]),
+    "but not with everything": ("latency", PLAIN, timed((1.0, 0.0, 0), 4, (2.0, 0.0, 0)), [1.0, 0.0, 0.0]),
+    "no statistics at all": ("latency", PLAIN, timed(0, 0), [1.0, 1.0]),
+    "the part of the prompt served before": (
+        "prefix-affinity", SEVERAL, row("waiting", 0, 0, 0), [1.0, 0.25, 0.0]),
+    "no prompt": ("prefix-affinity", PLAIN, row("waiting", 0), [0.0]),
+    "a session where it was served": (
+        "session-affinity", PickRequest(session_endpoint="10.0.0.2:80"), row("waiting", 0, 0, 0), [0, 0, 1]),
+    "no session": ("session-affinity", PLAIN, row("waiting", 0, 0), [0.0, 0.0]),
+    "chance for each": (
+        "random", PickRequest(random=iter([0.1, 0.7]).__next__), row("waiting", 0, 0), [0.1, 0.7]),
+    **{f"{scorer}: nobody": (scorer, PickRequest(adapter="a", session_endpoint="s", prefix_blocks=1), [], [])
+       for scorer in SCORERS},
+})  # fmt: skip
+def test_the_scores_of_one_scorer(
+    scorer: str, pick: PickRequest, endpoints: list[EndpointState], expected: list[float]
 ) -> None:
-    assert SCORERS["queue-depth"](PickRequest(), row("waiting", *figures)) == expected
-
-
-def test_kv_cache_scores_what_is_free() -> None:
-    scores = SCORERS["kv-cache"](PickRequest(), row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1))
-
-    assert scores == [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]
+    assert SCORERS[scorer](pick, endpoints) == expected
 
 
 def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
@@ -63,71 +82,20 @@ def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
 
 
 def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
-    slots = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
-    endpoints = [at(A, slots=most, active=active, queued=queued) for most, active, queued in slots]
+    endpoints = [at(A, slots=most, active=active, queued=queued) for most, active, queued in ADAPTERS]
     assert SCORERS["lora-affinity"](PickRequest(adapter="a"), endpoints) == [1.0, 0.8, 0.6, 0.0, 0.0, 0.0]
-    assert SCORERS["lora-affinity"](PickRequest(), endpoints) == [1.0] * 6
+    assert SCORERS["lora-affinity"](PLAIN, endpoints) == [1.0] * 6
 
 
-def test_latency_weighs_mean_load_and_spread() -> None:
-    pick = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
-    endpoints = [
-        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0), in_flight=0),  # 1
-        EndpointState("b", latency=LatencyStats(9, 1.0, 1.0), in_flight=1),  # 6
-        EndpointState("c", latency=LatencyStats(9, 5.0, 0.0), in_flight=3),  # 11
-    ]
-
-    assert SCORERS["latency"](pick, endpoints) == [1.0, 0.5, 0.0]
-
-
-def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
-    endpoints = [
-        EndpointState("a", latency=LatencyStats(9, 1.0, 0.0)),
-        EndpointState("b"),
-        EndpointState("c", latency=LatencyStats(9, 2.0, 0.0)),
-    ]
-
-    assert SCORERS["latency"](PickRequest(), endpoints) == [0.5, 1.0, 0.0]
-    assert SCORERS["latency"](PickRequest(), row("latency", None, None)) == [1.0, 1.0]
-    endpoints[1] = EndpointState("b", in_flight=4)
-    assert SCORERS["latency"](PickRequest(), endpoints) == [1.0, 0.0, 0.0]
-
-
-def test_prefix_affinity_is_the_part_of_the_prompt_served_before() -> None:
-    pick = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
-
-    assert SCORERS["prefix-affinity"](pick, row("waiting", 0, 0, 0)) == [1.0, 0.25, 0.0]
-    assert SCORERS["prefix-affinity"](PickRequest(), row("waiting", 0)) == [0.0]
-
-
-def test_a_session_stays_where_it_was_served() -> None:
-    pick = PickRequest(session_endpoint="10.0.0.2:80")
-    assert SCORERS["session-affinity"](pick, row("waiting", 0, 0, 0)) == [0.0, 0.0, 1.0]
-    assert SCORERS["session-affinity"](PickRequest(), row("waiting", 0, 0)) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        ({"x-session-token": b" 0123456789abcdef0123456789ab "}, "0123456789abcdef0123456789ab"),
-        ({"x-session-token": b"alice"}, ""),
-        ({"x-session-token": b"\xff" * 28}, ""),
-        ({"x-session-token": b"x" * 257}, ""),
-        ({}, ""),
-    ],
-)
-def test_a_session_token_is_read_only_where_it_can_be_one(headers: dict[str, bytes], expected: str) -> None:
-    assert session_token_of(headers) == expected
-
-
-def test_random_asks_chance_for_each() -> None:
-    chances = iter([0.1, 0.7])
-
-    assert SCORERS["random"](PickRequest(random=lambda: next(chances)), row("waiting", 0, 0)) == [0.1, 0.7]
-
-
-A, B, C, V6 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "[fd00::1]:8000"
-DEFAULT = {"queue-depth": 2.0, "kv-cache": 2.0, "lora-affinity": 3.0}
+@cases("token, expected", {
+    "one of ours": (b" 0123456789abcdef0123456789ab ", "0123456789abcdef0123456789ab"),
+    "a short one": (b"alice", ""),
+    "no text": (b"\xff" * 28, ""),
+    "a long one": (b"x" * 257, ""),
+    "none": (None, ""),
+})  # fmt: skip
+def test_a_session_token_is_read_only_where_it_can_be_one(token: bytes | None, expected: str) -> None:
+    assert session_token_of({} if token is None else {"x-session-token": token}) == expected
 
 
 def at(
@@ -140,15 +108,8 @@ def at(
     slots: int | None = 2,
     **more: object,
 ) -> EndpointState:
-    return EndpointState(
-        address,
-        waiting=waiting,
-        kv_utilisation=kv,
-        max_adapters=slots,
-        active_adapters=frozenset(active.split()),
-        waiting_adapters=frozenset(queued.split()),
-        **more,  # type: ignore[arg-type]
-    )
+    more |= {"active_adapters": frozenset(active.split()), "waiting_adapters": frozenset(queued.split())}
+    return EndpointState(address, waiting=waiting, kv_utilisation=kv, max_adapters=slots, **more)  # type: ignore[arg-type]
 
 
 def rank(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointState) -> Ranking:
@@ -156,10 +117,13 @@ def rank(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointSt
 
 
 def first(weights: Mapping[str, float], pick: PickRequest, *endpoints: EndpointState) -> str:
-    return rank(weights, pick, *endpoints).best[0].address
+    return addresses(rank(weights, pick, *endpoints))[0]
 
 
-PLAIN = PickRequest()
+def addresses(ranking: Ranking) -> list[str]:
+    return [one.address for one in ranking.best]
+
+
 SUMMARISE = PickRequest(adapter="sum")
 ZONE_B = PickRequest(selector={"zone": "b"})
 
@@ -198,10 +162,8 @@ def test_the_first_choice(pick: PickRequest, endpoints: list[EndpointState], exp
 @pytest.mark.parametrize(("lora", "expected"), [(1.0, A), (6.0, B)])
 def test_weights_decide_between_adapter_affinity_and_kv(lora: float, expected: str) -> None:
     slot, adapter = at(A, 0, 0.1, active="foo"), at(B, 0, 0.7, active="sum")
-
-    chosen = first({"queue-depth": 1.0, "kv-cache": 1.0, "lora-affinity": lora}, SUMMARISE, slot, adapter)
-
-    assert chosen == expected
+    weights = {"queue-depth": 1.0, "kv-cache": 1.0, "lora-affinity": lora}
+    assert first(weights, SUMMARISE, slot, adapter) == expected
 
 
 OUTSIDE = {A: "not in the subset hint"}
@@ -218,20 +180,17 @@ def test_hard_filters_leave_nobody_and_say_why(
     pick: PickRequest, endpoints: list[EndpointState], reasons: dict[str, str]
 ) -> None:
     ranking = rank(DEFAULT, pick, *endpoints)
-
-    assert ranking.best == ()
-    assert ranking.excluded == reasons
+    assert (ranking.best, ranking.excluded) == ((), reasons)
 
 
 def test_a_soft_filter_that_leaves_nobody_is_waived() -> None:
     # No endpoint has room for the adapter.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="x y"), at(B, active="x z"))
-    assert {one.address for one in ranking.best} == {A, B}
+    assert set(addresses(ranking)) == {A, B}
     assert (ranking.waived, ranking.excluded) == (("adapter",), {})
     # What a hard filter took is never brought back.
     ranking = rank(DEFAULT, SUMMARISE, at(A, active="sum", draining=True), at(B, active="x y"))
-    assert [one.address for one in ranking.best] == [B]
-    assert ranking.excluded == {A: "draining"}
+    assert (addresses(ranking), ranking.excluded) == ([B], {A: "draining"})
 
 
 def test_all_stale_are_equal_and_pickable() -> None:
@@ -245,30 +204,25 @@ def test_all_stale_are_equal_and_pickable() -> None:
 
 
 def test_ties_are_broken_by_chance_alone() -> None:
-    chances = iter([0.2, 0.9, 0.5])
-    ranking = rank(DEFAULT, PickRequest(random=lambda: next(chances)), at(A), at(B), at(C))
-    assert [one.address for one in ranking.best] == [B, C, A]
+    by_chance = PickRequest(random=iter([0.2, 0.9, 0.5]).__next__)
+    assert addresses(rank(DEFAULT, by_chance, at(A), at(B), at(C))) == [B, C, A]
 
 
 def test_only_the_most_wanted_are_listed_best_first() -> None:
     endpoints = [at(f"10.0.1.{n}:80", n) for n in range(200)]
-
-    ranking = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
-
-    assert [one.address for one in ranking.best] == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
+    best = Scheduler(DEFAULT).rank(PLAIN, endpoints[::-1], limit=3)
+    assert addresses(best) == ["10.0.1.0:80", "10.0.1.1:80", "10.0.1.2:80"]
 
 
 def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
     chance = random.Random(7)
     weights = {name: chance.uniform(0.1, 50) for name in SCORERS}
-    figures = [None, 0.0, 1.0, 7.5, 1e12, -3.0, float("nan"), float("inf")]
+    figures = [None, 0.0, 1.0, 7.5, 1e12, -3.0, NAN, float("inf")]
     for _ in range(100):
         endpoints = [
             EndpointState(
                 f"10.0.2.{n}:80",
-                waiting=chance.choice(figures),
-                running=chance.choice(figures),
-                kv_utilisation=chance.choice(figures),
+                **{name: chance.choice(figures) for name in ("waiting", "running", "kv_utilisation")},  # type: ignore[arg-type]
                 in_flight=chance.choice([0.0, 3.0, 1e9]),
                 latency=chance.choice([None, LatencyStats(3, 2.5, 0.5)]),
             )
@@ -282,7 +236,6 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
         )
 
         ranking = rank(weights, pick, *endpoints)
-
         assert all(0.0 <= one.base <= one.score <= 1.0 for one in ranking.best)
         assert all(0.0 <= part <= 1.0 for parts in ranking.parts.values() for part in parts)
 
@@ -301,13 +254,10 @@ def test_without_scorers_all_are_equal() -> None:
     assert [one.score for one in rank({"kv-cache": 0.0}, PLAIN, at(A, 3), at(B)).best] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "weight", "says"),
-    [
-        ("kv-cash", 1.0, r"no scorer is named 'kv-cash'; valid: queue-depth, .*random"),
-        *(("kv-cache", bad, "the weight of scorer kv-cache") for bad in (-1.0, float("nan"), float("inf"))),
-    ],
-)
+@cases("name, weight, says", {
+    "no scorer": ("kv-cash", 1.0, r"no scorer is named 'kv-cash'; valid: queue-depth, .*random"),
+    **{f"{bad}": ("kv-cache", bad, "the weight of scorer kv-cache") for bad in (-1.0, NAN, float("inf"))},
+})  # fmt: skip
 def test_an_unknown_scorer_or_an_impossible_weight_is_refused(name: str, weight: float, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Scheduler({name: weight})
@@ -315,12 +265,12 @@ def test_an_unknown_scorer_or_an_impossible_weight_is_refused(name: str, weight:
 
 def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
     scheduler = Scheduler(DEFAULT)
-    assert scheduler.rank(PLAIN, [at(A, 0), at(B, 9)]).best[0].address == A
-    assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
-    only = PickRequest(subset=frozenset((A,)))
-    assert [each.address for each in scheduler.rank(only, [at(A, 9), at(B, 0)]).best] == [A]
-    assert scheduler.rank(PLAIN, []).best == ()
-    assert scheduler.rank(PLAIN, [at(A, 9), at(B, 0)]).best[0].address == B
+    only, full = PickRequest(subset=frozenset((A,))), [at(A, 9), at(B, 0)]
+    for pick, endpoints, order in (
+        (PLAIN, [at(A, 0), at(B, 9)], [A, B]), (PLAIN, full, [B, A]), (only, full, [A]), (PLAIN, [], []),
+        (PLAIN, full, [B, A]),
+    ):  # fmt: skip
+        assert addresses(scheduler.rank(pick, endpoints)) == order
 
 
 def ranking() -> Ranking:
@@ -350,13 +300,9 @@ def shown(
 ) -> object:
     """A candidate as it is shown; without a part for the live load the final score is the score."""
     return {
-        "address": address,
-        "score": score,
-        "parts": {"queue-depth": queue, "kv-cache": kv},
-        "in_flight": in_flight,
-        "live": live,
-        "final": score if live is not None else None,
-    }
+        "address": address, "score": score, "parts": {"queue-depth": queue, "kv-cache": kv},
+        "in_flight": in_flight, "live": live, "final": score if live is not None else None,
+    }  # fmt: skip
 
 
 def test_every_candidate_is_explained_even_those_not_listed() -> None:
@@ -378,14 +324,11 @@ def test_every_candidate_is_explained_even_those_not_listed() -> None:
     assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
 
 
-@pytest.mark.parametrize(
-    ("limits", "asked", "kept"),
-    [
-        ({"max_choices": 3}, "123425", "245"),  # one comes again
-        ({"max_values": 30}, "123", "23"),  # a ranking has 15 figures
-        ({"max_values": 1}, "1", "1"),  # one too large alone
-    ],
-)
+@cases("limits, asked, kept", {
+    "one comes again": ({"max_choices": 3}, "123425", "245"),
+    "a ranking has 15 figures": ({"max_values": 30}, "123", "23"),
+    "one too large alone": ({"max_values": 1}, "1", "1"),
+})  # fmt: skip
 def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept: str) -> None:
     cache = ExplanationCache(**limits)
     for request_id in asked:
@@ -396,9 +339,8 @@ def test_the_last_explanations_are_kept(limits: dict[str, int], asked: str, kept
 
 def drawn(weights: Mapping[str, float], limit: int) -> Ranking:
     """Three candidates of equal scores, drawn in the order b, c, a."""
-    chances = iter([0.1, 0.9, 0.5])
     equal = [EndpointState(address, kv_utilisation=0.5) for address in "abc"]
-    return Scheduler(weights).rank(PickRequest(random=lambda: next(chances)), equal, limit=limit)
+    return Scheduler(weights).rank(PickRequest(random=iter([0.1, 0.9, 0.5]).__next__), equal, limit=limit)
 
 
 def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
@@ -408,11 +350,8 @@ def test_equals_are_explained_in_the_order_they_were_drawn() -> None:
 
 def test_the_live_load_that_the_script_saw_decides_among_equal_scores() -> None:
     found = explained(drawn({"kv-cache": 1.0, "in-flight": 1.0}, 3), ("b", "c"), "4,0,2")
-    assert {one.address: (one.live, one.final) for one in found.candidates} == {
-        "b": (4.0, 0.25),
-        "c": (0.0, 0.75),
-        "a": (2.0, 0.5),
-    }
+    seen = {one.address: (one.live, one.final) for one in found.candidates}
+    assert seen == {"b": (4.0, 0.25), "c": (0.0, 0.75), "a": (2.0, 0.5)}
 
 
 def pool(*endpoints: Endpoint, candidates: str = "*", **asked: object) -> LeastLoadedPick:
@@ -424,11 +363,8 @@ def test_without_scorers_the_explanation_says_so() -> None:
     # With the loads that were seen, what was last known of the others, and who was out.
     four = [*map(Endpoint, "ab"), Endpoint("c", down=True), Endpoint("d")]
     found = explained(pool(*four), ("b", "a"), "0,2")
-    assert [(one.address, one.score, one.live, one.in_flight) for one in found.candidates] == [
-        ("b", None, 0.0, 0.0),
-        ("a", None, 2.0, 3.0),
-        ("d", None, None, 9.0),
-    ]
+    seen = [(one.address, one.score, one.live, one.in_flight) for one in found.candidates]
+    assert seen == [("b", None, 0.0, 0.0), ("a", None, 2.0, 3.0), ("d", None, None, 9.0)]
     assert found.excluded == {"c": "unhealthy"}
     assert found.rule.startswith("no scorers: the fewest in flight")
     assert found.weights == {}
