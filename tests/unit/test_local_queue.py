@@ -1,6 +1,7 @@
 """One replica's own queue: who is next, who may wait, who has to make room."""
 
-from itertools import pairwise
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -25,19 +26,22 @@ from picker_fleet.request import Workload
 NO_GUARD: dict[str, Any] = {"guard_share": 0}
 
 
-def serve(queue: LocalQueue, now_s: float = 0.0) -> Waiting | None:
-    turn = queue.turn(now_s)
-    if turn is None:
-        return None
-    queue.serve(*turn)
-    return turn[0]
+def served(queue: LocalQueue, now_s: float = 0.0) -> Iterator[Waiting]:
+    """What waits, as it is served."""
+    while (turn := queue.turn(now_s)) is not None:
+        queue.serve(*turn)
+        yield turn[0]
 
 
 def drain(queue: LocalQueue, now_s: float = 0.0) -> list[str]:
-    served = []
-    while (waiting := serve(queue, now_s)) is not None:
-        served.append(waiting.request.id)
-    return served
+    return [waiting.request.id for waiting in served(queue, now_s)]
+
+
+def preempted_by(queue: LocalQueue, name: str, **changes: Any) -> str:
+    """The id of the request that makes room for a new one."""
+    _, preempted = queue.offer(ask(name, **changes), 1.0, 4.0)
+    assert preempted is not None
+    return preempted.request.id
 
 
 def test_a_flow_is_served_by_arrival_whatever_the_order_of_queueing() -> None:
@@ -79,18 +83,20 @@ def test_the_configured_policy_decides_who_is_next(
     for name, asked, arrived_s in arrivals:
         queue.offer(ask(name, **asked), 1.0, arrived_s)
     assert sum(queue.lengths().values()) == len(arrivals)
-    served = drain(queue, 59.0)
-    assert " ".join(served[: len(order.split())]) == order
-    assert len(served) == len(arrivals)
+    found = drain(queue, 59.0)
+    assert (" ".join(found[: len(order.split())]), len(found)) == (order, len(arrivals))
+
+
+def with_bands(bands: list[dict[str, Any]], **more: Any) -> tuple[LocalQueue, Bands]:
+    """A replica's queue beside another's, and the bands that are configured."""
+    configured = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands
+    return LocalQueue(rules(live=2, priority_bands=bands, **more, **NO_GUARD)), configured
 
 
 def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
-    bands = [
-        {"priority": 7, "capacity": 4, "preemptible": False},
-        {"priority": -50, "name": "batch", "weight": 1},
-    ]
-    configured = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands
-    queue = LocalQueue(rules(live=2, total_capacity=6, flow_capacity=6, priority_bands=bands, **NO_GUARD))
+    batch = {"priority": -50, "name": "batch", "weight": 1}
+    bands = [{"priority": 7, "capacity": 4, "preemptible": False}, batch]
+    queue, configured = with_bands(bands, total_capacity=6, flow_capacity=6)
     # Half of four places are this replica's.
     for n in range(2):
         queue.offer(ask(f"seven {n}", band=configured.of(7)), 1.0, float(n))
@@ -98,18 +104,15 @@ def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
         queue.offer(ask("no more", band=configured.of(7)), 1.0, 2.0)
     # The queue of three is full with one of the lowest band, which makes room; the others do not.
     queue.offer(ask("batch", band=configured.of(-50)), 1.0, 3.0)
-    _, preempted = queue.offer(ask("critical", band=Band.CRITICAL), 1.0, 4.0)
-    assert preempted is not None
-    assert preempted.request.id == "batch"
+    assert preempted_by(queue, "critical", band=Band.CRITICAL) == "batch"
     with pytest.raises(TotalCapacity):
         queue.offer(ask("critical too", band=Band.CRITICAL), 1.0, 5.0)
     assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
 
 
 def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
-    bands = [{"priority": 0, "name": "Default", "bytes": 1000}]
-    queue = LocalQueue(rules(live=2, priority_bands=bands, **NO_GUARD))
-    band = parse({"fair_request_queue": {"priority_bands": bands}}).fair_request_queue.bands.of(0)
+    queue, configured = with_bands([{"priority": 0, "name": "Default", "bytes": 1000}])
+    band = configured.of(0)
     # Half of them are this replica's.
     entry, _ = queue.offer(ask("first", band=band, body_bytes=300), 1.0, 0.0)
     with pytest.raises(BandBytes):
@@ -118,7 +121,7 @@ def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
     # What leaves gives its bytes back, served or not.
     queue.remove(entry)
     queue.offer(ask("third", band=band, body_bytes=300), 1.0, 2.0)
-    assert serve(queue) is not None
+    assert next(served(queue), None) is not None
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
@@ -138,12 +141,12 @@ def test_the_gap_between_backlogged_flows_stays_within_the_bound_of_g2(
         queue.offer(ask(str(n), flow=flow, weight=weight[flow]), float(cost), float(n))
 
     work = dict.fromkeys("abc", 0.0)
-    while (waiting := serve(queue)) is not None:
+    for waiting in served(queue):
         work[waiting.request.flow] += waiting.cost
         left[waiting.request.flow].pop(0)
         # Any two that wait have had the same for their weight, within one request of each.
         backlogged = [flow for flow in "abc" if left[flow]]
-        for f, g in pairwise(backlogged):
+        for f, g in itertools.pairwise(backlogged):
             gap = abs(work[f] / weight[f] - work[g] / weight[g])
             assert gap <= largest[f] / weight[f] + largest[g] / weight[g] + 1e-9
 
@@ -155,18 +158,16 @@ def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
         queue.offer(ask(f"s{n}", band=Band.SHEDDABLE), 1.0, 0.0)
     for n in range(100):
         queue.offer(ask(f"c{n}", band=Band.CRITICAL), 1.0, 15.0)
-    served = [waiting.request.id for waiting in (serve(queue, 16.0) for _ in range(100)) if waiting]
-    assert served[0] == "s0"
-    assert sum(name.startswith("s") for name in served) in (10, 11)
+    found = [waiting.request.id for waiting in itertools.islice(served(queue, 16.0), 100)]
+    assert found[0] == "s0"
+    assert sum(name.startswith("s") for name in found) in (10, 11)
 
 
 def test_a_higher_band_preempts_the_newest_request_of_the_lowest_band_in_a_full_queue() -> None:
     queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
     queue.offer(ask("old", band=Band.SHEDDABLE), 1.0, 1.0)
     queue.offer(ask("new", band=Band.SHEDDABLE), 1.0, 2.0)
-    _, preempted = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 3.0)
-    assert preempted is not None
-    assert preempted.request.id == "new"
+    assert preempted_by(queue, "high", band=Band.CRITICAL) == "new"
     assert drain(queue) == ["high", "old"]
 
 
@@ -175,31 +176,29 @@ def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> No
     for _ in range(2):
         for flow in ("a", "b"):
             queue.offer(ask(flow, flow=flow, band=Band.SHEDDABLE), 1.0, 0.0)
-        _, preempted = queue.offer(ask("high", band=Band.CRITICAL), 1.0, 0.0)
-        assert preempted is not None
-        assert preempted.request.id == "a"
+        assert preempted_by(queue, "high", band=Band.CRITICAL) == "a"
         assert drain(queue) == ["high", "b"]
 
 
 def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
     full.offer(ask("a", flow="a"), 1.0, 0.0)
-    with pytest.raises(TotalCapacity) as caught:
-        full.offer(ask("c", flow="c"), 1.0, 0.0)
-    assert caught.value.retry_after_s == 1
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
     first, _ = tight.offer(ask("a", flow="a"), 1.0, 0.0)
-    with pytest.raises(InsufficientFlowCapacity):
-        tight.offer(ask("a2", flow="a"), 1.0, 0.0)
-    with pytest.raises(TooManyFlows):
-        tight.offer(ask("b", flow="b"), 1.0, 0.0)
+    picky = LocalQueue(rules(overload="reject-noncritical"))
+    for queue, flow, error in (
+        (full, "c", TotalCapacity),
+        (tight, "a", InsufficientFlowCapacity),
+        (tight, "b", TooManyFlows),
+        (picky, "d", Saturated),
+    ):
+        with pytest.raises(error) as caught:
+            queue.offer(ask(f"{flow} too", flow=flow), 1.0, 0.0)
+        assert caught.value.retry_after_s == 1
     urgent, _ = tight.offer(ask("c", flow="c", band=Band.CRITICAL), 1.0, 0.0)
     for waiting in (first, urgent):
         tight.remove(waiting)
     tight.offer(ask("b", flow="b"), 1.0, 0.0)
-    picky = LocalQueue(rules(overload="reject-noncritical"))
-    with pytest.raises(Saturated):
-        picky.offer(ask("d"), 1.0, 0.0)
     picky.offer(ask("e", band=Band.CRITICAL), 1.0, 0.0)
 
 
@@ -212,24 +211,21 @@ def test_each_replica_has_its_part_of_the_capacities() -> None:
 def test_no_request_is_lost_or_served_twice(steps: list[tuple[str, int]]) -> None:
     queue = LocalQueue(rules(total_capacity=20, flow_capacity=8))
     inside: dict[str, Waiting] = {}
-    served: set[str] = set()
+    seen: set[str] = set()
     for n, (what, pick) in enumerate(steps):
         if what == "offer":
             try:
-                band = NAMED[pick % 3]
-                waiting, preempted = queue.offer(
-                    ask(str(n), flow=f"f{pick}", band=band, ttl_s=20.0), 1.0, float(n)
-                )
+                request = ask(str(n), flow=f"f{pick}", band=NAMED[pick % 3], ttl_s=20.0)
+                waiting, preempted = queue.offer(request, 1.0, float(n))
             except (TotalCapacity, InsufficientFlowCapacity):
                 continue
             inside[str(n)] = waiting
             if preempted is not None:
                 del inside[preempted.request.id]
-        elif what == "serve" and (turn := queue.turn(float(n))) is not None:
-            queue.serve(*turn)
-            assert turn[0].request.id not in served
-            served.add(turn[0].request.id)
-            del inside[turn[0].request.id]
+        elif what == "serve" and (waiting := next(served(queue, float(n)), None)) is not None:
+            assert waiting.request.id not in seen
+            seen.add(waiting.request.id)
+            del inside[waiting.request.id]
         elif what == "leave" and inside:
             name = sorted(inside)[pick % len(inside)]
             queue.remove(inside.pop(name))
