@@ -8,23 +8,12 @@ from background import until
 from local_requests import ask as any_ask
 from metrics_page import samples
 from scripted_store import ScriptedStore
+from tables import cases
 
+from picker_fleet import errors
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import Band
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import (
-    ClientGone,
-    DeadlineExceeded,
-    Dropped,
-    Evicted,
-    ExpiredTtl,
-    InsufficientFlowCapacity,
-    NoEndpoints,
-    Preempted,
-    RequestError,
-    Saturated,
-    TotalCapacity,
-)
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
@@ -37,6 +26,12 @@ PLACED = Decision("placed", E1)
 
 
 WAITING = ("epp_queue_length", "model=m", "target_model=m-v2")
+# What counts the requests that leave the queue unserved, with its labels.
+REMOVED = {
+    "epp_preemptions_total": ("band=Sheddable",),
+    "epp_evictions_total": ("band=Sheddable",),
+    "epp_requests_expired_total": WAITING[1:],
+}
 
 
 def ask(**changes: Any) -> InferenceRequest:
@@ -47,16 +42,11 @@ class Bench:
     """A gate, its store and its metrics."""
 
     def __init__(self, answer_tokens: int | None = None) -> None:
-        self.store = ScriptedStore()
-        self.metrics = Metrics()
+        self.store, self.metrics = ScriptedStore(), Metrics()
         self.gate = SharedGate(
-            cast(Store, self.store),
-            metrics=self.metrics,
-            endpoints=SnapshotCell(),
-            fallbacks=2,
-            on_unknown_pool=lambda: None,
-            answer_tokens=answer_tokens,
-        )
+            cast(Store, self.store), metrics=self.metrics, endpoints=SnapshotCell(), fallbacks=2,
+            on_unknown_pool=lambda: None, answer_tokens=answer_tokens,
+        )  # fmt: skip
 
     def count(self, *sample: str) -> float:
         return samples(self.metrics).get(sample, 0.0)
@@ -81,46 +71,37 @@ class Bench:
         return task
 
 
-@pytest.mark.parametrize(
-    ("detail", "error", "reason", "code"),
-    [
-        ("no-endpoints 1", NoEndpoints, "rejected-no-endpoints", "no_endpoints"),
-        ("saturated 7", Saturated, "rejected-saturated", "saturated"),
-        ("total-capacity 60", TotalCapacity, "rejected-saturated", "total_capacity"),
-        (
-            "insufficient-flow-capacity 3",
-            InsufficientFlowCapacity,
-            "rejected-saturated",
-            "insufficient_flow_capacity",
-        ),
-    ],
-)
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+@cases("detail, error, reason", {
+    "no endpoints": ("no-endpoints 1", errors.NoEndpoints, "rejected-no-endpoints"),
+    "saturated": ("saturated 7", errors.Saturated, "rejected-saturated"),
+    "a full queue": ("total-capacity 60", errors.TotalCapacity, "rejected-saturated"),
+    "a full flow": ("insufficient-flow-capacity 3", errors.InsufficientFlowCapacity, "rejected-saturated"),
+})  # fmt: skip
 async def test_a_refusal_has_its_own_retry_after(
-    detail: str, error: type[RequestError], reason: str, code: str
+    bench: Bench, detail: str, error: type[errors.RequestError], reason: str
 ) -> None:
-    bench = Bench()
     bench.store.admitting = [Decision("refused", detail)]
     with pytest.raises(error) as caught:
         await bench.gate.admit(ask(), stream_owned=False)
-    assert caught.value.retry_after_s == int(detail.split()[1])
-    assert caught.value.reason == reason
-    labels = (f"error_type={code}", "model=m", "target_model=m-v2")
-    assert bench.count("epp_queue_push_errors_total", *labels) == 1
+    code, seconds = detail.replace("-", "_").split()
+    assert (caught.value.retry_after_s, caught.value.reason) == (int(seconds), reason)
+    assert bench.count("epp_queue_push_errors_total", f"error_type={code}", *WAITING[1:]) == 1
 
 
-@pytest.mark.parametrize(
-    ("notification", "error", "reason", "counter"),
-    [
-        ("preempted", Preempted, "evicted-queue-pressure", "epp_preemptions_total"),
-        ("evicted", Evicted, "evicted-queue-pressure", "epp_evictions_total"),
-        ("expired", ExpiredTtl, "rejected-ttl-expired", "epp_requests_expired_total"),
-    ],
-)
+@cases("notification, error, reason, counter", {
+    "preempted": ("preempted", errors.Preempted, "evicted-queue-pressure", "epp_preemptions_total"),
+    "evicted": ("evicted", errors.Evicted, "evicted-queue-pressure", "epp_evictions_total"),
+    "expired": ("expired", errors.ExpiredTtl, "rejected-ttl-expired", "epp_requests_expired_total"),
+})  # fmt: skip
 async def test_a_queued_request_that_is_removed_is_answered_at_once(
-    notification: str, error: type[Dropped], reason: str, counter: str
+    bench: Bench, notification: str, error: type[errors.Dropped], reason: str, counter: str
 ) -> None:
     # The queue takes 9 s to drain.
-    bench = Bench()
     bench.gate.retry_after_s = 9
     task = await bench.queued()
     bench.gate.on_notification(notification, "r")
@@ -128,17 +109,14 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
         await task
     assert (caught.value.status, caught.value.reason) == (503, reason)
     assert caught.value.retry_after_s == 9
-    counts = {
-        name: bench.count(name, "band=Sheddable") for name in ("epp_preemptions_total", "epp_evictions_total")
+    assert {name: bench.count(name, *labels) for name, labels in REMOVED.items()} == {
+        name: float(name == counter) for name in REMOVED
     }
-    counts["epp_requests_expired_total"] = bench.count("epp_requests_expired_total", *WAITING[1:])
-    assert counts == {name: float(name == counter) for name in counts}
     assert bench.count(*WAITING) == 0
     assert bench.store.cancelled == []
 
 
-async def test_an_unknown_notification_of_another_version_is_ignored() -> None:
-    bench = Bench()
+async def test_an_unknown_notification_of_another_version_is_ignored(bench: Bench) -> None:
     task = await bench.queued(PLACED)
     assert not bench.gate.on_notification("a word that nobody knows", "r")
     bench.grant()
@@ -146,8 +124,7 @@ async def test_an_unknown_notification_of_another_version_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
-async def test_a_clients_own_deadline_is_answered_504(when: str) -> None:
-    bench = Bench()
+async def test_a_clients_own_deadline_is_answered_504(bench: Bench, when: str) -> None:
     bench.store.admitting = [QUEUED if when != "admitted" else Decision("expired", "")]
     bench.store.placing = [Decision("expired", "")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
@@ -155,15 +132,13 @@ async def test_a_clients_own_deadline_is_answered_504(when: str) -> None:
         await until(lambda: bench.gate.waiting)
         bench.gate.on_notification("expired" if when == "waiting" else "granted", "r")
     # It does not count as expired by the queue.
-    with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
+    with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (504, "rejected-context-cancelled")
-    assert bench.count("epp_requests_expired_total", "model=m", "target_model=m-v2") == 0
-    assert bench.count("epp_evictions_total", "band=Sheddable") == 0
+    assert not any(bench.count(name, *labels) for name, labels in REMOVED.items())
 
 
-async def test_a_request_that_is_queued_again_waits_for_the_next_grant() -> None:
-    bench = Bench()
+async def test_a_request_that_is_queued_again_waits_for_the_next_grant(bench: Bench) -> None:
     task = await bench.queued(QUEUED, PLACED)
     bench.grant()
     await until(lambda: bench.store.placing == [PLACED])
@@ -174,8 +149,7 @@ async def test_a_request_that_is_queued_again_waits_for_the_next_grant() -> None
     assert len(bench.store.admitted) == 1
 
 
-async def test_a_grant_before_the_reply_that_queues_again_is_not_lost() -> None:
-    bench = Bench()
+async def test_a_grant_before_the_reply_that_queues_again_is_not_lost(bench: Bench) -> None:
     task = await bench.being_placed(QUEUED, PLACED)
 
     # The next grant comes together with the reply that queues it again.
@@ -185,8 +159,7 @@ async def test_a_grant_before_the_reply_that_queues_again_is_not_lost() -> None:
     assert (await task).endpoints == (E1,)
 
 
-async def test_a_request_that_is_being_placed_is_not_registered_again() -> None:
-    bench = Bench()
+async def test_a_request_that_is_being_placed_is_not_registered_again(bench: Bench) -> None:
     task = await bench.being_placed(PLACED)
     assert await bench.gate.register_again()
     assert len(bench.store.admitted) == 1
@@ -194,9 +167,8 @@ async def test_a_request_that_is_being_placed_is_not_registered_again() -> None:
     await task
 
 
-async def test_after_a_pause_an_ended_stream_is_not_admitted_again() -> None:
+async def test_after_a_pause_an_ended_stream_is_not_admitted_again(bench: Bench) -> None:
     # During the pause another replica has taken the grant.
-    bench = Bench()
     task = await bench.queued(GONE)
     bench.gate.pause_detector.mark_resumed()
     bench.grant()
@@ -210,8 +182,7 @@ async def test_after_a_pause_an_ended_stream_is_not_admitted_again() -> None:
     assert len(bench.store.admitted) == 1
 
 
-async def test_after_a_pause_only_streams_that_still_exist_are_registered() -> None:
-    bench = Bench()
+async def test_after_a_pause_only_streams_that_still_exist_are_registered(bench: Bench) -> None:
     task = await bench.queued()
     bench.gate.pause_detector.mark_resumed()
     # Envoy gives the stream up before the replica registers it.
@@ -223,8 +194,7 @@ async def test_after_a_pause_only_streams_that_still_exist_are_registered() -> N
     assert len(bench.store.admitted) == 1
 
 
-async def test_after_a_pause_old_signs_of_life_restore_nothing() -> None:
-    bench = Bench()
+async def test_after_a_pause_old_signs_of_life_restore_nothing(bench: Bench) -> None:
     bench.gate.renew(Alive("before", E1, "ticket"))
     bench.gate.pause_detector.mark_resumed()
     bench.gate.renew(Alive("after", E1, "ticket"))
@@ -232,30 +202,26 @@ async def test_after_a_pause_old_signs_of_life_restore_nothing() -> None:
     assert bench.store.alive == [("before", "ticket"), ("after", "")]
 
 
-async def test_the_older_stream_ends_when_its_placement_is_refused() -> None:
-    bench = Bench()
+async def test_the_older_stream_ends_when_its_placement_is_refused(bench: Bench) -> None:
     older = await bench.being_placed(QUEUED, PLACED)
 
     # Envoy sends the request again on a newer stream; the older one is queued again.
     newer = asyncio.create_task(bench.gate.admit(ask(), stream_owned=False))
     await until(lambda: len(bench.store.admitted) == 2)
     bench.store.placement.set()
-    with pytest.raises(ClientGone):
+    with pytest.raises(errors.ClientGone):
         await older
 
     bench.grant()
     assert (await newer).endpoints == (E1,)
 
 
-@pytest.mark.parametrize(
-    ("in_tokens", "prompt", "answer", "actual", "learned"),
-    [
-        (None, 7, 100, None, None),
-        (256, 7, 100, 107.0, 100),
-        (256, None, 100, None, 100),
-        (256, 7, None, None, None),
-    ],
-)
+@cases("in_tokens, prompt, answer, actual, learned", {
+    "in requests": (None, 7, 100, None, None),
+    "in tokens": (256, 7, 100, 107.0, 100),
+    "an unknown prompt": (256, None, 100, None, 100),
+    "an unknown answer": (256, 7, None, None, None),
+})  # fmt: skip
 async def test_a_stock_of_tokens_is_settled_with_the_real_cost(
     in_tokens: int | None, prompt: int | None, answer: int | None, actual: float | None, learned: int | None
 ) -> None:
