@@ -4,7 +4,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from background import until
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_server import PAGE, PageServer, answered, serving
 from prometheus_client.parser import text_string_to_metric_families
+from tables import cases
 
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage, Connection, FetchError
@@ -42,15 +42,12 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x
 INTERIM = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("answer", "page", "connections"),
-    [
-        (answered(PAGE), PAGE, 1),
-        (CHUNKED, b"abcde", 1),
-        (INTERIM + answered(b"abc"), b"abc", 1),
-        (answered(PAGE, "Connection: close"), PAGE, 2),
-    ],
-)
+@cases("answer, page, connections", {
+    "a length": (answered(PAGE), PAGE, 1),
+    "chunks": (CHUNKED, b"abcde", 1),
+    "an interim answer": (INTERIM + answered(b"abc"), b"abc", 1),
+    "a server that closes": (answered(PAGE, "Connection: close"), PAGE, 2),
+})  # fmt: skip
 async def test_pages_come_over_one_connection_unless_the_server_closes_it(
     server: PageServer, connection: Connection, answer: bytes, page: bytes, connections: int
 ) -> None:
@@ -66,9 +63,7 @@ async def test_a_page_may_end_with_its_connection(server: PageServer, connection
     assert server.connections == 2
 
 
-async def test_a_connection_closed_while_idle_costs_nothing(
-    server: PageServer, connection: Connection
-) -> None:
+async def test_an_idle_connection_that_closes_is_no_fault(server: PageServer, connection: Connection) -> None:
     async def act(writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             writer.transport.abort()
@@ -77,20 +72,16 @@ async def test_a_connection_closed_while_idle_costs_nothing(
 
     server.act = act
     assert [await fetch(connection) for _ in range(2)] == [PAGE] * 2
-    assert server.connections == 2
-    assert len(server.requests) == 3
+    assert (server.connections, len(server.requests)) == (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind", "said"),
-    [
-        (answered(b"no", status="503 Service Unavailable"), "status", "answered 503"),
-        (answered(b"", "Location: /metrics/", status="307 Temporary Redirect"), "status", "answered 307"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "page", "no HTTP answer"),
-        (answered(b"x" * 1001), "page", "more than 1000 bytes"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", "page", "no HTTP answer"),
-    ],
-)
+@cases("answer, kind, said", {
+    "an error": (answered(b"no", status="503 Service Unavailable"), "status", "answered 503"),
+    "a redirect": (answered(b"", "Location: /", status="307 Temporary Redirect"), "status", "answered 307"),
+    "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", "page", "no HTTP answer"),
+    "a large page": (answered(b"x" * 1001), "page", "more than 1000 bytes"),
+    "a bad chunk": (CHUNKED[: CHUNKED.index(b"3\r")] + b"xyz\r\n", "page", "no HTTP answer"),
+})  # fmt: skip
 async def test_a_wrong_answer_is_a_fault_and_ends_its_connection(
     server: PageServer, connection: Connection, answer: bytes, kind: str, said: str
 ) -> None:
@@ -117,9 +108,7 @@ async def test_an_answer_cut_short_or_a_missing_server_is_a_fault(
     assert raised.value.kind == "connection"
 
 
-async def test_a_fetch_that_is_given_up_ends_its_connection(
-    server: PageServer, connection: Connection
-) -> None:
+async def test_giving_a_fetch_up_ends_its_connection(server: PageServer, connection: Connection) -> None:
     server.act = server.hang
     task = asyncio.create_task(connection.fetch())
     await until(lambda: len(server.requests) == 1)
@@ -139,32 +128,19 @@ def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
     return metrics_page.read(text.encode(), engine, scraped_ms=5)
 
 
-@pytest.mark.parametrize(
-    ("file", "engine", "waiting", "running", "kv_utilisation", "adapters"),
-    [
-        (
-            "vllm.prom",
-            VLLM,
-            7.0,
-            23.0,
-            0.6171875,
-            (4, frozenset({"sql-lora", "chat-lora"}), frozenset({"code-lora"})),
-        ),
-        ("vllm-older.prom", VLLM, 2.0, 8.0, 0.31254, ()),
-        ("sglang.prom", SGLANG, 2826.0, 162.0, 0.28, ()),
-        ("tensorrt-llm.prom", TENSORRT_LLM, 1.0, 6.0, 0.1953125, ()),
-    ],
-)
+ADAPTERS = (4, frozenset({"sql-lora", "chat-lora"}), frozenset({"code-lora"}))
+
+
+@cases("file, engine, expected", {
+    "vLLM": ("vllm.prom", VLLM, EndpointMetrics(5, 7.0, 23.0, 0.6171875, *ADAPTERS)),
+    "an older vLLM": ("vllm-older.prom", VLLM, EndpointMetrics(5, 2.0, 8.0, 0.31254)),
+    "SGLang": ("sglang.prom", SGLANG, EndpointMetrics(5, 2826.0, 162.0, 0.28)),
+    "TensorRT-LLM": ("tensorrt-llm.prom", TENSORRT_LLM, EndpointMetrics(5, 1.0, 6.0, 0.1953125)),
+})  # fmt: skip
 def test_the_page_of_an_engine_says_what_it_means(
-    file: str,
-    engine: Engine,
-    waiting: float,
-    running: float,
-    kv_utilisation: float,
-    adapters: tuple[Any, ...],
+    file: str, engine: Engine, expected: EndpointMetrics
 ) -> None:
-    found = metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5)
-    assert found == EndpointMetrics(5, waiting, running, kv_utilisation, *adapters)
+    assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
 
 
 def test_the_pages_are_legal_for_a_full_parser() -> None:
@@ -172,47 +148,35 @@ def test_the_pages_are_legal_for_a_full_parser() -> None:
         assert list(text_string_to_metric_families(path.read_text()))
 
 
+THREE = [
+    "queue 3\n", "queue\t3\n", "  queue 3  \n", "queue 3 1700000000000\n", "queue 3\r\n", "queue{} 3\n",
+    'queue{a="b"}3\n', 'queue {a="b" , c = "d",} 3\n', 'queue{a="}"} 3\n', 'queue{a="\\"} 9"} 3\n',
+    'queue{a="queue 9"} 3\n', "queue 3\nqueue_length 9\nmy_queue 9\nqueue:x 9\n",
+    "# HELP queue 9\n# TYPE queue gauge\nqueue 3\n",
+]  # fmt: skip
+OTHERS = {
+    "queue 1.5e+02\n": 150.0,
+    'queue{a="1"} 3\nqueue{a="2"} 4\n': 7.0,
+    'queue{a="1",b="2"} 3\nqueue{b="2",a="1"} 4\n': 4.0,
+    'queue{a="1"} NaN\nqueue{a="2"} 4\n': 4.0,
+}
+UNKNOWN = ["queue NaN\nrun 1\n", "queue +Inf\nrun 1\n", "queue -1\nrun 1\n", "run 1\nqueue 3", "run 1\n"]
+
+
 @pytest.mark.parametrize(
-    ("text", "waiting"),
-    [
-        ("queue 3\n", 3.0),
-        ("queue\t3\n", 3.0),
-        ("  queue 3  \n", 3.0),
-        ("queue 3 1700000000000\n", 3.0),
-        ("queue 3\r\n", 3.0),
-        ("queue{} 3\n", 3.0),
-        ('queue{a="b"}3\n', 3.0),
-        ('queue {a="b" , c = "d",} 3\n', 3.0),
-        ('queue{a="}"} 3\n', 3.0),
-        ('queue{a="\\"} 9"} 3\n', 3.0),
-        ('queue{a="queue 9"} 3\n', 3.0),
-        ("queue 1.5e+02\n", 150.0),
-        ("queue 3\nqueue_length 9\nmy_queue 9\nqueue:x 9\n", 3.0),
-        ("# HELP queue 9\n# TYPE queue gauge\nqueue 3\n", 3.0),
-        ('queue{a="1"} 3\nqueue{a="2"} 4\n', 7.0),
-        ('queue{a="1",b="2"} 3\nqueue{b="2",a="1"} 4\n', 4.0),
-        ('queue{a="1"} NaN\nqueue{a="2"} 4\n', 4.0),
-        ("queue NaN\nrun 1\n", None),
-        ("queue +Inf\nrun 1\n", None),
-        ("queue -1\nrun 1\n", None),
-        ("run 1\nqueue 3", None),
-        ("run 1\n", None),
-    ],
+    ("text", "waiting"), (dict.fromkeys(THREE, 3.0) | OTHERS | dict.fromkeys(UNKNOWN)).items()
 )
 def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
     assert read(text).waiting == waiting
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("kv 0.5\n", 0.5),
-        ("kv 1.0000001\n", 1.0),
-        ('kv{e="0"} 0.2\nkv{e="1"} 0.9\n', 0.9),
-        ("run 1\nkv 87\n", None),
-        ("run 1\nkv -1\n", None),
-    ],
-)
+@cases("text, share", {
+    "a share": ("kv 0.5\n", 0.5),
+    "hardly more than all": ("kv 1.0000001\n", 1.0),
+    "of several the highest": ('kv{e="0"} 0.2\nkv{e="1"} 0.9\n', 0.9),
+    "no share above 1": ("run 1\nkv 87\n", None),
+    "none below 0": ("run 1\nkv -1\n", None),
+})  # fmt: skip
 def test_utilisation_is_the_highest_share(text: str, share: float | None) -> None:
     assert read(text).kv_utilisation == share
 
@@ -228,35 +192,29 @@ def test_the_latest_adapters_count_and_names_are_unescaped() -> None:
         'lora{running_lora_adapters="a, b\\"c\\\\d",max_lora="2",waiting_lora_adapters="e"} 3.5e9\n'
         'lora{max_lora="2",running_lora_adapters="older",waiting_lora_adapters=""} NaN\n'
     )
-    metrics = read(text)
-    assert metrics.active_adapters == {"a", 'b"c\\d'}
-    assert metrics.waiting_adapters == {"e"}
-    assert metrics.max_adapters == 2
+    adapters = (2, frozenset({"a", 'b"c\\d'}), frozenset({"e"}))
+    assert read(text) == EndpointMetrics(5, None, 1.0, None, *adapters)
 
 
 @pytest.mark.parametrize("limit", ["", "many", "-1", "²", "9" * 5000])
 def test_a_limit_of_adapters_that_is_no_number_is_unknown(limit: str) -> None:
     metrics = read(f'run 1\nlora{{max_lora="{limit}",running_lora_adapters="a"}} 1\n')
-    assert metrics.max_adapters is None
-    assert metrics.active_adapters == {"a"}
+    assert (metrics.max_adapters, metrics.active_adapters) == (None, {"a"})
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "none of the series of simple"),
-        ("<html>not here</html>\n", "none of the series"),
-        ("queue three\n", "value b'three'"),
-        ("queue 1_000\n", "value b'1_000'"),
-        ("queue\n", "followed by b''"),
-        ('queue{a="b} 3\n', "followed by"),
-        ("queue 3 and more\n", "followed by"),
-        ("queue{a} 3\nqueue{b} 4\n", "no name=value pairs"),
-        ("queue{a=b} 3\nqueue 4\n", "no name=value pairs"),
-        ("queue 1\n" * 1001, "queue has more than 1000 series"),
-        ('queue{a="' + "b" * 70_000 + '"} 1\n', "queue has a line of more than 65536 bytes"),
-    ],
-)
+@cases("text, said", {
+    "nothing": ("", "none of the series of simple"),
+    "another page": ("<html>not here</html>\n", "none of the series"),
+    "a word": ("queue three\n", "value b'three'"),
+    "an underscore": ("queue 1_000\n", "value b'1_000'"),
+    "no value": ("queue\n", "followed by b''"),
+    "an open quote": ('queue{a="b} 3\n', "followed by"),
+    "too many words": ("queue 3 and more\n", "followed by"),
+    "labels without values": ("queue{a} 3\nqueue{b} 4\n", "no name=value pairs"),
+    "values without quotes": ("queue{a=b} 3\nqueue 4\n", "no name=value pairs"),
+    "many series": ("queue 1\n" * 1001, "queue has more than 1000 series"),
+    "a long line": ('queue{a="' + "b" * 70_000 + '"} 1\n', "queue has a line of more than 65536 bytes"),
+})  # fmt: skip
 def test_a_page_that_cannot_be_believed_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadPage, match=said):
         read(text)
@@ -276,24 +234,15 @@ LABELS = st.dictionaries(st.sampled_from(("a", "b_1", "le", "priority")), LABEL_
 
 @st.composite
 def lines(draw: st.DrawFn) -> str:
-    kind = draw(st.sampled_from(("sample", "sample", "sample", "help", "type", "blank", "comment")))
     name = draw(st.sampled_from(NAMES))
-    if kind == "help":
-        return f"# HELP {name} queue 12 {{}} words"
-    if kind == "type":
-        return f"# TYPE {name} gauge"
-    if kind == "blank":
-        return draw(st.sampled_from(("", " ", "\t")))
-    if kind == "comment":
-        return f"# {name} 12"
+    others = (f"# HELP {name} queue 12 {{}} words", f"# TYPE {name} gauge", "", " ", "\t", f"# {name} 12")
+    if draw(st.integers(0, 6)) > 2:  # four of seven lines
+        return draw(st.sampled_from(others))
     labels = draw(LABELS)
     shown = ""
     if labels or draw(st.booleans()):
-        escaped = {
-            key: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-            for key, value in labels.items()
-        }
-        shown = "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
+        escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+        shown = "{" + ",".join(f'{key}="{value.translate(escape)}"' for key, value in labels.items()) + "}"
     stamp = draw(st.sampled_from(("", "", " 1700000000000")))
     return f"{name}{shown} {draw(VALUES)}{stamp}"
 
@@ -301,22 +250,19 @@ def lines(draw: st.DrawFn) -> str:
 @given(st.lists(lines(), max_size=12))
 def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str]) -> None:
     text = "".join(f"{line}\n" for line in page_lines)
+    wanted = ("queue", "run", "kv")
     expected = [
-        (sample.name, sample.labels, repr(float(sample.value)))
+        repr((sample.name, sample.labels, float(sample.value)))
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name in ("queue", "run", "kv")
+        if sample.name in wanted
     ]
     found = [
-        (name, sample.labels(), repr(sample.value))
-        for name in ("queue", "run", "kv")
+        repr((name, sample.labels(), sample.value))
+        for name in wanted
         for sample in metrics_page.samples(text.encode(), name.encode())
     ]
-
-    def ordered(samples: list[tuple[str, dict[str, str], str]]) -> list[tuple[str, dict[str, str], str]]:
-        return sorted(samples, key=repr)
-
-    assert ordered(found) == ordered(expected)
+    assert sorted(found) == sorted(expected)
 
 
 @given(st.lists(lines(), min_size=1, max_size=6), st.integers(0, 10_000))
@@ -339,21 +285,13 @@ def test_an_engine_is_known_by_name_or_a_matter_of_configuration() -> None:
     assert (engine.waiting, engine.running, engine.path) == (("vllm:other",), VLLM.running, VLLM.path)
 
 
-@pytest.mark.parametrize(
-    ("name", "names", "said"),
-    [
-        ("tgi", {}, "'tgi' is not one of vllm, sglang, tensorrt-llm"),
-        ("tgi", {"queue": "x"}, "'queue' of engine 'tgi' is not one of waiting, running"),
-        ("tgi", {"waiting": "a b"}, "'a b' of engine 'tgi' is no name"),
-        ("tgi", {"waiting": ""}, "no name"),
-        ("tgi", {"waiting": "9a"}, "no name"),
-        ("tgi", {"path": "metrics"}, "no path"),
-        ("tgi", {"path": "/a b"}, "no path"),
-        ("tgi", {"path": "/a\r\nX: y"}, "no path"),
-    ],
-)
-def test_what_cannot_be_an_engine_is_a_configuration_error(
-    name: str, names: dict[str, str], said: str
-) -> None:
+@cases("names, said", {
+    "an unknown name": ({}, "'tgi' is not one of vllm, sglang, tensorrt-llm"),
+    "an unknown key": ({"queue": "x"}, "'queue' of engine 'tgi' is not one of waiting, running"),
+    "a series with a blank": ({"waiting": "a b"}, "'a b' of engine 'tgi' is no name"),
+    **{f"a series {name!r}": ({"waiting": name}, "no name") for name in ("", "9a")},
+    **{f"a path {path!r}": ({"path": path}, "no path") for path in ("metrics", "/a b", "/a\r\nX: y")},
+})  # fmt: skip
+def test_what_cannot_be_an_engine_is_a_configuration_error(names: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        engine_of(name, names)
+        engine_of("tgi", names)
