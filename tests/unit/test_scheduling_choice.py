@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import orjson
 import pytest
@@ -24,20 +25,9 @@ def row(name: str, *values: object) -> list[EndpointState]:
     return [EndpointState(f"10.0.0.{n}:80", **{name: value}) for n, value in enumerate(values)]  # type: ignore[arg-type]
 
 
-def timed(*known: tuple[float, float, int] | int) -> list[EndpointState]:
-    """Endpoints by mean latency, its spread, and requests in flight; without statistics the last alone."""
-    return [
-        EndpointState("a", in_flight=each)
-        if isinstance(each, int)
-        else EndpointState("a", latency=LatencyStats(9, *each[:2]), in_flight=each[2])
-        for each in known
-    ]
-
-
 FEWEST = {"queue-depth": "waiting", "running-requests": "running", "in-flight": "in_flight"}
 ADAPTERS = [(2, "a b", ""), (2, "b", ""), (2, "b c", "a"), (2, "b c", ""), (2, "b", "c"), (None, "", "")]
 SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0.1:80": 2, "elsewhere": 8})
-WEIGHED = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0))
 
 
 @cases("scorer, pick, endpoints, expected", {
@@ -52,12 +42,6 @@ WEIGHED = PickRequest(latency_weights=LatencyWeights(alpha=1.0, beta=2.0, gamma=
     "no number is unknown": ("queue-depth", PLAIN, row("waiting", 2, NAN, 4), [1.0, 0.0, 0.0]),
     "free KV cache": ("kv-cache", PLAIN, row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1),
                       [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]),
-    "latency by mean, load and spread": (
-        "latency", WEIGHED, timed((1.0, 0.0, 0), (1.0, 1.0, 1), (5.0, 0.0, 3)), [1.0, 0.5, 0.0]),  # 1, 6, 11
-    "latency without statistics first": (
-        "latency", PLAIN, timed((1.0, 0.0, 0), 0, (2.0, 0.0, 0)), [0.5, 1.0, 0.0]),
-    "but not with everything": ("latency", PLAIN, timed((1.0, 0.0, 0), 4, (2.0, 0.0, 0)), [1.0, 0.0, 0.0]),
-    "no statistics at all": ("latency", PLAIN, timed(0, 0), [1.0, 1.0]),
     "the part of the prompt served before": (
         "prefix-affinity", SEVERAL, row("waiting", 0, 0, 0), [1.0, 0.25, 0.0]),
     "no prompt": ("prefix-affinity", PLAIN, row("waiting", 0), [0.0]),
@@ -73,6 +57,27 @@ def test_the_scores_of_one_scorer(
     scorer: str, pick: PickRequest, endpoints: list[EndpointState], expected: list[float]
 ) -> None:
     assert SCORERS[scorer](pick, endpoints) == expected
+
+
+def latencies(*known: tuple[float | None, float, int], **pick: Any) -> list[float]:
+    """The scores of endpoints by mean latency (None: no statistics), its spread, and requests in flight."""
+    endpoints = [
+        EndpointState("a", latency=None if mean is None else LatencyStats(9, mean, spread), in_flight=load)
+        for mean, spread, load in known
+    ]
+    return SCORERS["latency"](PickRequest(**pick), endpoints)
+
+
+def test_latency_weighs_mean_load_and_spread() -> None:
+    weights = LatencyWeights(alpha=1.0, beta=2.0, gamma=3.0)
+    weighed = latencies((1.0, 0.0, 0), (1.0, 1.0, 1), (5.0, 0.0, 3), latency_weights=weights)  # 1, 6, 11
+    assert weighed == [1.0, 0.5, 0.0]
+
+
+def test_latency_explores_what_has_no_statistics_first_but_not_with_everything() -> None:
+    assert latencies((1.0, 0.0, 0), (None, 0.0, 0), (2.0, 0.0, 0)) == [0.5, 1.0, 0.0]
+    assert latencies((1.0, 0.0, 0), (None, 0.0, 4), (2.0, 0.0, 0)) == [1.0, 0.0, 0.0]
+    assert latencies((None, 0.0, 0), (None, 0.0, 0)) == [1.0, 1.0]
 
 
 def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
