@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-skew bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-seat bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -74,9 +74,6 @@ bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, on
 
 bench-benefit: $(VENV)/.installed ## does the queue help? simulated model servers at 60 to 200 % of their capacity
 	$(BIN)/python -m bench.benefit $(ARGS)
-
-bench-skew: $(VENV)/.installed ## weights 4:1 with skewed ingress at 1 to 8 replicas: within 1 %?
-	$(BIN)/python -m bench.fairness.skew
 
 bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
 	$(BIN)/python -m bench.lifecycle $(ARGS)

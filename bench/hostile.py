@@ -7,43 +7,35 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hostile_fleet import ClientTimes, HostileReport, attack_fleet, limit_mib
 
 from bench.rig.machine import Machine, describe_machine
-from bench.rig.page import percentile
+from bench.rig.page import options_parser, percentile, write_page
 
-_RESULTS = Path(__file__).parent / "results"
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make hostile")
+    parser = options_parser("make hostile")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--calm-minutes", type=float, default=2.0)
     parser.add_argument("--per-s", type=float, default=15.0, help="honest requests (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = describe_machine("bench.hostile", sys.argv[1:])
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
     report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=options.per_s, **times))
-    faults = [*report.faults(), *slower(report)]
-    text = page(report, faults, here, options)
-    (options.out / "hostile.md").write_text(text, encoding="utf-8")
-    print(text)
+    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
+    faults = report.faults() + [f"p99 is {ratio:.2f} times the calm one"] * (ratio > _MOST)
+    text = page(report, ratio, faults, here, options)
+    write_page(options.out / "hostile.md", text)
     return 1 if faults else 0
 
 
-def slower(report: HostileReport) -> list[str]:
-    """A fault if honest clients wait longer than they may."""
-    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
-    return [f"p99 is {ratio:.2f} times the calm one"] if ratio > _MOST else []
-
-
-def page(report: HostileReport, faults: Sequence[str], here: Machine, options: argparse.Namespace) -> str:
-    """The results as Markdown."""
-    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
+def page(
+    report: HostileReport, ratio: float, faults: Sequence[str], here: Machine, options: argparse.Namespace
+) -> str:
+    """The results as Markdown. `ratio`: p99 under attack by that in calm."""
     verdict = "Everything held." if not faults else "Not held: " + "; ".join(faults[:10]) + "."
     outcomes = "\n".join(
         f"| {name} | {sum(each.values())} | {', '.join(f'{what}: {n}' for what, n in sorted(each.items()))} |"
@@ -54,6 +46,7 @@ def page(report: HostileReport, faults: Sequence[str], here: Machine, options: a
         for name, peak in report.peaks_mib.items()
         if limit_mib(name) is not None
     )
+    left = ", ".join(f"{name} is {count:g}" for name, count in report.left.items())
     return f"""# All attacks at once
 
 {here.date}, `make hostile`: {options.minutes:g} minutes of every attack of
@@ -67,7 +60,7 @@ attackers and honest clients share one machine of {here.cores} cores, whose load
 {_row("calm, before and after", report.calm)}
 {_row("under attack", report.hostile)}
 
-p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {_left(report)}.
+p99 under attack is {ratio:.2f} times the calm one; {_MOST} are allowed. At rest, {left}.
 
 | attack | attempts | how they ended |
 |---|---|---|
@@ -86,10 +79,6 @@ that was read to its end; nothing of it was believed.
 def _row(name: str, seen: ClientTimes) -> str:
     times = " | ".join(f"{percentile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999))
     return f"| {name} | {len(seen.last_s) + len(seen.failed)} | {len(seen.failed)} | {times} |"
-
-
-def _left(report: HostileReport) -> str:
-    return ", ".join(f"{name} is {count:g}" for name, count in report.left.items())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ server are one process: one clock times both. A turn in which the clock of the c
 more than `_LATE_S` is repeated, in each condition alike: then somebody else had the core.
 """
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -21,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -29,7 +27,7 @@ import uvloop
 from bench.rig.fleet import picker_up
 from bench.rig.http import Client, ModelServer, model_server
 from bench.rig.machine import describe_machine
-from bench.rig.page import percentile, table
+from bench.rig.page import options_parser, percentile, table, write_page
 from picker_fleet.errors import StartupError
 
 CALM, FLOODED = "calm", "flooded"
@@ -196,12 +194,11 @@ HEAD = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.pools", description=__doc__)
+    parser = options_parser("python -m bench.pools", __doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
     parser.add_argument("--times", type=float, default=4.0, help="the flood, in what its pool can serve")
     parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     made = describe_machine("bench.pools", arguments)
     lines = []
@@ -212,7 +209,6 @@ def main(arguments: Sequence[str]) -> int:
             print(fault, file=sys.stderr)
             return 1
         lines += rows(count, found)
-    written = table(HEAD, lines)
     rate = args.times * _PLACES / _FLOODED_SERVED_S
     page = (
         "# A flood of one pool, and another pool of the same fleet\n\n"
@@ -225,11 +221,9 @@ def main(arguments: Sequence[str]) -> int:
         "replicas, an Envoy and a Valkey of its own on the same machine, shows what the flood costs by the "
         "machine alone. `ratio`: p99 of a turn by that of the round's turn without a flood, median over "
         f"the rounds. A turn is repeated, {_REPEATS} times at most, if the clock of the calm pool's process "
-        f"was late by more than {_LATE_S * 1000:g} ms.\n\n{written}\n"
+        f"was late by more than {_LATE_S * 1000:g} ms.\n\n{table(HEAD, lines)}\n"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "pools.md").write_text(page, encoding="utf-8")
-    print(written)
+    write_page(args.out / "pools.md", page)
     return 0
 
 

@@ -4,7 +4,6 @@
 bench/results/pulses.json. Exits with 0 if no run has a fault.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -13,17 +12,15 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 
 from pulse_runs import Run, faults_of_all, page, pulses
 
 from bench.rig.machine import describe_machine
-from bench.rig.page import percentile
+from bench.rig.page import options_parser, percentile, write_page
 from bench.soak import Fleet, running_fleet
 from picker_tools.load.client_history import ClientRequest, closed_loop
 
-_RESULTS = Path(__file__).parent / "results"
 _CALM = "calm"
 _SEEDS = range(1, 11)
 _CLIENTS, _TOKENS = 24, 16
@@ -36,10 +33,9 @@ _CONFIG = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make pulses")
+    parser = options_parser("make pulses")
     parser.add_argument("runs", nargs="*", default=[_CALM, *map(str, _SEEDS)], metavar="calm|SEED")
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = describe_machine("bench.pulses", sys.argv[1:])
     kept = options.out / "pulses.json"
@@ -59,8 +55,7 @@ def main() -> int:
         "stopped (SIGSTOP) for 50 to 600 ms, each after a pause of 0.1 to 1.5 s since its last stop ended."
     )
     text = page(about, seeds, calm)
-    (options.out / "pulses.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "pulses.md", text)
     return 1 if faults_of_all(seeds, calm) else 0
 
 
@@ -111,11 +106,7 @@ async def _look(fleet: Fleet, highest: list[int]) -> None:
 
 async def _departures(fleet: Fleet) -> int:
     """How often replicas have left the shared queue."""
-    lines = [line for page in await fleet.replica_pages() for line in page.splitlines()]
-    name = "epp_failover_transitions_total{"
-    return int(
-        sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and 'to="local"' in line)
-    )
+    return int(await fleet.counted("epp_failover_transitions_total", to="local"))
 
 
 def _make_request(dice: random.Random, number: int) -> ClientRequest:

@@ -5,7 +5,6 @@ time that a picker adds to a request that does not wait. One model server with f
 The client and the model server are in this process: one clock times both. Writes bench/results/refill.md.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,7 +25,7 @@ import uvloop
 from bench.overhead.stack import Variant, stack
 from bench.rig.http import Client, ModelServer, model_server
 from bench.rig.machine import describe_machine
-from bench.rig.page import percentile, table
+from bench.rig.page import options_parser, percentile, table, write_page
 from picker_fleet.errors import PickerError
 from picker_tools.local_fleet.parts import MODES
 
@@ -206,12 +205,11 @@ def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.refill", description=__doc__)
+    parser = options_parser("python -m bench.refill", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
     parser.add_argument("--taken", action="store_true", help="with a busy process for each core")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     made = describe_machine("bench.refill", arguments)
     try:
@@ -223,7 +221,6 @@ def main(arguments: Sequence[str]) -> int:
     head = ["mode", "replicas"]
     for share, limit in (("p50", _P50_LIMIT), ("p99", _P99_LIMIT)):
         head += [f"added {share}, ms", f"refill {share}, ms", f"ratio (≤ {limit:g})", ""]
-    written = table(head, rows(found))
     cores = "every core taken by a busy process" if args.taken else "calm"
     page = (
         "# How long a freed place stays empty\n\n"
@@ -234,11 +231,9 @@ def main(arguments: Sequence[str]) -> int:
         "not wait, less the same without a picker. A client pauses for 5 to 20 ms before its next request: "
         "else that takes the cores just when the place is filled, which a request that does not wait is "
         "spared. "
-        f"Medians over the rounds.\n\n{written}\n"
+        f"Medians over the rounds.\n\n{table(head, rows(found))}\n"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"refill{'-taken' * args.taken}.md").write_text(page, encoding="utf-8")
-    print(written)
+    write_page(args.out / f"refill{'-taken' * args.taken}.md", page)
     return 0
 
 

@@ -13,16 +13,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 from redis.asyncio import Redis
 
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.live_change import change_live
 from bench.rig.machine import describe_machine
+from bench.rig.page import options_parser, total, write_page
 from bench.rig.process_figures import environment, read_figures
 from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
 
@@ -59,13 +57,13 @@ class Reading:
 
 
 class Fleet(RunningFleet):
-    """A fleet whose counts are compared with those of its simulators. `client` is for their pages."""
+    """A fleet whose counts are compared with those of its simulators."""
 
-    def __init__(self, running: RunningFleet, client: httpx.AsyncClient, redis: Redis) -> None:
-        super().__init__(running.state_file, running.child)
-        self._client, self._redis = client, redis
+    def __init__(self, running: RunningFleet, redis: Redis) -> None:
+        super().__init__(running.state_file, running.child, running.client)
+        self._redis = redis
 
-    async def read(self, at_s: float, served: int) -> Reading:
+    async def reading(self, at_s: float, served: int) -> Reading:
         """A reading now."""
         inside = await asyncio.gather(
             *(asyncio.to_thread(read_figures, replica.pid) for replica in self.replicas)
@@ -86,7 +84,7 @@ class Fleet(RunningFleet):
 
     async def drift(self) -> int:
         """Differences of the fleet's and the simulators' in-flight counts, plus all other counts."""
-        state = (await self._client.get(f"{self.admins[0]}/api/v1/state")).json()
+        state = await self.read("state")
         pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
         differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
@@ -98,24 +96,11 @@ class Fleet(RunningFleet):
     async def finished(self) -> int:
         """Requests that the simulators themselves count as finished."""
         pages = await self._simulator_pages()
-        return int(sum(sum(_values(page, "vllm:request_success_total")) for page in pages))
+        return int(sum(total(page, "vllm:request_success_total") for page in pages))
 
     async def _simulator_pages(self) -> list[str]:
-        calls = [self._client.get(f"http://{address}/metrics") for address in self.endpoints]
+        calls = [self.client.get(f"http://{address}/metrics") for address in self.endpoints]
         return [answer.text for answer in await asyncio.gather(*calls)]
-
-    async def replica_pages(self) -> list[str]:
-        """Each replica's metrics."""
-        return [(await self._client.get(f"{admin}/metrics")).text for admin in self.admins]
-
-    async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration of all replicas."""
-        await change_live(self._client, self.admins, tree)
-
-    async def workload(self, name: str) -> dict[str, Any]:
-        """What the registry has of a workload."""
-        found = await self._client.get(f"{self.admins[0]}/api/v1/workloads/{name}")
-        return dict(found.json())
 
     async def wait_for_rest(self, within_s: float) -> None:
         """Wait until all counts agree. TimeoutError if they do not."""
@@ -130,21 +115,15 @@ async def running_fleet(
 ) -> AsyncIterator[Fleet]:
     """Three replicas, four simulators, Envoy in `lean`, a Valkey, unless `options` of `picker up` say
     otherwise; ended with the block. StartupError as `picker_up` raises it."""
-    client = httpx.AsyncClient(trust_env=False, timeout=_CALL_S)
     async with (
         picker_up(config, "--debug-headers", *options, environment=environment()) as running,
-        client,
         Redis.from_url(running.redis_url, socket_timeout=_CALL_S) as redis,
     ):
-        yield Fleet(running, client, redis)
+        yield Fleet(running, redis)
 
 
 def _busy(page: str) -> int:
-    return int(sum(_values(page, "vllm:num_requests_running") + _values(page, "vllm:num_requests_waiting")))
-
-
-def _values(page: str, name: str) -> list[float]:
-    return [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"{name}{{")]
+    return int(total(page, "vllm:num_requests_running") + total(page, "vllm:num_requests_waiting"))
 
 
 _MOST_GROWTH = 0.02  # an hour, of the size
@@ -229,7 +208,6 @@ Python's garbage collector tracks, after a collection; blocks are of Python's al
 """
 
 
-_RESULTS = Path(__file__).parent / "results"
 _READ_EVERY_S = 120.0
 _PAUSES = 12  # in a run, however short
 _FILLING = (
@@ -239,7 +217,7 @@ _REST_WITHIN_S = 20.0  # longer than a lease: what has not ended then never will
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak")
+    parser = options_parser("python -m bench.soak")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
         "--modes", default="standard,lean,http", help="a fleet of each (default: %(default)s)"
@@ -247,14 +225,12 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=2, help="of each fleet")
     parser.add_argument("--clients", type=int, default=4, help="of each fleet")
     parser.add_argument("--think", type=float, default=0.4, metavar="S", help="pause of a client")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = describe_machine("bench.soak", sys.argv[1:])
     found = asyncio.run(_soak_all(options))
     sections = [section(mode, *each) for mode, each in found.items()]
     text = "\n".join([_head(here.load, here.command, here.date), *sections])
-    (options.out / "soak.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "soak.md", text)
     return 1 if any(faults_of(*each) for each in found.values()) else 0
 
 
@@ -296,7 +272,7 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
                 print(mode, record, flush=True)
             with contextlib.suppress(TimeoutError):  # the reading shows what remains
                 await fleet.wait_for_rest(_REST_WITHIN_S)
-            readings.append(await fleet.read(time.monotonic() - began, counts["served"]))
+            readings.append(await fleet.reading(time.monotonic() - began, counts["served"]))
             print(mode, readings[-1], flush=True)
         return readings, {**counts, "finished": await fleet.finished() - before}
 

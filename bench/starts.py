@@ -5,7 +5,6 @@ clock, by CPU time, and for how long its main thread was ready to run while othe
 (proc_pid_schedstat(5)). Writes bench/results/starts.md. Exit status 1 if the CPU time misses its target.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -15,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import percentile, table
+from bench.rig.page import options_parser, percentile, table, write_page
 from bench.rig.server import server
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
-_RESULTS = Path(__file__).parent / "results"
 _WANTED_S = 1.5
 _DEADLINE_S = 60.0
 _READY = b"picker_fleet.serve ready"
@@ -86,9 +84,8 @@ end. {len(starts)} starts, one after the other; seconds. Wanted: at most {_WANTE
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.starts")
+    parser = options_parser("python -m bench.starts")
     parser.add_argument("--starts", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     with server() as it, tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -96,10 +93,7 @@ def main() -> int:
         config.write_text(text, encoding="utf-8")
         _start(config)  # reads the files into the page cache
         starts = [_start(config) for _ in range(options.starts)]
-    page = _page(starts)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "starts.md").write_text(page, encoding="utf-8")
-    print(page)
+    write_page(options.out / "starts.md", _page(starts))
     return 0 if percentile([each.cpu_s for each in starts], 0.95) <= _WANTED_S else 1
 
 

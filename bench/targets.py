@@ -6,19 +6,17 @@ whole 95 % interval meets it, missed if the mean misses it, else not shown. Writ
 Exit status 1 if a target is missed.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.rig.load import SMALL_BYTES, Driver, Load
 from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import T_95, interval, percentile, table
+from bench.rig.page import T_95, interval, options_parser, percentile, table, write_page
 from bench.rig.server import Server, arrival, server
 from bench.sizing.calls import cpu_us_each
 from bench.soak import Fleet, running_fleet
@@ -28,7 +26,6 @@ from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import Library
 from picker_tools.load.client_history import ClientRequest, send_request
 
-_RESULTS = Path(__file__).parent / "results"
 _POLICIES = ("fcfs", "workload-aware")
 _WORKLOADS, _SCORES = 1000, 200_000
 _CONCURRENT = 1000
@@ -145,7 +142,7 @@ async def _concurrent(fleet: Fleet) -> Row:
     records = await asyncio.gather(*(send_request(fleet.url, one) for _ in range(_CONCURRENT)))
     served = sum(record.served for record in records)
     await fleet.wait_for_rest(30)
-    found = await fleet.workload("concurrent")
+    found = await fleet.read("workloads/concurrent")
     counted = f"counted {found['total']} in all, {found['active']} active, {found['dispatched']} dispatched"
     return Row(
         f"{_CONCURRENT} concurrent updates of a workload",
@@ -237,16 +234,13 @@ An hour without a leak: [soak.md](soak.md).
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.targets")
+    parser = options_parser("python -m bench.targets")
     parser.add_argument("--rounds", type=int, default=20, choices=sorted(T_95), help="of four passes")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     with server() as it:
         rows = _score(it)
     rows += asyncio.run(_fleet_rows(options.rounds))
-    text = _page(rows, options.rounds)
-    (options.out / "targets.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "targets.md", _page(rows, options.rounds))
     return 1 if any(row.met is False for row in rows) else 0
 
 

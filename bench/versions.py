@@ -5,7 +5,6 @@ started again each round; their busy passes take turns. Writes bench/results/ver
 CPU time a request and of script calls shows whether a change made a request more expensive.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load, WrongAnswer
 from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import T_95, interval, table
+from bench.rig.page import T_95, interval, options_parser, table, write_page
 from picker_fleet.errors import StartupError
 from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
@@ -166,12 +165,11 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.versions", description=__doc__)
+    parser = options_parser("python -m bench.versions", __doc__)
     parser.add_argument("base", type=Path, help="a checkout of the version to compare with")
     parser.add_argument("--name", default="", help="what to call it (default: its commit)")
     parser.add_argument("--rounds", type=int, choices=sorted(T_95), default=9)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args(arguments)
     base = args.base.resolve()
     name = args.name or commit_of(base)
@@ -180,8 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     except (StartupError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "versions.md").write_text(page(found, name, args.replicas), encoding="utf-8")
+    write_page(args.out / "versions.md", page(found, name, args.replicas))
     return 0
 
 

@@ -1,6 +1,5 @@
 """`python -m bench.benefit`: does the queue help? Writes bench/results/benefit.md and its picture."""
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +11,8 @@ from matplotlib.figure import Figure
 from bench.benefit import simulation
 from bench.benefit.policies import CRITICALITY
 from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures
-from bench.rig.page import percentile, table
+from bench.rig.page import options_parser, percentile, table, write_page
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _LOADS = (0.6, 0.9, 1.2, 2.0)
 _IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)
 _NEARLY = 0.97  # the bound is the lowest that reaches this part of the capacity
@@ -53,9 +51,8 @@ preemption; *too late* were computed for a client that then left. Both are parts
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.benefit", description=__doc__)
+    parser = options_parser("python -m bench.benefit", __doc__)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
-    parser.add_argument("--out", type=Path, default=_RESULTS, metavar="DIR", help="default: bench/results")
     args = parser.parse_args(arguments)
     seeds = range(1, args.seeds + 1)
     curve = {each: simulation.saturated(each, 1) for each in _IN_FLIGHT}
@@ -78,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     parts = [page, "![Time to first token and fairness by load](benefit.svg)", _READ]
     parts += [f"## At {load:.0%} of the capacity\n\n{_at_load(runs, load)}" for load in _LOADS]
     parts.append(f"## The bound\n\n{_of_bounds(curve, bounds)}")
-    (args.out / "benefit.md").write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    write_page(args.out / "benefit.md", "\n\n".join(part.strip() for part in parts) + "\n")
     _draw(runs, args.out / "benefit.svg")
     return 0
 

@@ -5,7 +5,6 @@ is paused. The log must not show one broken promise. Writes bench/results/chaos.
 of `picker audit`.
 """
 
-import argparse
 import asyncio
 import random
 import subprocess
@@ -13,14 +12,14 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from redis.asyncio import Redis
 
 from bench.chaos.replica import POOL, change, configuration
 from bench.fairness.scenarios import Job
 from bench.rig.child import Child
-from bench.rig.machine import describe_machine
+from bench.rig.machine import Machine, describe_machine
+from bench.rig.page import options_parser, table, write_page
 from bench.rig.server import server
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
@@ -176,21 +175,20 @@ class ChaosRun:
                 self.actions.evictions += await self._store.evict(request) == "evicted"
 
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _AUDIT_S = 1800.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.chaos")
+    parser = options_parser("python -m bench.chaos")
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     here = describe_machine("bench.chaos", sys.argv[1:])
     with server() as redis:
         began = time.monotonic()
-        actions = asyncio.run(_chaos(redis.port, options.seed, options.replicas, options.requests))
+        run = ChaosRun(redis.port, options.seed, options.replicas)
+        asyncio.run(run.run(options.requests))
         lasted_s = time.monotonic() - began
         url = f"redis://{LOOPBACK}:{redis.port}/0"
         audit = subprocess.run(
@@ -200,44 +198,33 @@ def main() -> int:
             check=False,
             timeout=_AUDIT_S,
         )
-    command = " ".join(["python -m bench.chaos", *sys.argv[1:]])
-    page = _page(command, here.date, options.replicas, lasted_s, actions, audit)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "chaos.md").write_text(page, encoding="utf-8")
-    print(page, audit.stderr)
+    write_page(options.out / "chaos.md", _page(here, options.replicas, lasted_s, run.actions, audit))
+    print(audit.stderr)
     return audit.returncode
 
 
-async def _chaos(port: int, seed: int, replicas: int, requests: int) -> Actions:
-    run = ChaosRun(port, seed, replicas)
-    await run.run(requests)
-    return run.actions
-
-
 def _page(
-    command: str,
-    date: str,
-    replicas: int,
-    lasted_s: float,
-    actions: Actions,
-    audit: subprocess.CompletedProcess[str],
+    here: Machine, replicas: int, lasted_s: float, actions: Actions, audit: subprocess.CompletedProcess[str]
 ) -> str:
-    counted = sorted(actions.events.items(), key=lambda item: -item[1])
-    return "\n".join(
-        [
-            "# A fleet in chaos, and the audit of its log", "",
-            f"`{command}`, {date}: {replicas} replicas, {lasted_s:.0f} s, until nothing was left.", "",
-            f"- replicas killed (SIGKILL) and replaced: {actions.kills}; their requests sent to another:"
-            f" {actions.sent_again}, the rest left to lapse",
-            f"- live changes: {actions.changes}; pauses: {actions.pauses}; evictions by the operator:"
-            f" {actions.evictions}",
-            f"- entries of the log: {sum(actions.events.values())}", "",
-            "| event | times |", "| --- | --- |",
-            *(f"| {event} | {times} |" for event, times in counted), "",
-            f"`picker audit` exits with {audit.returncode}:", "",
-            "```", audit.stdout.rstrip(), "```", "",
-        ]
-    )  # fmt: skip
+    events = [[event, str(times)] for event, times in actions.events.most_common()]
+    return f"""\
+# A fleet in chaos, and the audit of its log
+
+`{here.command}`, {here.date}: {replicas} replicas, {lasted_s:.0f} s, until nothing was left.
+
+- replicas killed (SIGKILL) and replaced: {actions.kills}; their requests sent to another:
+  {actions.sent_again}, the rest left to lapse
+- live changes: {actions.changes}; pauses: {actions.pauses}; evictions by the operator: {actions.evictions}
+- entries of the log: {actions.events.total()}
+
+{table(["event", "times"], events)}
+
+`picker audit` exits with {audit.returncode}:
+
+```
+{audit.stdout.rstrip()}
+```
+"""
 
 
 if __name__ == "__main__":

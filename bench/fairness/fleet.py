@@ -7,7 +7,7 @@ from typing import cast
 
 from redis.asyncio import Redis
 
-from bench.fairness.scenarios import Job, Scenario, assign_replicas, configured, fleet_pools, separate_pools
+from bench.fairness.scenarios import Job, Scenario, assign_replicas, configured
 from bench.rig.child import Child, ChildFailed
 from bench.rig.server import server
 from picker_fleet.state.keys import Keys
@@ -32,14 +32,16 @@ class Fleet:
         self._redis = redis
         self._replicas = replicas
 
-    async def run(self, scenario: Scenario, seed: int, replicas: int, *, separate: bool) -> list[Entry]:
-        """The decision log of one run, of all its pools by time.
+    async def run(
+        self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
+    ) -> list[Entry]:
+        """The decision log of one run, of all its pools by time. `separate`: one queue a replica.
 
         Raises:
             RunFailed: a replica reports an error, or the time is over.
         """
         await self._redis.flushall()
-        pools = (separate_pools if separate else fleet_pools)(replicas)
+        pools = [f"bench-{number}" if separate else "bench" for number in range(replicas)]
         used = self._replicas[:replicas]
         try:
             for replica, job in zip(used, self._jobs(scenario, seed, pools), strict=True):

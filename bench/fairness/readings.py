@@ -8,28 +8,41 @@ from bench.fairness.scenarios import TOKENS, WEIGHTS, source_of
 from picker_tools.audit import measures
 from picker_tools.audit.log import Entry
 
-_UNSPLIT = WEIGHTS.keys() - {"split"}
-
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Which run. `separate`: the control, one queue a replica."""
+class Reading:
+    """Of a run with `replicas`. `seed` decides costs, service times and arrivals."""
 
     replicas: int
     seed: int
-    separate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """`shares` are of weight-normalised service, 1 a fair one; `widest` is the largest gap by its bound."""
+class Intervals(Reading):
+    """`gaps`: of every interval in which two flows were backlogged."""
 
-    run: Run
+    gaps: Sequence[measures.Gap]
+
+    @property
+    def intervals(self) -> int:
+        return len(self.gaps)
+
+    @property
+    def violations(self) -> int:
+        return sum(gap.violated for gap in self.gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Intervals):
+    """`shares` are of weight-normalised service, 1 a fair one."""
+
     shares: Mapping[str, float]
     dispatches: int
-    intervals: int
-    violations: int
-    widest: float
+
+    @property
+    def widest(self) -> float:
+        """The largest gap by its bound."""
+        return max((gap.widest / gap.bound for gap in self.gaps), default=0.0)
 
     @property
     def jain(self) -> float:
@@ -52,25 +65,13 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """`taken` is the fourth flow's part of all service, `due` what its weight entitles it to."""
+class Trickle(Intervals):
+    """Mean waits. `overload` is how many requests arrived for each that was dispatched."""
 
-    run: Run
-    taken: float
-    due: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trickle:
-    """`overload` is how many requests arrived for each that was dispatched."""
-
-    run: Run
     trickle_ms: float
     bulk_ms: float
     served: int
     overload: float
-    intervals: int
-    violations: int
 
     @property
     def ratio(self) -> float:
@@ -78,11 +79,9 @@ class Trickle:
 
 
 @dataclass(frozen=True, slots=True)
-class Starvation:
+class Starvation(Reading):
     """Of the criticality-1 workload: `demand` is arrivals by all dispatches. Waits are parts of the TTL."""
 
-    run: Run
-    guard_share: float
     demand: float
     served: int
     expired: int
@@ -91,21 +90,18 @@ class Starvation:
 
 
 @dataclass(frozen=True, slots=True)
-class Bands:
-    run: Run
+class Bands(Reading):
     order: measures.Order
     wait_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(Reading):
     """Real and estimated tokens of each flow's dispatched requests, and how far estimates were off."""
 
-    run: Run
     served: Mapping[str, float]
     estimated: Mapping[str, float]
-    lowest_guess: float
-    highest_guess: float
+    guesses: Sequence[float]
 
     @property
     def min_by_max(self) -> float:
@@ -117,68 +113,43 @@ class Tokens:
         return measures.min_by_max(self.estimated.get(name, 0.0) for name in TOKENS)
 
 
-def weights(run: Run, entries: Sequence[Entry]) -> Weights:
+def weights(replicas: int, seed: int, entries: Sequence[Entry]) -> Weights:
     window = measures.window(entries, WEIGHTS.keys(), source_of)
-    gaps = measures.gaps(entries)
-    return Weights(
-        run,
-        measures.normalised(window.served, WEIGHTS),
-        window.grants,
-        len(gaps),
-        sum(gap.violated for gap in gaps),
-        max((gap.widest / gap.bound for gap in gaps), default=0.0),
-    )
+    shares = measures.normalised(window.served, WEIGHTS)
+    return Weights(replicas, seed, measures.gaps(entries), shares, window.grants)
 
 
-def split(run: Run, entries: Sequence[Entry]) -> Split:
-    served = measures.window(entries, _UNSPLIT, source_of).served
-    return Split(run, served["split"] / sum(served.values()), WEIGHTS["split"] / sum(WEIGHTS.values()))
+def split_part(entries: Sequence[Entry]) -> float:
+    """The part of all service that the flow with 50 fairness ids has."""
+    served = measures.window(entries, WEIGHTS.keys() - {"split"}, source_of).served
+    return served["split"] / sum(served.values())
 
 
-def trickle(run: Run, entries: Sequence[Entry]) -> Trickle:
-    found, bulk = (
-        measures.waits_ms(entries, "trickle", source_of),
-        measures.waits_ms(entries, "bulk", source_of),
-    )
-    gaps = measures.gaps(entries)
-    ends = [measures.events(entries, name, source_of) for name in ("trickle", "bulk")]
-    arrived = sum(each[event] for each in ends for event in ("queued", "bypassed", "refused"))
-    return Trickle(
-        run,
-        mean(found),
-        mean(bulk),
-        len(found),
-        arrived / (len(found) + len(bulk)),
-        len(gaps),
-        sum(gap.violated for gap in gaps),
-    )
+def trickle(replicas: int, seed: int, entries: Sequence[Entry]) -> Trickle:
+    found, bulk = (measures.waits_ms(entries, name, source_of) for name in ("trickle", "bulk"))
+    arrived = sum(entry.event in ("queued", "bypassed", "refused") for entry in entries)
+    overload = arrived / (len(found) + len(bulk))
+    return Trickle(replicas, seed, measures.gaps(entries), mean(found), mean(bulk), len(found), overload)
 
 
-def starvation(run: Run, entries: Sequence[Entry], ttl_s: float, guard_share: float) -> Starvation:
-    low, high = measures.events(entries, "low", source_of), measures.events(entries, "high", source_of)
-    ttl_ms = ttl_s * 1000
-    return Starvation(
-        run,
-        guard_share,
-        (low["queued"] + low["bypassed"]) / (low["granted"] + high["granted"]),
-        low["granted"] + low["bypassed"],
-        low["expired"],
-        measures.highest_wait_ms(entries, "low", source_of) / ttl_ms,
-        measures.highest_wait_ms(entries, "high", source_of) / ttl_ms,
-    )
+def starvation(replicas: int, seed: int, entries: Sequence[Entry], ttl_s: float) -> Starvation:
+    low, high = (measures.events(entries, name, source_of) for name in ("low", "high"))
+    highest = [measures.highest_wait_ms(entries, name, source_of) / ttl_s / 1000 for name in ("low", "high")]
+    demand = (low["queued"] + low["bypassed"]) / (low["granted"] + high["granted"])
+    return Starvation(replicas, seed, demand, low["granted"] + low["bypassed"], low["expired"], *highest)
 
 
-def bands(run: Run, entries: Sequence[Entry]) -> Bands:
+def bands(replicas: int, seed: int, entries: Sequence[Entry]) -> Bands:
     names = ("critical", "default", "sheddable")
-    waits = {name: measures.waits_ms(entries, name, source_of) for name in names}
-    return Bands(run, measures.order(entries), {name: mean(each) for name, each in waits.items()})
+    waits = {name: mean(measures.waits_ms(entries, name, source_of)) for name in names}
+    return Bands(replicas, seed, measures.order(entries), waits)
 
 
-def tokens(run: Run, entries: Sequence[Entry]) -> Tokens:
+def tokens(replicas: int, seed: int, entries: Sequence[Entry]) -> Tokens:
     def real(entry: Entry) -> int:
         return TOKENS[source_of(entry.request)]
 
-    guesses = [entry.cost / real(entry) for entry in entries if entry.event == "granted"]
     served = measures.window(entries, TOKENS.keys(), source_of, real).served
     estimated = measures.window(entries, TOKENS.keys(), source_of).served
-    return Tokens(run, dict(served), dict(estimated), min(guesses), max(guesses))
+    guesses = [entry.cost / real(entry) for entry in entries if entry.event == "granted"]
+    return Tokens(replicas, seed, served, estimated, guesses)

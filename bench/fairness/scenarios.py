@@ -126,18 +126,6 @@ def weights(grants: int) -> Scenario:
     return Scenario("weights", sources, _config(16, ordering="workload-aware"), (4, 20), grants)
 
 
-SKEW_WEIGHTS: Mapping[str, float] = {"heavy": 4.0, "light": 1.0}
-
-
-def skewed(grants: int, *, swapped: bool) -> Scenario:
-    """Weights 4:1. With several replicas no replica receives requests of both flows (`assign_replicas`);
-    `swapped` exchanges the flows' replicas."""
-    sources = [Source(name, weight=weight, callers=64) for name, weight in SKEW_WEIGHTS.items()]
-    if swapped:
-        sources.reverse()
-    return Scenario("swapped" if swapped else "skewed", tuple(sources), _config(16), (4, 20), grants)
-
-
 def split_flows(grants: int) -> Scenario:
     """The same, but the fourth may choose its fairness id: 50 flows of weight 1."""
     sources = tuple(
@@ -192,18 +180,6 @@ def tokens(grants: int) -> Scenario:
         for name, size in TOKENS.items()
     )
     return Scenario("tokens", sources, _config(20_000, unit="tokens"), (4, 12), grants)
-
-
-_POOL = "bench"
-
-
-def fleet_pools(replicas: int) -> list[str]:
-    """The pool of each replica."""
-    return [_POOL] * replicas
-
-
-def separate_pools(replicas: int) -> list[str]:
-    return [f"{_POOL}-{number}" for number in range(replicas)]
 
 
 def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict[str, Any]:

@@ -36,11 +36,10 @@ from seat import Seat
 from bench.large_pool.child import address
 from bench.large_pool.hits import Hits, measure_hits
 from bench.rig.machine import Machine, cpu_ns, describe_machine
-from bench.rig.page import interval, table
+from bench.rig.page import interval, options_parser, table, write_page
 from picker_tools.local_fleet.network import LOOPBACK, free_port, until
 from picker_tools.local_fleet.processes import picker_command
 
-_RESULTS = Path(__file__).parents[1] / "results"
 SMALL, LARGE = 10, 1000
 _REPLICAS = 2
 _REPLACED_S = 600.0  # a tenth each minute: every pod within this time
@@ -417,13 +416,12 @@ def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make bench-large-pool")
+    parser = options_parser("make bench-large-pool")
     parser.add_argument("--small", type=int, default=SMALL)
     parser.add_argument("--large", type=int, default=LARGE)
     parser.add_argument("--seconds", type=float, default=60.0, help="at rest")
     parser.add_argument("--requests", type=int, default=1500, help="of each pool and round")
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args(arguments)
     shown = [f"--seconds {options.seconds:g}", f"--requests {options.requests}"]
     here = describe_machine("bench.large_pool", shown)
@@ -437,9 +435,7 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
             asyncio.run(measure(Path(folder), server, found, options))
     kept.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    text = page(found, here, options)
-    (options.out / "large-pool.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "large-pool.md", page(found, here, options))
     return 1 if faults(found) else 0
 
 

@@ -2,7 +2,6 @@
 the embedded Valkey. Exit 1 if a limit is not met. `make bench-lifecycle`.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ from statistics import median
 from bench.lifecycle.replay import Baseline, LifecycleCost, baseline, measure_lifecycle, upkeep_us
 from bench.lifecycle.workload import BATCH, MANY, Size, Workload
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import options_parser, table, write_page
 from bench.rig.server import Server, server
 from picker_fleet.state.batching import MAX_BATCH
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _ROUNDS = 3
 _ROUNDS_BESIDE_BASELINE = 30
 _BASELINES = 3.0  # a request may cost as much as so many calls of the baseline
@@ -140,16 +138,14 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.lifecycle")
+    parser = options_parser("python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
     parser.add_argument(
         "--server",
         metavar="PATH",
         help="redis-server or valkey-server to measure instead of the embedded one",
     )
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)  # fails now rather than after ten minutes
     requests, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:
         requests, most, total, crowd = 1600, 100_000, 20_000, 5000
@@ -190,8 +186,7 @@ def main() -> int:
         cells.append([row.what, f"{row.measured:.4g} {row.unit}", limit, met])
     lines.append(table(["what", "measured", "limit", "met"], cells))
     name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
-    (options.out / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines[4:]))
+    write_page(options.out / name, "\n".join(lines) + "\n")
     return 0 if all(row.met for row in rows) else 1
 
 

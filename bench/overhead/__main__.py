@@ -4,19 +4,17 @@ The constant picker is built on grpc.aio, the usual gRPC server of Python. It an
 full-duplex mode (`constant`), or in `lean` with one message (`terse`), as the picker does.
 """
 
-import argparse
 import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.overhead import measure
 from bench.overhead.measure import LARGE, LONG, SETUPS, SHORT, Case, Reading, Result
 from bench.rig.load import Driver, WrongAnswer
 from bench.rig.machine import Machine, describe_machine
-from bench.rig.page import table
+from bench.rig.page import options_parser, table, write_page
 from picker_fleet.errors import PickerError
 
 _ROUNDS = 5
@@ -198,10 +196,9 @@ async def _measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Result]
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0 whatever the figures are, 1 if the measurement failed."""
     choices = (*(setup.name for setup in SETUPS), _THROUGHPUT)
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__)
+    parser = options_parser("python -m bench.overhead", __doc__)
     parser.add_argument("--only", nargs="+", choices=choices, default=choices, help="default: all")
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=_ROUNDS, metavar="N")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR")
     args = parser.parse_args(arguments)
     machine = describe_machine("bench.overhead", arguments)
     try:
@@ -211,10 +208,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "overhead.md").write_text(page(machine, args.rounds, results, rates), encoding="utf-8")
-    for row in rows(results, rates):
-        print(f"{'met   ' if row.met else 'MISSED'} {row.measured} ({row.limit:g})  {row.what}")
+    write_page(args.out / "overhead.md", page(machine, args.rounds, results, rates))
     return 0
 
 

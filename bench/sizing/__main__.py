@@ -5,15 +5,13 @@ fleet of whole replicas under light load. CPU time of Valkey's process counts, n
 processes share the machine. Writes bench/results/sizing.md; docs/sizing.md explains it.
 """
 
-import argparse
 import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import options_parser, table, write_page
 from bench.rig.server import Server, server
 from bench.sizing.calls import request_costs, shard_costs, simulate, view_costs
 from bench.sizing.formula import Fleet, Formula, Point, line
@@ -141,9 +139,8 @@ def _shown(value: float | tuple[float, float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.sizing")
+    parser = options_parser("python -m bench.sizing")
     parser.add_argument("--whole", type=int, default=50, metavar="N", help="whole replicas (0: none)")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
     with server() as one:
         measured = Measured(one)
@@ -152,10 +149,10 @@ def main() -> int:
                 "both on one": shard_costs([one], 16, 8000),
                 "one on each": shard_costs([one, two], 16, 8000),
             }
-    (args.out / "sizing.md").write_text(page(measured, shards, None), encoding="utf-8")  # should more fail
+    write_page(args.out / "sizing.md", page(measured, shards, None))  # should more fail
     if args.whole:
-        text = page(measured, shards, asyncio.run(run_whole(args.whole)))
-        (args.out / "sizing.md").write_text(text, encoding="utf-8")
+        whole = asyncio.run(run_whole(args.whole))
+        write_page(args.out / "sizing.md", page(measured, shards, whole))
     return 0
 
 

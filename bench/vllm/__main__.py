@@ -4,7 +4,6 @@ Installs vLLM beside the project (6 GB, once), starts servers with random weight
 queue (bench/results/vllm-throughput.md), and runs each check in each mode. Exit 1 if a check fails.
 """
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -17,13 +16,12 @@ import httpx
 
 from bench.rig.environments import InstallFault
 from bench.rig.machine import describe_machine
-from bench.rig.page import table
+from bench.rig.page import options_parser, table, write_page
 from bench.vllm.checks import ADAPTER_CHECKS, BASE_CHECKS, Failed, fleet_up
 from bench.vllm.engine import EngineFault, Server, installed, made_model, servers
 from bench.vllm.throughput import measured, page
 from picker_fleet.errors import PickerError
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _MODES = ("standard", "lean", "http")
 T = TypeVar("T")
 Row = tuple[str, str, bool, str]  # check, mode, whether it holds, what was seen
@@ -50,9 +48,8 @@ async def _all_checks(modes: Sequence[str], folder: Path, rounds: int, out: Path
     # The last check kills a server, so each mode has a second server of its own.
     async with servers(python, model, folder, count=1 + max(1, len(modes))) as (first, *others):
         if rounds:
-            text = page(await measured([first, others[0]], rounds, folder), rounds)
-            (out / "vllm-throughput.md").write_text(text, encoding="utf-8")
-            print(text, flush=True)
+            samples = await measured([first, others[0]], rounds, folder)
+            write_page(out / "vllm-throughput.md", page(samples, rounds))
         for mode, other in zip(modes, others, strict=bool(modes)):
             rows += await _checked([first, other], mode, folder, adapters=False)
     if not modes:
@@ -96,11 +93,10 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.vllm")
+    parser = options_parser("python -m bench.vllm")
     parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="of the measurement; 0: only the checks")
     parser.add_argument("--no-checks", action="store_true", help="only the measurement")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args()
     modes = () if options.no_checks else options.mode or _MODES
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
@@ -113,9 +109,7 @@ def main() -> int:
             return 130
     if options.no_checks:
         return 0
-    text = _page(rows, modes)
-    (options.out / "vllm.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "vllm.md", _page(rows, modes))
     return 0 if all(holds for _, _, holds, _ in rows) else 1
 
 

@@ -12,13 +12,12 @@ import string
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import yaml
 
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.live_change import change_live
 from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server
 
 _COMPLETIONS = "/v1/completions"
@@ -37,62 +36,44 @@ class Failed(Exception):
     """A check does not hold; the message says what was seen."""
 
 
-class Fleet:
+class Fleet(RunningFleet):
     """A fleet of `picker up` before `servers`."""
 
     def __init__(self, servers: list[Server], running: RunningFleet) -> None:
-        self.servers, self.envoy, self._admins = servers, running.url, running.admins
-        self.client = httpx.AsyncClient(
-            timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.aclose()
+        super().__init__(running.state_file, running.child, running.client)
+        self.servers = servers
 
     async def ask(self, prompt: str, *, model: str = BASE, tokens: int = 4, **more: Any) -> httpx.Response:
-        return await self.client.post(self.envoy + _COMPLETIONS, json=body(prompt, model, tokens, **more))
+        return await self.client.post(self.url + _COMPLETIONS, json=body(prompt, model, tokens, **more))
 
     async def endpoint(self, server: Server) -> list[dict[str, Any]]:
         """What each replica knows of a server: each reads the servers' pages by itself."""
-        pages = [(await self.client.get(f"{admin}/api/v1/endpoints")).json() for admin in self._admins]
+        pages = [(await self.client.get(f"{admin}/api/v1/endpoints")).json() for admin in self.admins]
         return [next((row for row in rows if row["address"] == server.address), {}) for rows in pages]
 
-    async def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = (await self.client.get(f"{self._admins[0]}/api/v1/state")).json()
-        return found
-
-    async def change(self, tree: dict[str, Any]) -> None:
-        """Change the live configuration, and wait until all replicas have it."""
-        await change_live(self.client, self._admins, tree)
+    async def in_flight(self) -> dict[str, int]:
+        """Of each endpoint that has requests in flight."""
+        return {place: count for place, count in (await self.read("state"))["in_flight"].items() if count}
 
     async def weigh(self, **weights: float) -> None:
         """Give the named scorers these weights, and 0 to all others of the configuration."""
         await self.change({"scheduling": {"scorers": dict.fromkeys(SCORERS, 0.0) | weights}})
 
-    async def counted(self, series: str, **labels: str) -> float:
-        """The sum of a counter over the replicas."""
-        pages = [(await self.client.get(f"{admin}/metrics")).text for admin in self._admins]
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = [line for page in pages for line in page.splitlines() if line.startswith(series + "{")]
-        return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
+    async def is_idle(self) -> bool:
+        return not await self.in_flight()
 
     async def served_by(self, prompts: list[str], model: str = BASE) -> list[str]:
         """Where requests go that are sent one after the other, each once the last is settled."""
 
-        async def settled() -> bool:
-            return not any((await self.state())["in_flight"].values())
-
         found = []
         for prompt in prompts:
-            await _until("the requests before are settled", settled)
+            await _until("the requests before are settled", self.is_idle)
             try:
                 answer = await self.ask(prompt, model=model)
             except httpx.TimeoutException:
-                where = {place: count for place, count in (await self.state())["in_flight"].items() if count}
-                raise Failed(f"no answer for {model}; in flight {where}; {await _known_of(self)}") from None
+                raise Failed(
+                    f"no answer for {model}; in flight {await self.in_flight()}; {await _known_of(self)}"
+                ) from None
             if answer.status_code != 200:
                 raise Failed(f"status {answer.status_code}: {answer.text[:200]}")
             found.append(answer.headers[_SERVED])
@@ -126,7 +107,8 @@ async def fleet_up(
         "fair_request_queue": {"queue_ttl": "60s"},
     }
     options = ("--replicas", "2", "--endpoints", "0", "--mode", mode, "--debug-headers")
-    async with picker_up(config, *options) as running, Fleet(servers, running) as fleet:
+    async with picker_up(config, *options) as running:
+        fleet = Fleet(servers, running)
         await _until("every endpoint is ready", lambda: _all_ready(fleet))
         yield fleet
 
@@ -223,7 +205,7 @@ async def leaving_aborts(fleet: Fleet) -> str:
     """A client that leaves ends its request in vLLM."""
     before = await _total(fleet, "vllm:generation_tokens_total")
     tree = body(text(20), BASE, _LONG, stream=True)
-    async with fleet.client.stream("POST", fleet.envoy + _COMPLETIONS, json=tree) as answer:
+    async with fleet.client.stream("POST", fleet.url + _COMPLETIONS, json=tree) as answer:
         async for _ in answer.aiter_bytes():
             break
 
@@ -233,10 +215,7 @@ async def leaving_aborts(fleet: Fleet) -> str:
     await _until("vLLM has ended the request", ended)
     made = await _total(fleet, "vllm:generation_tokens_total") - before
 
-    async def released() -> bool:
-        return not any((await fleet.state())["in_flight"].values())
-
-    await _until("the fleet has released the request", released)
+    await _until("the fleet has released the request", fleet.is_idle)
     if not 0 < made < _LONG / 2:
         raise Failed(f"vLLM made {made:.0f} of {_LONG} tokens")
     return f"vLLM ended it after {made:.0f} of {_LONG} tokens; the fleet has none in flight"
@@ -326,7 +305,7 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
         content = b""
         try:
             tree = body(text(40), BASE, 60, stream=True)
-            async with fleet.client.stream("POST", fleet.envoy + _COMPLETIONS, json=tree) as answer:
+            async with fleet.client.stream("POST", fleet.url + _COMPLETIONS, json=tree) as answer:
                 if answer.status_code != 200:
                     faults.append(f"{answer.status_code} {(await answer.aread())[:120]!r}")
                     return

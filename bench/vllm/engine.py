@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from bench.rig.environments import environment
+from bench.rig.page import total
 from picker_tools.local_fleet import die_with_parent
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
@@ -35,7 +36,6 @@ _VOCABULARY = 320
 _RANK = 8
 _KV_BLOCKS = 128  # of 128 tokens: so few that a check fills a part of them that counts
 _READY_S, _GRACE_S = 300.0, 20.0
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 
 
 class EngineFault(Exception):
@@ -159,13 +159,7 @@ class Server:
         """The sum of the series `name` of its metrics page that have these labels; 0 without any."""
         async with httpx.AsyncClient(timeout=20) as client:
             page = (await client.get(f"http://{self.address}/metrics")).text
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        found = [_SAMPLE.match(line) for line in page.splitlines()]
-        return sum(
-            float(each["value"])
-            for each in found
-            if each and each["name"] == name and all(label in (each["labels"] or "") for label in wanted)
-        )
+        return total(page, name, **labels)
 
     async def kill(self) -> None:
         """SIGKILL to the server and its engine's process."""

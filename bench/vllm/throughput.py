@@ -68,7 +68,7 @@ async def measured(pair: Sequence[Server], rounds: int, folder: Path) -> list[Sa
                 if choice is not None:
                     await fleet.change({"request_queue_controller": {"watermark_per_backend": choice.bound}})
                     await fleet.weigh(**choice.scorers)
-                name, url = (choice.name, fleet.envoy) if choice is not None else (_ALONE, envoy.url)
+                name, url = (choice.name, fleet.url) if choice is not None else (_ALONE, envoy.url)
                 for clients in _REQUESTS:
                     samples.append(await _run(fleet, pair, url, name, clients))
     return samples
