@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.machine import describe_machine
-from bench.rig.page import options_parser, total, write_page
+from bench.rig.page import options_parser, table, total, write_page
 from bench.rig.process_figures import environment, read_figures
 from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
 
@@ -167,28 +167,26 @@ _MIB = 1024 * 1024
 
 def section(mode: str, readings: Sequence[Reading], counts: Mapping[str, int]) -> str:
     """The results of one fleet as Markdown."""
+    head = ("minutes", "served", "largest replica MiB", "free in its C heap MiB", "objects", "blocks",
+            "Envoy MiB", "Redis MiB", "keys", "open files", "drift")  # fmt: skip
     rows = [
-        f"| {r.at_s / 60:.1f} | {r.served} | {r.replica_bytes / _MIB:.1f} | {r.free_bytes / _MIB:.1f} | "
-        f"{r.objects} | {r.blocks} | {r.envoy_bytes / _MIB:.1f} | {r.redis_bytes / _MIB:.2f} | {r.keys} | "
-        f"{r.files} | {r.drift} |"
+        f"{r.at_s / 60:.1f} {r.served} {r.replica_bytes / _MIB:.1f} {r.free_bytes / _MIB:.1f} {r.objects} "
+        f"{r.blocks} {r.envoy_bytes / _MIB:.1f} {r.redis_bytes / _MIB:.2f} {r.keys} {r.files} {r.drift}"
         for r in readings
     ]
     grew = ", ".join(f"{name} {growth(readings, what):+.2%}" for what, name in _SIZES)
     faults = faults_of(readings, counts)
-    return "\n".join(
-        [
-            f"## `{mode}`", "",
-            f"- requests {counts['asked']}: served {counts['served']}, left by their clients",
-            f"  {counts['left']}, failed {counts['failed']}; the simulators finished {counts['finished']}",
-            f"- growth in an hour: {grew}",
-            f"- drift: {sum(reading.drift for reading in readings)}",
-            f"- **{'nothing grew, nothing drifted' if not faults else '; '.join(faults)}**", "",
-            "| minutes | served | largest replica MiB | free in its C heap MiB | objects | blocks | "
-            "Envoy MiB | Redis MiB | keys | open files | drift |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
-            *rows, "",
-        ]
-    )  # fmt: skip
+    return f"""\
+## `{mode}`
+
+- requests {counts["asked"]}: served {counts["served"]}, left by their clients
+  {counts["left"]}, failed {counts["failed"]}; the simulators finished {counts["finished"]}
+- growth in an hour: {grew}
+- drift: {sum(reading.drift for reading in readings)}
+- **{"; ".join(faults) or "nothing grew, nothing drifted"}**
+
+{table(head, map(str.split, rows))}
+"""
 
 
 def _head(load: float, command: str, date: str) -> str:
@@ -210,18 +208,14 @@ Python's garbage collector tracks, after a collection; blocks are of Python's al
 
 _READ_EVERY_S = 120.0
 _PAUSES = 12  # in a run, however short
-_FILLING = (
-    400  # long prompts fill each replica's index of prefixes, which is bounded, before the first reading
-)
+_FILLING = 400  # long prompts before the first reading; they fill the index of prefixes, which is bounded
 _REST_WITHIN_S = 20.0  # longer than a lease: what has not ended then never will
 
 
 def main() -> int:
     parser = options_parser("python -m bench.soak")
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument(
-        "--modes", default="standard,lean,http", help="a fleet of each (default: %(default)s)"
-    )
+    parser.add_argument("--modes", default="standard,lean,http", help="a fleet of each (%(default)s)")
     parser.add_argument("--replicas", type=int, default=2, help="of each fleet")
     parser.add_argument("--clients", type=int, default=4, help="of each fleet")
     parser.add_argument("--think", type=float, default=0.4, metavar="S", help="pause of a client")
@@ -239,9 +233,7 @@ _Found = tuple[list[Reading], dict[str, int]]
 
 async def _soak_all(options: argparse.Namespace) -> dict[str, _Found]:
     modes = options.modes.split(",")
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(_soak(mode, options)) for mode in modes]
-    return dict(zip(modes, (each.result() for each in running), strict=True))
+    return dict(zip(modes, await asyncio.gather(*(_soak(mode, options) for mode in modes)), strict=True))
 
 
 async def _soak(mode: str, options: argparse.Namespace) -> _Found:
@@ -256,13 +248,8 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
             await load.wait_for_served(_FILLING)
         before, began = await fleet.finished(), time.monotonic()
         for part in range(parts):
-            async with closed_loop(
-                fleet.url,
-                clients=options.clients,
-                seed=part,
-                make_request=_make_request,
-                think_s=options.think,
-            ) as load:
+            size = {"clients": options.clients, "think_s": options.think}
+            async with closed_loop(fleet.url, seed=part, make_request=_make_request, **size) as load:
                 await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / parts - time.monotonic()))
             counts["asked"] += len(load.history)
             counts["served"] += load.served

@@ -138,10 +138,7 @@ class Engine:
                 time.sleep(_POLL_S)
 
     def log(self, container: str) -> str:
-        done = subprocess.run(
-            (self.program, "logs", "--tail", "30", container), capture_output=True, text=True
-        )
-        return done.stdout + done.stderr
+        return self._logs("--tail", "30", container)
 
     def seconds_to(self, container: str, line: str) -> float | None:
         """Seconds from the last start of `container` to the log line that has `line`, by the engine's
@@ -150,8 +147,7 @@ class Engine:
         started = _moment(
             self.run("inspect", "--format", "{{json .State.StartedAt}}", container).strip('"\n')
         )
-        done = subprocess.run((self.program, "logs", "-t", container), capture_output=True, text=True)
-        for said in (done.stdout + done.stderr).splitlines():
+        for said in self._logs("-t", container).splitlines():
             moment, _, text = said.partition(" ")
             if line in text and (at := _moment(moment)) >= started:
                 return at - started

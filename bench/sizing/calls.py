@@ -91,15 +91,13 @@ class Pool:
             if not self._queued:
                 self._running.extend(arrived)
             ending = [self._running.popleft() for _ in range(batch)]
-            reply = self.call(
-                "settle", self.owners[0], *(x for id in ending for x in (id, "completed", "", ""))
-            )
+            ends = (x for id in ending for x in (id, "completed", "", ""))
+            reply = self.call("settle", self.owners[0], *ends)
             if any(not each.startswith(b"settled") for each in reply[HEAD:]):
                 raise RuntimeError(f"an end was not settled: {reply[HEAD:]!r}")
             if self._queued:
-                granted = [
-                    item.split()[-1].decode() for item in reply[1]
-                ]  # placed ATTEMPT ENDPOINTS LOADS ID
+                # Each is `placed ATTEMPT ENDPOINTS LOADS ID`.
+                granted = [item.split()[-1].decode() for item in reply[1]]
                 if len(granted) != batch:
                     raise RuntimeError(f"{batch} ends granted {len(granted)} requests")
                 self.call("acknowledge", self.owners[0], *(x for id in granted for x in (id, 1)))
@@ -163,21 +161,16 @@ def view_costs(server: Server, replicas: int, calls: int) -> dict[str, float]:
     server.forget()
     pool = Pool(server, "sizing", queued=True, replicas=replicas)
 
-    kinds: dict[str, Callable[[int], object]] = {
-        "state": lambda n: pool.call("state", _NEVER_MS),
-        "flows": lambda n: pool.call("view_flows", 0, "", "", 50, ""),
-        "replicas": lambda n: pool.call("view_replicas", 256),
+    kinds: dict[str, Callable[[], object]] = {
+        "state": lambda: pool.call("state", _NEVER_MS),
+        "flows": lambda: pool.call("view_flows", 0, "", "", 50, ""),
+        "replicas": lambda: pool.call("view_replicas", 256),
     }
     found = {}
-    for name, kind in kinds.items():
-        for number in range(20):
-            kind(number)
-
-        def work(kind: Callable[[int], object] = kind) -> None:
-            for number in range(calls):
-                kind(number)
-
-        found[name] = cpu_us_each(server, calls, work)
+    for name, call in kinds.items():
+        for _ in range(20):
+            call()
+        found[name] = cpu_us_each(server, calls, lambda call=call: [call() for _ in range(calls)])
     return found
 
 

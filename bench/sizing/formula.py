@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy
+
 # Measured: what each replica sends a second at rest (heartbeat and at once a read of the state, a sweep, two
 # pings), and what a replica that scrapes publishes (endpoints/scraping.py).
 _CALLS_A_REPLICA = 4
@@ -115,16 +117,5 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """By the normal equations, solved by Gaussian elimination."""
-    count = len(rows[0])
-    system = [
-        [sum(row[i] * row[j] for row in rows) for j in range(count)]
-        + [sum(row[i] * y for row, y in zip(rows, wanted, strict=True))]
-        for i in range(count)
-    ]
-    for i in range(count):
-        for j in range(count):
-            if j != i:
-                factor = system[j][i] / system[i][i]
-                system[j] = [a - factor * b for a, b in zip(system[j], system[i], strict=True)]
-    return [system[i][count] / system[i][i] for i in range(count)]
+    solution: list[float] = numpy.linalg.lstsq(rows, wanted)[0].tolist()
+    return solution

@@ -11,6 +11,7 @@ from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.sections import Tls
 from picker_tools.local_fleet.envoy_types import (
     address,
+    betterproto2,
     cluster_v3,
     core_v3,
     endpoint_v3,
@@ -19,6 +20,7 @@ from picker_tools.local_fleet.envoy_types import (
     metadata_v3,
     override_host_v3,
     packed,
+    protobuf,
     seconds,
     tls_v3,
     type_v3,
@@ -56,9 +58,7 @@ def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluste
         selected_host_key=metadata_v3.MetadataKey(
             key=namespace, path=[metadata_v3.MetadataKeyPathSegment(key=SERVED_KEY)]
         ),
-        fallback_policy=cluster_v3.LoadBalancingPolicy(
-            policies=[_policy("envoy.load_balancing_policies.least_request", least_request_v3.LeastRequest())]
-        ),
+        fallback_policy=_policy("least_request", least_request_v3.LeastRequest()),
     )
     return cluster_v3.Cluster(
         name=cluster,
@@ -71,16 +71,9 @@ def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluste
             tcp_keepalive=core_v3.TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
         ),
         upstream_bind_config=core_v3.BindConfig(socket_options=_lost_data()),
-        typed_extension_protocol_options={
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
-                upstream_http_v3.HttpProtocolOptions(
-                    common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
-                    explicit_http_config=upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
-                        http_protocol_options=core_v3.Http1ProtocolOptions()
-                    ),
-                )
-            )
-        },
+        typed_extension_protocol_options=_speaking(
+            _HTTP1, core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S))
+        ),
         circuit_breakers=_no_circuit_breakers(),
         common_lb_config=cluster_v3.ClusterCommonLbConfig(
             healthy_panic_threshold=type_v3.Percent(value=0),
@@ -94,10 +87,24 @@ def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluste
                 ]
             ),
         ),
-        load_balancing_policy=cluster_v3.LoadBalancingPolicy(
-            policies=[_policy("envoy.load_balancing_policies.override_host", override)]
-        ),
+        load_balancing_policy=_policy("override_host", override),
     )
+
+
+_HTTP1 = upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
+    http_protocol_options=core_v3.Http1ProtocolOptions()
+)
+
+
+def _speaking(
+    protocol: upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig,
+    options: core_v3.HttpProtocolOptions | None = None,
+) -> dict[str, protobuf.Any]:
+    """How a cluster speaks to its hosts."""
+    http = upstream_http_v3.HttpProtocolOptions(
+        common_http_protocol_options=options, explicit_http_config=protocol
+    )
+    return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(http)}
 
 
 def _lost_data() -> list[core_v3.SocketOption]:
@@ -176,9 +183,7 @@ def picker_http(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) 
     return _replicas(
         PICKER_HTTP,
         hosts,
-        upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
-            http_protocol_options=core_v3.Http1ProtocolOptions()
-        ),
+        _HTTP1,
         http_health_check=core_v3.HealthCheckHttpHealthCheck(path=HEALTH_PATH.decode()),
         transport_socket=tls.socket("http/1.1") if tls is not None else None,
     )
@@ -189,9 +194,7 @@ def picker_admin(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
     return _replicas(
         PICKER_ADMIN,
         hosts,
-        upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig(
-            http_protocol_options=core_v3.Http1ProtocolOptions()
-        ),
+        _HTTP1,
         http_health_check=core_v3.HealthCheckHttpHealthCheck(path="/readyz"),
     )
 
@@ -205,7 +208,9 @@ def _replicas(
     http_health_check: core_v3.HealthCheckHttpHealthCheck | None = None,
     transport_socket: core_v3.TransportSocket | None = None,
 ) -> cluster_v3.Cluster:
-    every_s = seconds(1)
+    endpoints = [
+        endpoint_v3.LbEndpoint(endpoint=endpoint_v3.Endpoint(address=address(*host))) for host in hosts
+    ]
     return cluster_v3.Cluster(
         name=name,
         transport_socket=transport_socket,
@@ -214,17 +219,13 @@ def _replicas(
         lb_policy=cluster_v3.ClusterLbPolicy.LEAST_REQUEST,
         common_lb_config=cluster_v3.ClusterCommonLbConfig(healthy_panic_threshold=type_v3.Percent(value=0)),
         circuit_breakers=_no_circuit_breakers(),
-        typed_extension_protocol_options={
-            "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": packed(
-                upstream_http_v3.HttpProtocolOptions(explicit_http_config=protocol)
-            )
-        },
+        typed_extension_protocol_options=_speaking(protocol),
         health_checks=[
             core_v3.HealthCheck(
                 timeout=seconds(1),
-                interval=every_s,
+                interval=seconds(1),
                 # A cluster without traffic is otherwise looked at once a minute.
-                no_traffic_interval=every_s,
+                no_traffic_interval=seconds(1),
                 unhealthy_threshold=2,
                 healthy_threshold=1,
                 grpc_health_check=grpc_health_check,
@@ -232,15 +233,7 @@ def _replicas(
             )
         ],
         load_assignment=endpoint_v3.ClusterLoadAssignment(
-            cluster_name=name,
-            endpoints=[
-                endpoint_v3.LocalityLbEndpoints(
-                    lb_endpoints=[
-                        endpoint_v3.LbEndpoint(endpoint=endpoint_v3.Endpoint(address=address(*host)))
-                        for host in hosts
-                    ]
-                )
-            ],
+            cluster_name=name, endpoints=[endpoint_v3.LocalityLbEndpoints(lb_endpoints=endpoints)]
         ),
     )
 
@@ -271,10 +264,11 @@ def _fleet_source(metadata: Mapping[str, str]) -> core_v3.ConfigSource:
     )
 
 
-def _policy(
-    name: str, message: least_request_v3.LeastRequest | override_host_v3.OverrideHost
-) -> cluster_v3.LoadBalancingPolicyPolicy:
-    return cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=extension(name, message))
+def _policy(kind: str, message: betterproto2.Message) -> cluster_v3.LoadBalancingPolicy:
+    policy = extension(f"envoy.load_balancing_policies.{kind}", message)
+    return cluster_v3.LoadBalancingPolicy(
+        policies=[cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=policy)]
+    )
 
 
 def _no_circuit_breakers() -> cluster_v3.CircuitBreakers:

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from picker_fleet.config import Settings, pools_of
-from picker_tools.local_fleet.admin_listener import admin_listener
 from picker_tools.local_fleet.clusters import (
     PICKER,
     PICKER_HTTP,
@@ -29,7 +28,7 @@ from picker_tools.local_fleet.envoy_types import (
     packed,
     seconds,
 )
-from picker_tools.local_fleet.listener import listener
+from picker_tools.local_fleet.listener import admin_listener, listener
 from picker_tools.local_fleet.network import LOOPBACK, get
 from picker_tools.local_fleet.parts import TRUSTED_HEADERS, Mode
 from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary

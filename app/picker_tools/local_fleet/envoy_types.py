@@ -51,6 +51,7 @@ __all__ = [
     "OTHER_HOST_DRAWS",
     "accesslog_v3",
     "address",
+    "betterproto2",
     "bootstrap_v3",
     "cluster_v3",
     "connections_v3",

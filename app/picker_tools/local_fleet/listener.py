@@ -5,6 +5,11 @@ The modes (docs/protocol.md): `standard` sends the picker both directions; `lean
 
 Where the fleet serves several pools (docs/pools.md), the host of a request names its pool: metadata of that
 host's routes, which Envoy passes on to the picker.
+
+Operators may have a listener of their own: the admin API and the dashboard of any ready replica, at one
+address. A fleet whose replicas come and go has no other fixed address for them. Envoy checks nothing there:
+everyone who reaches the listener may read, and changes need the replicas' own `admin.token`
+(docs/admin-api.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +25,19 @@ from picker_fleet.extproc.codec import SUBSET
 from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
-from picker_tools.local_fleet.clusters import DESTINATION_HEADER, PICKER_HTTP, POOL, cluster_of, picker_grpc
+from picker_tools.local_fleet.clusters import (
+    DESTINATION_HEADER,
+    PICKER_ADMIN,
+    PICKER_HTTP,
+    POOL,
+    cluster_of,
+    picker_grpc,
+)
 from picker_tools.local_fleet.envoy_types import (
     OTHER_HOST_DRAWS,
     accesslog_v3,
     address,
+    betterproto2,
     core_v3,
     early_mutation_v3,
     ext_authz_v3,
@@ -118,12 +131,12 @@ def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_
     if mode != "standard":  # in which the picker reads the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
+    naming = _naming(settings, pool)
     if mode == "http":
-        filters.append(_named(_EXT_AUTHZ, _ext_authz(settings, _naming(settings, pool))))
+        filters.append(_named(_EXT_AUTHZ, _ext_authz(settings, naming)))
     else:
-        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings, _naming(settings, pool))))
-    filters.append(_named("envoy.filters.http.router", router_v3.Router()))
-    return filters
+        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings, naming)))
+    return [*filters, _ROUTER]
 
 
 def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_proc_v3.ExternalProcessor:
@@ -148,12 +161,10 @@ def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_
         processing_mode=_processing_mode(mode),
         # Each header costs the picker time. Gateways that use `standard` send all of them, so this
         # Envoy does too.
-        forward_rules=None if mode == "standard" else _only(_read_headers(settings)),
+        forward_rules=None
+        if mode == "standard"
+        else ext_proc_v3.HeaderForwardingRules(allowed_headers=_exactly(_read_headers(settings))),
     )
-
-
-def _only(names: Iterable[str]) -> ext_proc_v3.HeaderForwardingRules:
-    return ext_proc_v3.HeaderForwardingRules(allowed_headers=_exactly(names))
 
 
 def _exactly(names: Iterable[str]) -> matcher_v3.ListStringMatcher:
@@ -200,14 +211,14 @@ def _ext_authz(settings: Settings, naming: Mapping[str, str]) -> ext_authz_v3.Ex
 
 def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
     body = _NONE if mode == "headers" else _DUPLEX
-    answer = mode == "standard"
+    answer_head, answer_body = (_SEND, _DUPLEX) if mode == "standard" else (_SKIP, _NONE)
     return ext_proc_v3.ProcessingMode(
         request_header_mode=_SEND,
         request_body_mode=body,
         request_trailer_mode=_SKIP if mode == "headers" else _SEND,
-        response_header_mode=_SEND if answer else _SKIP,
-        response_body_mode=_DUPLEX if answer else _NONE,
-        response_trailer_mode=_SEND if answer else _SKIP,
+        response_header_mode=answer_head,
+        response_body_mode=answer_body,
+        response_trailer_mode=answer_head,
     )
 
 
@@ -263,20 +274,19 @@ def _request_rules() -> list[json_rules_v3.JsonToMetadataRule]:
     model = _rule(("model",), REQUEST_NAMESPACE, "model")
     model.on_missing = _constant("model", "")
     model.on_error = _constant("error", "invalid-json")
-    number = json_rules_v3.JsonToMetadataValueType.NUMBER
     return [
         model,
         _rule(("stream",), REQUEST_NAMESPACE, "stream"),
-        _rule(("max_tokens",), REQUEST_NAMESPACE, "max_tokens", number),
-        _rule(("max_completion_tokens",), REQUEST_NAMESPACE, "max_tokens", number),
+        _rule(("max_tokens",), REQUEST_NAMESPACE, "max_tokens", _NUMBER),
+        _rule(("max_completion_tokens",), REQUEST_NAMESPACE, "max_tokens", _NUMBER),
     ]
 
 
-def _usage_rules(
-    paths: Mapping[str, Sequence[tuple[str, ...]]],
-) -> list[json_rules_v3.JsonToMetadataRule]:
-    number = json_rules_v3.JsonToMetadataValueType.NUMBER
-    return [_rule(path, USAGE_NAMESPACE, key, number) for key, ways in paths.items() for path in ways]
+_NUMBER = json_rules_v3.JsonToMetadataValueType.NUMBER
+
+
+def _usage_rules(paths: Mapping[str, Sequence[tuple[str, ...]]]) -> list[json_rules_v3.JsonToMetadataRule]:
+    return [_rule(path, USAGE_NAMESPACE, key, _NUMBER) for key, ways in paths.items() for path in ways]
 
 
 def _rule(
@@ -297,16 +307,11 @@ def _constant(key: str, text: str) -> json_rules_v3.JsonToMetadataKeyValuePair:
     )
 
 
-def _named(
-    name: str,
-    message: ext_authz_v3.ExtAuthz
-    | ext_proc_v3.ExternalProcessor
-    | json_rules_v3.JsonToMetadata
-    | sse_rules_v3.SseToMetadata
-    | router_v3.Router,
-) -> hcm_v3.HttpFilter:
+def _named(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:
     return hcm_v3.HttpFilter(name=name, typed_config=packed(message))
 
+
+_ROUTER = _named("envoy.filters.http.router", router_v3.Router())
 
 # What Envoy reads at once, and so the largest message with a part of a body.
 _CHUNK_BYTES = 1024 * 1024
@@ -338,21 +343,19 @@ def listener(
     All its requests are for `pool`; where that is None, the host that a client asks names the pool.
     """
     manager = _manager(mode, settings, trusted, debug_headers=debug_headers, pool=pool)
-    return listener_v3.Listener(
-        name=mode if pool is None else f"{mode}-{pool}",
-        address=address(*listen),
-        per_connection_buffer_limit_bytes=_CHUNK_BYTES,
-        filter_chains=[
-            listener_v3.FilterChain(
-                filters=[
-                    listener_v3.Filter(
-                        name="envoy.filters.network.http_connection_manager",
-                        typed_config=packed(manager),
-                    )
-                ]
-            )
-        ],
+    made = _listener(mode if pool is None else f"{mode}-{pool}", listen, manager)
+    made.per_connection_buffer_limit_bytes = _CHUNK_BYTES
+    return made
+
+
+def _listener(
+    name: str, listen: tuple[str, int], manager: hcm_v3.HttpConnectionManager
+) -> listener_v3.Listener:
+    http = listener_v3.Filter(
+        name="envoy.filters.network.http_connection_manager", typed_config=packed(manager)
     )
+    chain = listener_v3.FilterChain(filters=[http])
+    return listener_v3.Listener(name=name, address=address(*listen), filter_chains=[chain])
 
 
 # The session token, where the picker gives one (picker_fleet/scheduling/chooser.py), and the pressure of the
@@ -471,35 +474,44 @@ def _host(settings: Settings, pool: Settings, domains: Sequence[str]) -> route_v
         domains=list(domains),
         routes=[*(_served(rule, cluster, metadata) for rule in rules(settings.extproc.paths)), _elsewhere()],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
-        retry_policy=route_v3.RetryPolicy(
-            # `reset` too: an endpoint may die between the request and its first byte.
-            retry_on="connect-failure,refused-stream,reset-before-request,reset",
-            num_retries=pool.scheduling.fallbacks,  # one try for each endpoint that the picker lists
-            retry_host_predicate=[
-                route_v3.RetryPolicyRetryHostPredicate(
-                    name="envoy.retry_host_predicates.previous_hosts",
-                    typed_config=packed(previous_hosts_v3.PreviousHostsPredicate()),
-                )
-            ],
-            host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
-        ),
+        # `reset` too: an endpoint may die between the request and its first byte. One try for each
+        # endpoint that the picker lists.
+        retry_policy=_other_hosts(f"{_NOT_SENT},reset", pool.scheduling.fallbacks),
+    )
+
+
+_NOT_SENT = "connect-failure,refused-stream,reset-before-request"
+
+
+def _other_hosts(retry_on: str, tries: int) -> route_v3.RetryPolicy:
+    """Up to `tries` times to a host that has not been tried."""
+    return route_v3.RetryPolicy(
+        retry_on=retry_on,
+        num_retries=tries,
+        retry_host_predicate=[
+            route_v3.RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts",
+                typed_config=packed(previous_hosts_v3.PreviousHostsPredicate()),
+            )
+        ],
+        host_selection_retry_max_attempts=OTHER_HOST_DRAWS,
     )
 
 
 def _served(rule: PathRule, cluster: str, metadata: core_v3.Metadata | None) -> route_v3.Route:
-    match = route_v3.RouteMatch(
-        headers=[
-            route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(exact=rule.method))
-        ],
-        **(
-            {"path": rule.path}
-            if rule.is_exact
-            else {"safe_regex": matcher_v3.RegexMatcher(regex=rule.regex)}
-        ),
-    )
+    match = route_v3.RouteMatch(headers=_method(rule.method))
+    if rule.is_exact:
+        match.path = rule.path
+    else:
+        match.safe_regex = matcher_v3.RegexMatcher(regex=rule.regex)
     return route_v3.Route(
         match=match, route=route_v3.RouteAction(cluster=cluster, timeout=_NEVER), metadata=metadata
     )
+
+
+def _method(name: str) -> list[route_v3.HeaderMatcher]:
+    exactly = matcher_v3.StringMatcher(exact=name)
+    return [route_v3.HeaderMatcher(name=":method", string_match=exactly)]
 
 
 def _elsewhere() -> route_v3.Route:
@@ -539,5 +551,41 @@ def _access_log() -> accesslog_v3.AccessLog:
                     grpc_stream_retry_policy=_redrive(),
                 )
             )
+        ),
+    )
+
+
+_ADMIN = "admin"
+_SLOW_S = 15.0  # for a client to send a whole request, and between events, of which there is one a second
+_ADMIN_TRIES = 2
+
+
+def admin_listener(listen: tuple[str, int]) -> listener_v3.Listener:
+    """The operators' listener at `listen` (host, port)."""
+    # A read may be repeated; a change only if no replica has seen it.
+    routes = [_admin_route(f"{_NOT_SENT},reset", _method("GET")), _admin_route(_NOT_SENT, [])]
+    manager = hcm_v3.HttpConnectionManager(
+        stat_prefix=_ADMIN,
+        use_remote_address=True,  # adds x-forwarded-for, so that no replica takes a client for a local one
+        request_headers_timeout=seconds(_SLOW_S),
+        request_timeout=seconds(_SLOW_S),
+        stream_idle_timeout=seconds(_SLOW_S),
+        common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        route_config=route_v3.RouteConfiguration(
+            name=_ADMIN, virtual_hosts=[route_v3.VirtualHost(name=_ADMIN, domains=["*"], routes=routes)]
+        ),
+        http_filters=[_ROUTER],
+    )
+    return _listener(_ADMIN, listen, manager)
+
+
+def _admin_route(retry_on: str, headers: list[route_v3.HeaderMatcher]) -> route_v3.Route:
+    """Every path of requests with `headers` to a replica, another one where it fails as `retry_on` says."""
+    return route_v3.Route(
+        match=route_v3.RouteMatch(prefix="/", headers=headers),
+        route=route_v3.RouteAction(
+            cluster=PICKER_ADMIN,
+            timeout=_NEVER,  # events have no end; a replica's other answers have a deadline of their own
+            retry_policy=_other_hosts(retry_on, _ADMIN_TRIES),
         ),
     )
