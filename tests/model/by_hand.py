@@ -133,3 +133,16 @@ class Pool:
         self.sweep()
         left = self.both.side.key_names() - KEPT
         return not left and self.counts()[:2] == (0, 0) and not any(self.counts()[2])
+
+
+def many(text: str, count: int) -> str:
+    """`text` for each n below `count`."""
+    return ", ".join(text.format(n=n) for n in range(count))
+
+
+def full(side: ScriptSide, *waiting: str, **settings: Any) -> Pool:
+    """A pool that `runs` fills, and what waits behind it; each text of `waiting` comes in its own call."""
+    pool = Pool(side, **settings)
+    for text in ("runs", *waiting):
+        pool.admit(text)
+    return pool

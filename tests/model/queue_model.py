@@ -4,7 +4,7 @@ Each method of `QueueModel` is one call of `lua/`: its arguments, its replies. `
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,14 @@ class Arrival:
     body_bytes: int = 0
 
 
+Batch = Callable[["QueueModel", str, Iterable[tuple[Any, ...]]], Reply]
+
+
+def of_each(answer: Callable[..., str]) -> Batch:
+    """The call that answers each of its items."""
+    return lambda model, caller, items: model._batch(caller, items, lambda item: answer(model, *item))
+
+
 class QueueModel(PoolModel):
     """The calls. Batches answer each item by a text, as the scripts do."""
 
@@ -44,121 +52,102 @@ class QueueModel(PoolModel):
             return Reply(answers=["unknown-pool" for _ in items])
         return self._batch(caller, items, self._admit)
 
-    def place(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
-        def place(item: tuple[str, str, str]) -> str:
-            r = self._owned(item[0], item[1])
-            if r is None or r.state not in ("granted", "placed"):
-                return "gone"
-            if r.state == "granted":
-                return self._place_granted(r, item[2])
-            reply, former = None, r.endpoints
-            if not self.endpoints.is_open(first(former)) and self._is_untaken(r):
-                reply = self._place(r, item[2])[0]
-            self._withdraw_notification(r)
-            if reply is None:
-                return f"placed {former}"
-            self._release(r, former)
-            self._log("moved", r.id)
-            return reply
+    @of_each
+    def place(self, id: str, attempt: str, candidates: str) -> str:
+        r = self._owned(id, attempt)
+        if r is None or r.state not in ("granted", "placed"):
+            return "gone"
+        if r.state == "granted":
+            return self._place_granted(r, candidates)
+        reply, former = None, r.endpoints
+        if not self.endpoints.is_open(first(former)) and self._is_untaken(r):
+            reply = self._place(r, candidates)[0]
+        self._withdraw_notification(r)
+        if reply is None:
+            return f"placed {former}"
+        self._release(r, former)
+        self._log("moved", r.id)
+        return reply
 
-        return self._batch(caller, items, place)
+    @of_each
+    def acknowledge(self, id: str, attempt: str) -> str:
+        inbox = self.inboxes.get(self._caller, {})
+        if inbox.get(id) != f"placed {attempt}":
+            return "unknown"
+        del inbox[id]
+        return "taken"
 
-    def acknowledge(self, caller: str, items: Iterable[tuple[str, str]]) -> Reply:
-        def acknowledge(item: tuple[str, str]) -> str:
-            inbox, (id, attempt) = self.inboxes.get(caller, {}), item
-            if inbox.get(id) != f"placed {attempt}":
-                return "unknown"
-            del inbox[id]
-            return "taken"
+    @of_each
+    def settle(self, id: str, outcome: str, actual: float | None, answer_tokens: int | None) -> str:
+        r = self.requests.get(id)
+        if r is None:
+            return "unknown"
+        if r.state in ("queued", "held"):
+            self._finish(r, "cancelled")
+            return f"left {r.model}"
+        self._correct(r, actual)
+        if answer_tokens is not None:
+            self._learn(r.flow, answer_tokens)
+        self._finish(r, outcome)
+        return f"settled {r.model}"
 
-        return self._batch(caller, items, acknowledge)
-
-    def settle(self, caller: str, items: Iterable[tuple[str, str, float | None, int | None]]) -> Reply:
-        def settle(item: tuple[str, str, float | None, int | None]) -> str:
-            id, outcome, actual, answer_tokens = item
-            r = self.requests.get(id)
-            if r is None:
-                return "unknown"
-            if r.state in ("queued", "held"):
-                self._finish(r, "cancelled")
-                return f"left {r.model}"
-            self._correct(r, actual)
-            if answer_tokens is not None:
-                self._learn(r.flow, answer_tokens)
-            self._finish(r, outcome)
-            return f"settled {r.model}"
-
-        return self._batch(caller, items, settle)
-
-    def cancel(self, caller: str, items: Iterable[tuple[str, str, str]]) -> Reply:
-        def cancel(item: tuple[str, str, str]) -> str:
-            id, attempt, why = item
-            r = self.requests.get(id)
-            if r is None:
-                return "unknown"
-            if why == "unclaimed":
-                if r.owner != caller or not self._is_untaken(r):
-                    return "foreign"
-                why = "withdrawn"
-            elif self._owned(id, attempt) is None:
+    @of_each
+    def cancel(self, id: str, attempt: str, why: str) -> str:
+        r = self.requests.get(id)
+        if r is None:
+            return "unknown"
+        if why == "unclaimed":
+            if r.owner != self._caller or not self._is_untaken(r):
                 return "foreign"
-            elif why == "expired" and r.state in ("granted", "placed"):
-                return "granted"
-            self._finish(r, why)
-            self._withdraw_notification(r)
-            return "ended"
+            why = "withdrawn"
+        elif self._owned(id, attempt) is None:
+            return "foreign"
+        elif why == "expired" and r.state in ("granted", "placed"):
+            return "granted"
+        self._finish(r, why)
+        self._withdraw_notification(r)
+        return "ended"
 
-        return self._batch(caller, items, cancel)
-
-    def renew(self, caller: str, items: Iterable[tuple[str, str, str, Request | None]]) -> Reply:
+    @of_each
+    def renew(self, id: str, attempt: str, served: str, accounting_token: Request | None) -> str:
         """The accounting token is given as the request that it restores."""
+        r = self.requests.get(id)
+        if r is None:
+            return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
+        if r.state in ("queued", "held"):
+            return "waiting"
+        self._lease(r)
+        if r.state == "placed" and served not in ("", first(r.endpoints)):
+            old = first(r.endpoints)
+            self._release(r, r.endpoints)
+            r.endpoints = served
+            self._reserve(r)
+            self._unblock(old)
+            self._log("moved", r.id)
+        return "renewed"
 
-        def renew(item: tuple[str, str, str, Request | None]) -> str:
-            id, _, served, accounting_token = item
-            r = self.requests.get(id)
-            if r is None:
-                return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
-            if r.state in ("queued", "held"):
-                return "waiting"
-            self._lease(r)
-            if r.state == "placed" and served not in ("", first(r.endpoints)):
-                old = first(r.endpoints)
-                self._release(r, r.endpoints)
-                r.endpoints = served
-                self._reserve(r)
-                self._unblock(old)
-                self._log("moved", r.id)
-            return "renewed"
+    @of_each
+    def mark_endpoint(self, address: str, what: str, on: int) -> str:
+        marked = self.endpoints.mark(what, bool(on), address, self.moment.now_ms)
+        self._put_bounds()
+        return "marked" if marked else "unknown"
 
-        return self._batch(caller, items, renew)
-
-    def mark_endpoint(self, caller: str, items: Iterable[tuple[str, str, int]]) -> Reply:
-        def mark(item: tuple[str, str, int]) -> str:
-            address, what, on = item
-            marked = self.endpoints.mark(what, bool(on), address, self.moment.now_ms)
-            self._put_bounds()
-            return "marked" if marked else "unknown"
-
-        return self._batch(caller, items, mark)
-
-    def evict(self, caller: str, id: str) -> Reply:
-        def evict(id: str) -> str:
-            r = self.requests.get(id)
-            if r is None:
-                return "unknown"
-            if r.state not in ("queued", "held"):
-                return "running"
-            self._turn_away(r, "evicted")
-            return "evicted"
-
-        return self._batch(caller, [id], evict)
+    @of_each
+    def evict(self, id: str) -> str:
+        r = self.requests.get(id)
+        if r is None:
+            return "unknown"
+        if r.state not in ("queued", "held"):
+            return "running"
+        self._turn_away(r, "evicted")
+        return "evicted"
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
         """Notifications: the inbox, then those of the call. Answers as lua/heartbeat.lua has them."""
         self._begin(caller)
-        was_known = self.replicas.get(caller, 0) > self.moment.now_ms - silence_ms
+        was_known = caller in self.live(silence_ms)
         self.replicas[caller] = self.moment.now_ms
-        live = [name for name, last in self.replicas.items() if last > self.moment.now_ms - silence_ms]
+        live = self.live(silence_ms)
         inbox = self.inboxes.get(caller, {})
         # Grants stay until they are placed, and those placed at once until that is acknowledged. Those that
         # have ended meanwhile, or that another stream has, do not.
@@ -167,10 +156,10 @@ class QueueModel(PoolModel):
         granted = placed - over | {id for id, what in inbox.items() if what == "granted"}
         kept = [f"{'granted' if id in placed else inbox[id]} {id}" for id in inbox if id not in over]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if id in granted}
-        marks = self.endpoints.marks_version
-        versions = [*self._versions, self.tuned or ""]
-        if marks:
-            versions[1] = f"{versions[1]}+{marks}"
+        config, endpoints = self._versions
+        if self.endpoints.marks_version:
+            endpoints = f"{endpoints}+{self.endpoints.marks_version}"
+        versions = config, endpoints, self.tuned or ""
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
@@ -216,10 +205,10 @@ class QueueModel(PoolModel):
             self._orphan_silent(grace_ms)
         self._walk()
         self.queue.unthrottle_all()
-        self.queue.forget_finish_tags(at_rest=len(self.queue) == 0 and self.stock == 0)
+        at_rest = len(self.queue) == 0 and self.stock == 0
+        self.queue.forget_finish_tags(at_rest)
         if fresh:
             self.queue.rebase()
-            at_rest = len(self.queue) == 0 and self.stock == 0
             self.queue.collect({r.priority for r in self.requests.values()}, at_rest)
         self.queue.forget_preemptions()
         if fresh:
@@ -314,12 +303,11 @@ class QueueModel(PoolModel):
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)
         self._lease(r)
+        self.inboxes.get(old_owner, {}).pop(r.id, None)
         if r.state == "placed":
             if (old_owner, old_attempt) != (r.owner, r.attempt):
                 r.attempt = ""  # whichever stream Envoy listens to, the other cannot take it back
-            self.inboxes.get(old_owner, {}).pop(r.id, None)
             return f"placed {r.endpoints} adopted"
-        self.inboxes.get(old_owner, {}).pop(r.id, None)
         reply = self._place_granted(r, item.candidates)
         return f"{reply} adopted" if reply.startswith(("placed", "queued")) else reply
 

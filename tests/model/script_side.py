@@ -1,5 +1,6 @@
 """The scripts on a server, with a clock set from outside: one call, and all that can be seen of it."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -86,9 +87,7 @@ class ScriptSide:
         priorities = priorities_of(others or "", settings)
         workloads = {name: doubles(text) for name, text in registry.items()}
         orders = {
-            by_priority(key.removeprefix(self._keys.prefix), priorities): dict(
-                zip(pairs[::2], map(float, pairs[1::2]), strict=True)
-            )
+            by_priority(key.removeprefix(self._keys.prefix), priorities): scores_of(pairs)
             for key, pairs in zip(sets[::2], sets[1::2], strict=True)
         }
         requests = [dict(zip(REQUEST_ROW, row.split("\x1f"), strict=True)) for row in rows[2::2]]
@@ -99,6 +98,11 @@ class ScriptSide:
 
 def flow_queue_of(entry: dict[str, str]) -> str:
     return entry["flow"] if entry["event"] in ("parked", "unparked") else ""
+
+
+def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
+    """What a reply lists as name, score, name, score."""
+    return dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
 
 
 def plain(value: Any) -> Any:
@@ -118,25 +122,19 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
-    bands, loads = found.pop("bands"), found.pop("loads")
-    numbers: dict[str, Any] = {
-        name: plain(value) for name, value in found.items() if name not in ("epoch", "replicas")
-    }
+    _, bands, replicas, loads = (found.pop(name) for name in ("epoch", "bands", "replicas", "loads"))
     for priority, *values in zip(*(bands[at::5] for at in range(5)), strict=True):
-        for name, value in zip(("v", "flow_queues", "queued", "bytes"), values, strict=True):
-            numbers[f"{name}:{priority}"] = plain(value)
-    numbers["loads"] = {address: plain(load) for address, load in zip(loads[::2], loads[1::2], strict=True)}
-    numbers["replicas"] = sorted(found["replicas"][::2])
-    return numbers
+        of_band = (f"{name}:{priority}" for name in ("v", "flow_queues", "queued", "bytes"))
+        found |= zip(of_band, values, strict=True)
+    numbers: dict[str, Any] = {name: plain(value) for name, value in found.items()}
+    return numbers | {"loads": scores_of(loads), "replicas": sorted(replicas[::2])}
 
 
 def priorities_of(others: str, settings: str | None) -> dict[int, int]:
     """The number of each band in use -> its priority."""
     named = json.loads(settings or "{}").get("bands") or named_bands()
-    lines = [line.split() for line in others.splitlines()]
-    return {at: each["priority"] for at, each in enumerate(named[:3])} | {
-        int(a): int(b) for a, b, *_ in lines
-    }
+    made = {int(number): int(priority) for number, priority, *_ in map(str.split, others.splitlines())}
+    return {number: each["priority"] for number, each in enumerate(named[:3])} | made
 
 
 def by_priority(name: str, priorities: dict[int, int]) -> str:
@@ -157,30 +155,20 @@ def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> di
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
     """A call's arguments as the script takes them, from what the model takes."""
     if name == "admit":
-        return [caller, *map(packed_arrival, rest[0])]
+        return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
-        fields = ((id, attempt, served, accounting_token(r), 0) for id, attempt, served, r in rest[0])
-        return [caller, *(value for each in fields for value in each)]
-    if name in ("place", "acknowledge", "settle", "cancel", "mark_endpoint"):
+        rest = ([(*item[:3], accounting_token(item[3]), 0) for item in rest[0]],)
+    if name in ("place", "acknowledge", "settle", "cancel", "renew", "evict", "mark_endpoint"):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]
     if name == "publish":
         versions, settings, draining = rest
-        endpoints = [
-            text
-            for address, drains in draining.items()
-            for text in (address, json.dumps({"labels": {}, "draining": drains}))
-        ]
-        return [caller, *versions, json.dumps(settings), *endpoints]
+        listed = {address: json.dumps({"labels": {}, "draining": each}) for address, each in draining.items()}
+        return [caller, *versions, json.dumps(settings), *itertools.chain(*listed.items())]
     if name == "tune":
         return [caller, json.dumps(rest[0]), json.dumps(rest[0])]
     return [caller, *rest]
-
-
-def packed_arrival(it: Any) -> bytes:
-    fields = asdict(it)
-    return arrival(fields.pop("id"), **fields)
 
 
 def accounting_token(r: Any) -> str:

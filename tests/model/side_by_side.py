@@ -6,7 +6,7 @@ from typing import Any
 
 from pool_model import Reply
 from queue_model import QueueModel
-from script_side import SILENCE_MS, ScriptSide, Seen, arguments, plain
+from script_side import SILENCE_MS, ScriptSide, arguments, plain
 
 from picker_fleet.bands import Band
 
@@ -32,38 +32,22 @@ class SideBySide:
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
         self._placed = seen.placed  # of which the view lists fifty
         if name in ("admit", "place"):
-            ids = [item.id if name == "admit" else item[0] for item in rest[0]]
-            answers = [str(answer).split() for answer in seen.reply.answers]
-            self._placed |= {
-                id: words[1] for id, words in zip(ids, answers, strict=True) if words[0] == "placed"
-            }
+            for item, answer in zip(rest[0], seen.reply.answers, strict=True):
+                if answer.startswith("placed "):
+                    self._placed[item.id if name == "admit" else item[0]] = answer.split()[1]
         self.model.moment.now_us = self.now_us
         reply: Reply = getattr(self.model, name)(caller, *rest)
         where = f"{name} {caller} {rest}"
-        self._compare_replies(where, seen, reply, any_order=name == "heartbeat")
+        assert_same(where, seen.reply.notifications, reply.notifications, any_order=name == "heartbeat")
+        assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
+        assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
         # A sweep comes upon the requests of a silent replica in whatever order the server keeps them.
-        found, expected = seen.events, self.model.events
-        assert found == expected or (name == "sweep" and sorted(found) == sorted(expected)), (
-            where,
-            found,
-            expected,
-        )
+        assert_same(where, seen.events, self.model.events, any_order=name == "sweep")
         self._compare_numbers(where, seen.numbers)
         self._compare_workloads(where, seen.workloads)
         assert_same_orders(where, seen.orders, self.orders())
         self.agree = True
         return reply
-
-    @staticmethod
-    def _compare_replies(where: str, seen: Seen, reply: Reply, any_order: bool) -> None:
-        found, expected = seen.reply.notifications, reply.notifications
-        assert found == expected or (any_order and sorted(found) == sorted(expected)), (
-            where,
-            found,
-            expected,
-        )
-        assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
-        assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
 
     def _compare_numbers(self, where: str, seen: dict[str, Any]) -> None:
         expected = self.numbers()
@@ -103,9 +87,7 @@ class SideBySide:
             "rate": model.rate,
             "paused": model.moment.settings.get("paused", 0),
             "tuned": model.tuned or "",
-            "replicas": sorted(
-                name for name, last in model.replicas.items() if last > model.moment.now_ms - SILENCE_MS
-            ),
+            "replicas": sorted(model.live(SILENCE_MS)),
         }
         for priority, band in model.queue.bands.items():
             numbers |= {
@@ -150,6 +132,10 @@ class SideBySide:
         assert len(set(chosen)) == len(chosen), (id, chosen)
         assert [burdens.get(address) for address in chosen] == best, (id, chosen, burdens)
         return self._placed[id]
+
+
+def assert_same(where: str, seen: list[str], expected: list[str], any_order: bool) -> None:
+    assert seen == expected or (any_order and sorted(seen) == sorted(expected)), (where, seen, expected)
 
 
 def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> None:

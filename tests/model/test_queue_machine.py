@@ -318,7 +318,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(caller=callers, number=number)
     def evict(self, caller: str, number: int) -> None:
         ids = [*self.model.requests, "nobody"]
-        self.repeatable("evict", caller, ids[number % len(ids)])
+        self.repeatable("evict", caller, [(ids[number % len(ids)],)])
 
     @rule(caller=callers, overrides=some_of(LIVE | BANDS))
     def tune(self, caller: str, overrides: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from by_hand import Pool, arrivals
+from by_hand import Pool, arrivals, full, many
 from script_side import ScriptSide
 from shared_queue import named_bands
 
@@ -14,119 +14,99 @@ THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
-# Settings, what is known, the next arrival, its answer.
+ONLY_CRITICAL: CASES = {"overload": "reject-noncritical"}
 # Besides the three: one that is guaranteed and not preemptible, with room for two; and a low one.
-BANDS = [
-    *named_bands(),
-    {"priority": 7, "guaranteed": True, "capacity": 2},
-    {"priority": -50, "preemptible": True, "bytes": 1000},
-]
+GUARANTEED = {"priority": 7, "guaranteed": True, "capacity": 2}
+BANDED: CASES = {"bands": [*named_bands(), GUARANTEED, {"priority": -50, "preemptible": True, "bytes": 1000}]}
+QUEUED = "queued 10000"
+FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
+    f"refused {reason} 1" for reason in ("total-capacity", "saturated", "band-bytes", "no-endpoints")
+)
+# Settings, what is known, the next arrival, its answer.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound it is queued for what is left of its TTL": (
         {}, "runs", "r ttl_ms=30000 age_ms=2000", "queued 28000"),
     "as old as it may get, it has expired": ({}, "", "late ttl_ms=1000 age_ms=1000", "expired"),
-    "it waits for room for all of its cost": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", "queued 10000"),
-    "nothing bypasses a queue": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", "queued 10000"),
+    "it waits for room for all of its cost": ({"upper_per": 4}, "r1 cost=3", "r2 cost=2", QUEUED),
+    "nothing bypasses a queue": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
     "it takes no more than its share of the stock": (
         {"upper_per": 1000, "claim_share": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
     "a flow has its part of the queue": (
         {"flow_capacity": 2}, "runs, x0, x1", "x2", "refused insufficient-flow-capacity 1"),
-    "the queue has its capacity": ({"total_capacity": 2}, "runs, x0, y0", "z0", "refused total-capacity 1"),
+    "the queue has its capacity": ({"total_capacity": 2}, "runs, x0, y0", "z0", FULL),
     "the queue's capacity holds for a flow with places left": (
-        {"total_capacity": 3, "flow_capacity": 2}, "runs, x0, x1, y0", "y1", "refused total-capacity 1"),
+        {"total_capacity": 3, "flow_capacity": 2}, "runs, x0, x1, y0", "y1", FULL),
     "under no fairness no flow has a part": (
-        {"flow_capacity": 2, "fairness": "none"}, "runs, x1, x2", "x3", "queued 10000"),
+        {"flow_capacity": 2, "fairness": "none"}, "runs, x1, x2", "x3", QUEUED),
     "so many flows may wait": ({"max_flows": 2}, "runs, x0, y0, x1", "z0", "refused too-many-flows 1"),
     "so many flows may wait in all bands": (
         {"max_flows": 2}, "runs, x0, y0, x1", "x2 band=2", "refused too-many-flows 1"),
-    "a flow that waits already may bring more": ({"max_flows": 2}, "runs, x0, y0", "x1", "queued 10000"),
-    "critical flows have their places": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", "queued 10000"),
-    "nothing of its own band makes way": (
-        {"total_capacity": 2}, "runs, c1 band=0, d1", "e1", "refused total-capacity 1"),
-    "nothing critical makes way": (
-        {"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", "refused total-capacity 1"),
-    "where only critical requests queue others are refused": (
-        {"overload": "reject-noncritical"}, "runs", "d1", "refused saturated 1"),
-    "where only critical requests queue they do": (
-        {"overload": "reject-noncritical"}, "runs", "c1 band=0", "queued 10000"),
+    "a flow that waits already may bring more": ({"max_flows": 2}, "runs, x0, y0", "x1", QUEUED),
+    "critical flows have their places": ({"max_flows": 2}, "runs, x0, y0, x1", "c band=0", QUEUED),
+    "nothing of its own band makes way": ({"total_capacity": 2}, "runs, c1 band=0, d1", "e1", FULL),
+    "nothing critical makes way": ({"total_capacity": 2}, "runs, c1 band=0, c2 band=0", "d1 band=0", FULL),
+    "where only critical requests queue others are refused": (ONLY_CRITICAL, "runs", "d1", SATURATED),
+    "where only critical requests queue they do": (ONLY_CRITICAL, "runs", "c1 band=0", QUEUED),
     "where only critical requests queue nothing makes way": (
-        {"overload": "reject-noncritical", "total_capacity": 1}, "runs, c1 band=0", "c2 band=0",
-        "refused total-capacity 1"),
+        {**ONLY_CRITICAL, "total_capacity": 1}, "runs, c1 band=0", "c2 band=0", FULL),
     "a guaranteed band's flows have their places": (
-        {"max_flows": 2, "bands": BANDS}, "runs, x0, y0, x1", "g priority=7", "queued 10000"),
+        {**BANDED, "max_flows": 2}, "runs, x0, y0, x1", "g priority=7", QUEUED),
     "where only critical requests queue a guaranteed band's do": (
-        {"overload": "reject-noncritical", "bands": BANDS}, "runs", "g priority=7", "queued 10000"),
+        {**ONLY_CRITICAL, **BANDED}, "runs", "g priority=7", QUEUED),
     "a made band has the attributes of the nearest one below": (
-        {"overload": "reject-noncritical", "bands": BANDS}, "runs", "g priority=9", "queued 10000"),
-    "a band above Critical is like Critical": (
-        {"overload": "reject-noncritical"}, "runs", "u priority=100", "queued 10000"),
-    "a band between Default and Critical is like Default": (
-        {"overload": "reject-noncritical"}, "runs", "g priority=7", "refused saturated 1"),
-    "a band below Sheddable is like Sheddable": (
-        {"overload": "reject-noncritical"}, "runs", "l priority=-2147483648", "refused saturated 1"),
+        {**ONLY_CRITICAL, **BANDED}, "runs", "g priority=9", QUEUED),
+    "a band above Critical is like Critical": (ONLY_CRITICAL, "runs", "u priority=100", QUEUED),
+    "a band between Default and Critical is like Default": (ONLY_CRITICAL, "runs", "g priority=7", SATURATED),
+    "a band below Sheddable is like Sheddable": (ONLY_CRITICAL, "runs", "l priority=-2147483648", SATURATED),
     "a band has its capacity": (
-        {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
+        BANDED, "runs, g0 priority=7, g1 priority=7", "g2 priority=7", "refused band-capacity 1"),
     "a band has its bytes": (
-        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=401",
-        "refused band-bytes 1"),
+        BANDED, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=401", NO_BYTES_LEFT),
     "its bytes may be used to the last": (
-        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=400",
-        "queued 10000"),
+        BANDED, "runs, b0 priority=-50 body_bytes=600", "b1 priority=-50 body_bytes=400", QUEUED),
     "a body that is larger than its band's bytes may not wait": (
-        {"bands": BANDS}, "runs", "b priority=-50 body_bytes=1001", "refused band-bytes 1"),
-    "it is placed where there is room": (
-        {"bands": BANDS}, "", "b priority=-50 body_bytes=1001", "placed e1 0"),
+        BANDED, "runs", "b priority=-50 body_bytes=1001", NO_BYTES_LEFT),
+    "it is placed where there is room": (BANDED, "", "b priority=-50 body_bytes=1001", "placed e1 0"),
     "a body of unknown length may wait in a band without a byte left": (
-        {"bands": BANDS}, "runs, b0 priority=-50 body_bytes=1000", "b1 priority=-50", "queued 10000"),
+        BANDED, "runs, b0 priority=-50 body_bytes=1000", "b1 priority=-50", QUEUED),
     "a made band has the bytes of the nearest one below": (
-        {"bands": BANDS}, "runs, b0 priority=-20 body_bytes=600", "b1 priority=-20 body_bytes=600",
-        "refused band-bytes 1"),
+        BANDED, "runs, b0 priority=-20 body_bytes=600", "b1 priority=-20 body_bytes=600", NO_BYTES_LEFT),
     "a band below all has the bytes of the lowest": (
-        {"bands": BANDS}, "runs, b0 priority=-60 body_bytes=600", "b1 priority=-60 body_bytes=600",
-        "refused band-bytes 1"),
+        BANDED, "runs, b0 priority=-60 body_bytes=600", "b1 priority=-60 body_bytes=600", NO_BYTES_LEFT),
     "a full band keeps none out of the others": (
-        {"bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "h priority=6", "queued 10000"),
+        BANDED, "runs, g0 priority=7, g1 priority=7", "h priority=6", QUEUED),
     "what is not preemptible makes no way": (
-        {"total_capacity": 2, "bands": BANDS}, "runs, g0 priority=7, g1 priority=7", "c band=0",
-        "refused total-capacity 1"),
-    "while the pool is paused all wait": ({"paused": 1}, "", "r", "queued 10000"),
-    "the endpoint with the fewest in flight is first": (
-        TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
+        {**BANDED, "total_capacity": 2}, "runs, g0 priority=7, g1 priority=7", "c band=0", FULL),
+    "while the pool is paused all wait": ({"paused": 1}, "", "r", QUEUED),
+    "the endpoint with the fewest in flight is first": (TWO, "r1 candidates=e1", "r2", "placed e2,e1 0,1"),
     "there are as many fallbacks as configured": (
-        {"endpoints": 3, "upper_per": 9, "fallbacks": 1}, "r1 candidates=e1, r2 candidates=e2", "r3",
-        "placed e3,e1 0,1"),
+        {**THREE, "fallbacks": 1}, "r1 candidates=e1, r2 candidates=e2", "r3", "placed e3,e1 0,1"),
     "there are as many fallbacks as endpoints": (
-        {"endpoints": 2, "upper_per": 9, "fallbacks": 8}, "r1 candidates=e2", "r2 candidates=e2+e1+e2",
-        "placed e1,e2 1,0"),
+        {**TWO, "fallbacks": 8}, "r1 candidates=e2", "r2 candidates=e2+e1+e2", "placed e1,e2 1,0"),
     "a subset is kept to": (TWO, "r1 candidates=e2", "r2 candidates=e2", "placed e2 1"),
-    "what exists of a subset serves": (
-        TWO, "", "r candidates=away+e2", "placed e2 ,0"),
-    "a subset of unknown endpoints is refused": ({}, "", "r candidates=away", "refused no-endpoints 1"),
-    "an empty subset is refused": ({}, "", "r candidates=", "refused no-endpoints 1"),
-    "scores decide": (
-        TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
+    "what exists of a subset serves": (TWO, "", "r candidates=away+e2", "placed e2 ,0"),
+    "a subset of unknown endpoints is refused": ({}, "", "r candidates=away", NO_ENDPOINT),
+    "an empty subset is refused": ({}, "", "r candidates=", NO_ENDPOINT),
+    "scores decide": (TWO, "", "r candidates=e1=0.2+e2=0.5", "placed e2,e1 0,0"),
     "live load has its part beside scores": (
         TWO, "r1 candidates=e2", "r2 candidates=e1=0.2+e2=0.5", "placed e1,e2 0,1"),
     "an endpoint at a flow's limit takes no more of it": (
-        TWO, "x1 candidates=e2 limit=1", "x2 candidates=e2 limit=1", "queued 10000"),
-    "a flow at its limit on every endpoint waits": (
-        TWO, "x1 limit=1, x2 limit=1", "x3 limit=1", "queued 10000"),
+        TWO, "x1 candidates=e2 limit=1", "x2 candidates=e2 limit=1", QUEUED),
+    "a flow at its limit on every endpoint waits": (TWO, "x1 limit=1, x2 limit=1", "x3 limit=1", QUEUED),
     "one at a flow's limit is no candidate": (
-        THREE, "x1 candidates=e2 limit=1",
-        "x2 candidates=e1=0.1+e2=0.9 limit=1", "placed e1 0,"),
+        THREE, "x1 candidates=e2 limit=1", "x2 candidates=e1=0.1+e2=0.9 limit=1", "placed e1 0,"),
     "one at a flow's limit does not scale the load of others": (
         THREE, "y1 candidates=e2, y2 candidates=e1, x1 candidates=e1 limit=1",
         "x2 candidates=e1=0.9+e2=0.3+e3=0 limit=1", "placed e3,e2 ,1,0"),
     "no score outweighs an endpoint's own limit": (
-        CAPPED, "r1 candidates=e1=100+e2=0",
-        "r2 candidates=e1=100+e2=0", "placed e2 ,0"),
+        CAPPED, "r1 candidates=e1=100+e2=0", "r2 candidates=e1=100+e2=0", "placed e2 ,0"),
     "a request for an endpoint at its own limit waits": (
-        CAPPED, "r1 candidates=e1", "r2 candidates=e1", "queued 10000"),
+        CAPPED, "r1 candidates=e1", "r2 candidates=e1", QUEUED),
     "without a queue the bounds are not asked": ({"queue_enabled": 0}, "r1, r2", "r3 cost=9", "placed e1 2"),
     "without a queue it is refused where all are at their limits": (
-        {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", "refused saturated 1"),
-    "without a queue a pause holds it as well": ({"queue_enabled": 0, "paused": 1}, "", "r", "queued 10000"),
+        {"queue_enabled": 0, "caps": {"e1": 1}}, "r1", "r2", SATURATED),
+    "without a queue a pause holds it as well": ({"queue_enabled": 0, "paused": 1}, "", "r", QUEUED),
 }  # fmt: skip
 
 
@@ -156,6 +136,7 @@ def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: 
     assert pool.place("r1") == "placed e1"
 
 
+WEIGHTED: CASES = {"band_policy": "weighted", "guard_share": 0}
 # Settings, what waits behind one that fills the pool, how those are served (or the first of them).
 ORDERS: dict[str, tuple[CASES, str, str]] = {
     "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
@@ -165,18 +146,15 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
         {}, "m priority=-2147483648, h priority=2147483647, c band=0, n priority=-3, s priority=7, d",
         "h c s d n m"),
     "bands of other priorities by the weights of the nearest": (
-        {"band_policy": "weighted", "guard_share": 0},
-        ", ".join(f"c{n} priority=99, d{n} priority=7, s{n} priority=-3" for n in range(8)),
+        WEIGHTED, many("c{n} priority=99, d{n} priority=7, s{n} priority=-3", 8),
         "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
     "configured bands by their own weights": (
-        {"band_policy": "weighted", "guard_share": 0, "bands": BANDS, "band_weights": [20, 10, 1, 9, 70]},
-        ", ".join(f"g{n} priority=6, b{n} priority=-50, d{n} priority=10" for n in range(8)),
+        {**WEIGHTED, **BANDED, "band_weights": [20, 10, 1, 9, 70]},
+        many("g{n} priority=6, b{n} priority=-50, d{n} priority=10", 8),
         "d0 g0 b0 b1 b2 b3 d1 b4 b5 b6"),
     "a flow's name in two bands is two flows": ({}, "low flow=f band=2, high flow=f band=0", "high low"),
     "bands by their weights": (
-        {"band_policy": "weighted", "guard_share": 0},
-        ", ".join(f"{name}{n} band={band}" for n in range(8) for band, name in enumerate("cds")),
-        "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
+        WEIGHTED, many("c{n} band=0, d{n}, s{n} band=2", 8), "c0 d0 s0 c1 c2 c3 d1 c4 c5 c6"),
     "one request of each flow a round, whatever it costs": (
         {"fairness": "round-robin", "upper_per": 100, "lower_per": 1},
         "x1 cost=9 weight=5, x2 cost=9, y1, y2, z1", "x1 y1 z1 x2 y2"),
@@ -195,7 +173,7 @@ ORDERS: dict[str, tuple[CASES, str, str]] = {
         "h1 workload=high criticality=4 flow=f, h2 workload=high criticality=4 flow=f", "h1 h2 l1 l2"),
     "who asks seldom": (
         {**BY_WORKLOAD, "window_ms": 1000, "rate_cap": 10},
-        ", ".join(f"o{n} workload=often flow=f" for n in range(8)) + ", once workload=once flow=f", "once"),
+        many("o{n} workload=often flow=f", 8) + ", once workload=once flow=f", "once"),
     "the more critical, once both have waited to the cap": (
         {**BY_WORKLOAD, "wait_cap_ms": 50},
         "old workload=old criticality=2 age_ms=120 flow=f, young workload=new criticality=4 age_ms=60 flow=f",
@@ -250,9 +228,7 @@ def test_flows_are_served_by_their_weights_to_one_request_of_each(
 
 
 def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit(", ".join(f"x{n}" for n in range(12)))
+    pool = full(side, many("x{n}", 12))
     assert pool.serve(8)[-1] == "x7"
     pool.admit("y0, y1, y2, y3")
     assert pool.serve() == ["y0", "x8", "y1", "x9", "y2", "x10", "y3", "x11"]
@@ -261,16 +237,14 @@ def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
 def test_a_flow_that_comes_back_still_owes_for_its_service(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=5, lower_per=0.5)
     pool.admit("runs cost=5")
-    pool.admit("x0 cost=5, " + ", ".join(f"y{n}" for n in range(8)))
+    pool.admit("x0 cost=5, " + many("y{n}", 8))
     assert pool.serve(1) == ["x0"]
     pool.admit("x1")
     assert pool.serve() == ["y0", "y1", "y2", "y3", "y4", "x1", "y5", "y6", "y7"]
 
 
 def test_a_weight_that_is_changed_counts_for_what_already_waits(side: ScriptSide) -> None:
-    pool = Pool(side, guard_share=0)
-    pool.admit("runs")
-    pool.admit(", ".join(f"x{n}, y{n}" for n in range(9)))
+    pool = full(side, many("x{n}, y{n}", 9), guard_share=0)
     pool.tune(weights={"y": 3})
     assert sum(name.startswith("y") for name in pool.serve(12)) == 9
 
@@ -287,9 +261,7 @@ def test_a_paused_pool_queues_and_expires_but_serves_nobody(side: ScriptSide) ->
 
 
 def test_a_request_that_leaves_the_queue_leaves_no_gap(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("x0, x1, x2, y0, y1, y2")
+    pool = full(side, "x0, x1, x2, y0, y1, y2")
     assert pool.cancel("x1") == "ended"
     assert pool.serve() == ["x0", "y0", "x2", "y1", "y2"]
 
@@ -300,13 +272,11 @@ def test_a_request_that_leaves_the_queue_leaves_no_gap(side: ScriptSide) -> None
 def test_the_guard_serves_its_share_of_dispatches_to_the_longest_overdue(
     side: ScriptSide, share: float, turns: list[int]
 ) -> None:
-    pool = Pool(side, starvation_ms=30, guard_share=share)
-    pool.admit("runs")
-    pool.admit(", ".join(f"s{n} band=2" for n in range(len(turns))))
+    pool = full(side, many("s{n} band=2", len(turns)), starvation_ms=30, guard_share=share)
     pool.passes(40)
-    pool.admit(", ".join(f"c{n} band=0" for n in range(60)))
+    pool.admit(many("c{n} band=0", 60))
     order = pool.serve(41)
-    assert pool.those("granted", by="guard") == [f"s{n}" for n in range(len(turns))]
+    assert pool.those("granted", by="guard") == [order[turn] for turn in turns]
     assert [order.index(f"s{n}") for n in range(len(turns))] == turns
 
 
@@ -320,8 +290,8 @@ def test_the_queue_is_served_only_below_the_lower_bound(side: ScriptSide) -> Non
 
 def test_many_claims_of_all_the_stock_run_by_fours_and_leave_the_others_their_turns(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=1000, claim_share=0.25)
-    pool.admit(", ".join(f"greedy{n} cost=1000000" for n in range(6)))
-    pool.admit(", ".join(f"honest{n} cost=20" for n in range(20)))
+    pool.admit(many("greedy{n} cost=1000000", 6))
+    pool.admit(many("honest{n} cost=20", 20))
     assert pool.counts() == (1000, 22, [4])
     assert pool.end("greedy0", "greedy1") == ["greedy4", *(f"honest{n}" for n in range(12))]
 
@@ -335,9 +305,7 @@ def test_fractions_of_costs_leave_nothing_of_the_stock(side: ScriptSide) -> None
 
 
 def test_queued_requests_are_served_when_an_endpoint_returns(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("waits")
+    pool = full(side, "waits")
     pool.publish({})
     assert pool.end("runs") == []
     pool.publish({"e2": False})
@@ -346,19 +314,17 @@ def test_queued_requests_are_served_when_an_endpoint_returns(side: ScriptSide) -
 
 
 def test_an_endpoint_may_be_chosen_by_the_call_that_publishes_it(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=2, fallbacks=1)
-    pool.admit("r1, r2")
-    pool.admit("waits")
+    pool = full(side, "r2, waits", upper_per=2, fallbacks=1)
     pool.publish({"e1": False, "e2": False})
     assert pool.place("waits") == "placed e2,e1"
 
 
 def test_the_endpoint_where_a_request_ends_takes_the_next_although_many_have_as_few(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=30)
-    pool.admit(", ".join(f"r{n}" for n in range(1, 31)))
+    pool.admit(many("r{n}", 30))
     pool.admit("waits1, waits2")
-    freed = {endpoint_of(pool, "r15"), endpoint_of(pool, "r30")}
-    assert pool.end("r30", "r15") == ["waits1", "waits2"]
+    freed = {endpoint_of(pool, "r15"), endpoint_of(pool, "r29")}
+    assert pool.end("r29", "r15") == ["waits1", "waits2"]
     assert {endpoint_of(pool, "waits1"), endpoint_of(pool, "waits2")} == freed
 
 
@@ -402,8 +368,7 @@ def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, 
 
 
 def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(side: ScriptSide) -> None:
-    pool = Pool(side, total_capacity=7)
-    pool.admit("runs")
+    pool = full(side, total_capacity=7)
     pool.admit("x1 band=2, x2 band=2, x3 band=2, y1 band=2, y2 band=2, y3 band=2", by="b")
     pool.admit("d1")
     assert pool.admit("c1 band=0, c2 band=0, c3 band=0, d2") == ["queued 10000"] * 4
@@ -413,8 +378,7 @@ def test_a_higher_band_preempts_the_newest_of_the_flow_preempted_longest_ago(sid
 
 
 def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
-    pool = Pool(side, total_capacity=6)
-    pool.admit("runs")
+    pool = full(side, total_capacity=6)
     pool.admit("m priority=-99, n priority=-3, s priority=7, h priority=100, d, c band=0", by="b")
     pool.admit("u1 priority=50, u2 priority=50, u3 priority=50, u4 priority=50")
     assert pool.those("preempted") == ["m", "n", "d", "s"]
@@ -447,10 +411,9 @@ def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: Scr
 
 
 def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: ScriptSide) -> None:
-    weights = [70, 20, 10, 10, 1]
-    pool = Pool(side, band_policy="weighted", guard_share=0, upper_per=2, bands=BANDS, band_weights=weights)
+    pool = Pool(side, **WEIGHTED, **BANDED, band_weights=[70, 20, 10, 10, 1], upper_per=2)
     # A band of little weight that is empty at each sweep, beside one that is busy.
-    pool.admit("runs1, runs2, " + ", ".join(f"d{n}" for n in range(100)))
+    pool.admit("runs1, runs2, " + many("d{n}", 100))
     for n in range(12):
         pool.admit(f"b{n} priority=-50")
         pool.serve(2)
@@ -465,10 +428,7 @@ def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: Sc
 
 
 def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side: ScriptSide) -> None:
-    pool = Pool(side, total_capacity=3)
-    pool.admit("runs")
-    pool.admit("x band=2, y band=2, z band=2")
-    pool.admit("c1 band=0")
+    pool = full(side, "x band=2, y band=2, z band=2", "c1 band=0", total_capacity=3)
     pool.cancel("c1")
     pool.admit("x2 band=2, c2 band=0, c3 band=0, c4 band=0")
     assert pool.those("preempted") == ["x", "y", "z", "x2"]
@@ -478,11 +438,9 @@ def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side
 
 
 def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("r")
-    pool.admit("q")
+    pool = full(side, "q")
     # The replica learns of the eviction from its own call; the notification is in its inbox too.
-    pool.call("evict", "q")
+    pool.call("evict", [("q",)])
     assert pool.told["a"] == ["evicted q"]
     pool.admit("q")
     pool.beat()
@@ -490,10 +448,8 @@ def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide
 
 
 def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("r")
-    pool.admit("q")
-    pool.call("evict", "q")
+    pool = full(side, "q")
+    pool.call("evict", [("q",)])
     # The client sends it again to another replica, and then to this one.
     pool.admit("q", by="b")
     pool.admit("q")
@@ -502,11 +458,9 @@ def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: Scr
 
 
 def test_a_critical_flow_gets_its_places_however_full_the_queue_is(side: ScriptSide) -> None:
-    pool = Pool(side, total_capacity=6, flow_capacity=3)
-    pool.admit("runs")
-    pool.admit(", ".join(f"c{n} band=0, d{n}" for n in range(3)))
-    answers = pool.admit(", ".join(f"e{n} band=0" for n in range(4)))
-    assert answers == ["queued 10000"] * 3 + ["refused insufficient-flow-capacity 1"]
+    pool = full(side, many("c{n} band=0, d{n}", 3), total_capacity=6, flow_capacity=3)
+    answers = pool.admit(many("e{n} band=0", 4))
+    assert answers == [QUEUED] * 3 + ["refused insufficient-flow-capacity 1"]
     assert pool.those("preempted") == ["d2", "d1", "d0"]
 
 
@@ -519,7 +473,7 @@ def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> N
     pool.serve(2)
     pool.sweep()
     assert pool.model.rate == 1.6
-    pool.admit(", ".join(f"q{n}" for n in range(4, 10)))
+    pool.admit(many("p{n}", 6))
     assert pool.admit("late") == ["refused total-capacity 6"]
 
 
@@ -567,8 +521,7 @@ def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide)
 
 
 def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1, "e2": 1})
-    pool.admit("runs")
+    pool = full(side, endpoints=2, upper_per=99, caps={"e1": 1, "e2": 1})
     pool.tune(paused=1)
     pool.admit("granted candidates=e1+e2")
     pool.tune(paused=None)
@@ -589,9 +542,7 @@ def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(side:
 
 
 def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit(", ".join(f"dear{n}, cheap{n}" for n in range(12)))
+    pool = full(side, many("dear{n}, cheap{n}", 12))
     order = pool.serve(1)
     for _ in range(10):
         # Their estimates are equal; one's requests really cost four times as much.
@@ -622,10 +573,9 @@ def test_the_cost_of_an_answer_is_learned(side: ScriptSide) -> None:
 
 
 def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
+    pool = full(side)
     # More of them than the timers of one call.
-    pool.admit(", ".join(f"short{n} ttl_ms=50" for n in range(30)), by="b")
+    pool.admit(many("short{n} ttl_ms=50", 30), by="b")
     pool.admit("late")
     pool.passes(60)
     assert pool.end("runs") == ["late"]
@@ -645,9 +595,7 @@ def test_a_grant_past_its_time_to_live_does_not_go_back_to_the_queue(side: Scrip
 
 
 def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("q candidates=e1")
+    pool = full(side, "q candidates=e1")
     pool.end("runs")
     assert pool.cancel("q", "expired") == "granted"
     pool.place("q")
@@ -673,8 +621,7 @@ def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: Sc
 
 
 def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(side: ScriptSide) -> None:
-    pool = Pool(side, lease_ms=900_000)
-    pool.admit("runs")
+    pool = full(side, lease_ms=900_000)
     pool.admit("orphan flow=f ttl_ms=900000", by="b")
     pool.admit("alive flow=f ttl_ms=900000")
     pool.passes(SILENT_MS)
@@ -695,8 +642,7 @@ def acknowledged(pool: Pool, name: str, attempt: str = "1", by: str = "a") -> bo
 
 
 def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
+    pool = full(side)
     pool.admit("q1", by="b")
     pool.admit("q2")
     pool.end("runs")
@@ -740,9 +686,7 @@ def test_a_request_leaves_a_closed_endpoint_unless_its_replica_knows_its_place(
 
 
 def test_a_request_stays_at_a_closed_endpoint_where_no_other_takes_it(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("q")
+    pool = full(side, "q")
     pool.end("runs")
     pool.mark("e1", "drained")
     assert pool.place("q") == "placed e1"
@@ -763,9 +707,7 @@ def test_a_request_that_cannot_be_placed_when_it_is_granted_asks_for_its_place(s
 
 
 def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("q0, q1, q2")
+    pool = full(side, "q0, q1, q2")
     assert pool.admit("q1, q0 candidates=e1", by="b") == ["queued 10000 adopted"] * 2
     assert pool.cancel("q0") == pool.cancel("q0", "expired") == "foreign"
     assert pool.end("runs") == ["q0"]
@@ -779,9 +721,7 @@ def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: Scr
 
 
 def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.admit("runs")
-    pool.admit("q ttl_ms=50")
+    pool = full(side, "q ttl_ms=50")
     pool.passes(60)
     assert pool.admit("q", by="b") == ["expired"]
 
@@ -850,10 +790,9 @@ def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
 
 def test_requests_that_are_refused_push_a_workload_behind(side: ScriptSide) -> None:
     rates = {"rate_weight": 0.9, "rate_cap": 0.1, "guard_share": 0}
-    pool = Pool(side, total_capacity=2, ordering="workload-aware", **rates)
-    pool.admit("runs")
-    pool.admit("greedy flow=f workload=greedy, modest flow=f workload=modest")
-    pool.admit(", ".join(f"again{n} flow=f workload=greedy" for n in range(5)))
+    waiting = "greedy flow=f workload=greedy, modest flow=f workload=modest"
+    pool = full(side, waiting, total_capacity=2, **BY_WORKLOAD, **rates)
+    pool.admit(many("again{n} flow=f workload=greedy", 5))
     pool.sweep()
     assert pool.end("runs") == ["modest"]
 
@@ -898,11 +837,9 @@ SPECIFIED = {
 def test_the_specifications_worked_examples(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=1000, ordering="workload-aware", wait_signal="workload_average")
     for name, (wait_ms, count, _, _) in SPECIFIED.items():
-        earlier = [f"{name}-{number}" for number in range(count - 1)]
-        for at in range(0, len(earlier), 10):
-            some = (f"{each} workload={name} age_ms={wait_ms} ttl_ms=60000" for each in earlier[at : at + 10])
-            pool.admit(", ".join(some))
-        pool.end(*earlier)
+        for _ in range(count - 1):
+            pool.admit(f"earlier workload={name} age_ms={wait_ms} ttl_ms=60000")
+            pool.end("earlier")
     pool.admit("runs cost=1000 flow=other")
     for name, (_, _, criticality, score) in SPECIFIED.items():
         pool.admit(f"{name} workload={name} criticality={criticality} flow=f")

@@ -34,7 +34,7 @@ def clock_of(key: str, name: str = "") -> str:
 
 
 def arrival(
-    request_id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
+    id: str, *, attempt: str = "1", flow: str = "flow", workload: str = "w", candidates: str = "*",
     band: int = 1, priority: int | None = None, weight: float = 1, cost: float = 1, ttl_ms: float = 60_000,
     age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
     body_bytes: int = 0,
@@ -42,9 +42,8 @@ def arrival(
     """A request as `admit` takes it: of `band` 0 to 2, or of any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
-    texts = (request_id, attempt, flow, workload, model, candidates)
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
-    return pack_arrival(texts, numbers)
+    return pack_arrival((id, attempt, flow, workload, model, candidates), numbers)
 
 
 class DirectPool:
