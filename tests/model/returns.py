@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 from failover_bench import PULSE, gate_over
-from local_requests import ask
+from script_fleet import ask, ended
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.failover.gate import FailoverGate, FailoverState
-from picker_fleet.request import Alive, Completion, Endpoint, Outcome
+from picker_fleet.request import Alive, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Decision, Store
@@ -94,15 +94,7 @@ class Pool:
         self.counted[request_id] = True
         return self._answer("renew", args, "restored")
 
-    def settle(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        actual: float | None = None,
-        tokens: int | None = None,
-        *,
-        urgent: bool = False,
-    ) -> Done:
+    def settle(self, request_id: str, outcome: Outcome, *_: float | None, urgent: bool = False) -> Done:
         known = self.counted.pop(request_id, None) is not None
         return self._answer("settle", (request_id, outcome.value), "settled" if known else "unknown")
 
@@ -195,11 +187,11 @@ class World:
                 yield Step("end", who)
                 if self._signs < self._most_signs:
                     yield Step("renew", who)
-            if gate.state is not FailoverState.LOCAL and self._outs[who] < self._most_outs:
-                yield Step("leave", who)
             if gate.state is FailoverState.LOCAL:
                 yield Step("return" if self._whole else "resync", who)
                 continue
+            if self._outs[who] < self._most_outs:
+                yield Step("leave", who)
             if not self._whole:
                 yield Step("beat", who)
             if gate.state is FailoverState.SHARED:
@@ -210,7 +202,7 @@ class World:
                     yield Step("finish", who)
             elif not self._reported[who]:
                 yield Step("report", who)
-            elif not self.patient or any(local) or self._others_reported(gate):
+            elif not self.patient or any(local) or gate.tombstones.peers_answered(self.names):
                 yield Step("restore", who)
 
     def take(self, step: Step) -> None:
@@ -225,7 +217,7 @@ class World:
             gate.renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
         elif step.what == "end":
             self.request = _OVER
-            gate.settle(self._completion())
+            gate.settle(ended(REQUEST)._replace(served=ENDPOINT, accounting_token=self.accounting_token))
         elif step.what == "leave":
             self._outs[who] += 1
             self._said[who] = _Said.of(gate)
@@ -266,17 +258,9 @@ class World:
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
         }
         gate = self._gates[who]
-        gate.update_peers({**about, self.names[who]: _NOTHING})
+        gate.update_peers({**about, self.names[who]: _Said()})
         if gate.tombstones.is_due:
             _run(gate.tombstones.answer_peers())
-
-    def _completion(self) -> Completion:
-        return Completion(
-            REQUEST, Outcome.COMPLETED, 200, ENDPOINT, 1, 1, 0.1, 0.1, accounting_token=self.accounting_token
-        )
-
-    def _others_reported(self, gate: FailoverGate) -> bool:
-        return gate.tombstones.peers_answered(self.names)
 
     # What must hold
 
@@ -318,8 +302,7 @@ class World:
             gates = (*before.gates[:who], self._gates[who].save(), *before.gates[who + 1 :])
         return State(
             self.request, self._signs, tuple(self._outs), tuple(self._reported), tuple(pool.counted.items()),
-            frozenset(pool.tombstones), pool.life, tuple(self._said),
-            gates,
+            frozenset(pool.tombstones), pool.life, tuple(self._said), gates,
         )  # fmt: skip
 
     def go_to(self, state: State, since: State | None = None) -> None:
@@ -393,18 +376,11 @@ class _Said(dict[str, Any]):
 
     @classmethod
     def of(cls, gate: FailoverGate) -> "_Said":
-        return cls(
-            {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in gate.heartbeat_fields().items()
-            }
-        )
+        fields = gate.heartbeat_fields().items()
+        return cls({key: tuple(value) if isinstance(value, list) else value for key, value in fields})
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
-
-
-_NOTHING = _Said()
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -27,6 +27,9 @@ from side_by_side import SideBySide
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
 
+Fields = dict[str, Any]
+Choices = dict[str, list[Any]]
+
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
@@ -43,22 +46,22 @@ FEW = {"valkey": 400, "fakeredis": 30}  # fakeredis takes ten times as long, and
 STEPS = 50
 TO_SETTLE = 3_601_000_000  # us: longer than any silence, lease, TTL or idle time here, or an end is awaited
 
-BASE: dict[str, Any] = {
+BASE: Fields = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,
     "silence_ms": SILENCE_MS, "fallbacks": 1, "log_max": 1_000_000, "window_ms": 3000, "ema_alpha": 0.2,
     "guard_share": 0.5, "starvation_ms": 700, "band_policy": "strict", "band_weights": [70, 20, 10],
     "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
     "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 4000, "rate_cap": 5, "overload": "preempt",
-    "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3,
-    "live_weight": 0.5,
+    "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
 }  # fmt: skip
 # As it is few are in flight, so that many wait; in a larger room loads come to lie far apart.
 ROOMY = {"upper_per": 4, "lower_per": 3}
 # One call of the sweep walks past this many for certain. Of REFILED (16) the scan may stop with empty buckets
 # left, as the hash seed of the server has it, and say that there is more; the model knows no half walk.
 WALKED = 15
+GUARANTEED = {"priority": 7, "guaranteed": True}
 # What an operator may change at any time, and the settings whose change reorders the queue.
-LIVE: dict[str, list[Any]] = {
+LIVE: Choices = {
     "upper_per": [1, 2.3, 4, 0],
     "lower_per": [1, 2, 3.7, 0],
     "total_capacity": [2, 6, 12],
@@ -77,17 +80,13 @@ LIVE: dict[str, list[Any]] = {
     "queue_unready": [0, 1],
     "bands": [
         [{"priority": 10, "guaranteed": True}, {"priority": 0, "preemptible": True}, {"priority": -10}],
-        [
-            *named_bands(),
-            {"priority": 7, "guaranteed": True, "capacity": 2, "bytes": 3000},
-            {"priority": -20, "capacity": 1},
-        ],
+        [*named_bands(), {**GUARANTEED, "capacity": 2, "bytes": 3000}, {"priority": -20, "capacity": 1}],
         [{**each, "bytes": limit} for each, limit in zip(named_bands(), (2**32, 5000, 900), strict=True)],
     ],
     "caps": [{"e1": 1}, {"e1": 1, "e2": 2}, {"e1": 1, "e2": 1, "e3": 1}],
 }
-BANDS: dict[str, list[Any]] = {"band_policy": ["weighted", "strict"]}
-POLICY: dict[str, list[Any]] = {
+BANDS: Choices = {"band_policy": ["weighted", "strict"]}
+POLICY: Choices = {
     "fairness": ["weighted-fair", "round-robin", "none"],
     "ordering": ["fcfs", "edf", "workload-aware"],
     "wait_signal": ["request", "workload_average"],
@@ -98,16 +97,17 @@ POLICY: dict[str, list[Any]] = {
 }
 
 
-def every_of(choices: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+def every_of(choices: Choices) -> st.SearchStrategy[Fields]:
     return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in choices.items()})
 
 
-def some_of(choices: dict[str, list[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+def some_of(choices: Choices) -> st.SearchStrategy[Fields]:
     """A few settings, each at one of its values, or taken back (None)."""
     values = {name: st.sampled_from([*each, None]) for name, each in choices.items()}
     return st.fixed_dictionaries({}, optional=values)
 
 
+addresses = st.sampled_from((*ENDPOINTS, "away"))
 callers = st.sampled_from(CALLERS)
 plain = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
 # Equal, near and far apart beside the weights of live load; a few without a score, some named twice.
@@ -116,6 +116,7 @@ scored = st.lists(
     st.tuples(st.sampled_from((*ENDPOINTS, *ENDPOINTS, "away")), scores), min_size=1, max_size=4
 )
 places = st.one_of(plain, plain, scored.map(lambda named: ",".join(map("".join, named))))
+reasons = st.sampled_from(["cancelled", "expired", "withdrawn", "unclaimed"])
 outcomes = st.sampled_from(["completed", "upstream_failed", "client_gone"])
 actuals = st.sampled_from([None, 1.0, 0.4, 6.0])
 answers = st.sampled_from([None, 1, 9])
@@ -127,7 +128,7 @@ usually_open = st.sampled_from(["open", "open", "open", "drains", "away"])
 seldom_open = st.sampled_from(["away", "open", "drains", "drains"])
 number = st.integers(0, 99)  # which of those known to take
 numbers = st.lists(number, min_size=1, max_size=4)
-arrivals: st.SearchStrategy[dict[str, Any]] = st.builds(
+arrivals: st.SearchStrategy[Fields] = st.builds(
     dict,
     flow=st.sampled_from(sorted(WEIGHTS)),
     priority=st.sampled_from(PRIORITIES),
@@ -162,13 +163,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     def call(self, *call: Any) -> Reply:
         name, _, *rest = call
-        known = self.model.requests
-        coming: list[str] = []
+        known = set(self.model.requests)
         if name == "admit":
-            coming = [it.id for it in rest[0] if it.id not in known]
+            known |= {it.id for it in rest[0]}
         elif name == "renew":
-            coming = [id for id, _, _, lost in rest[0] if lost and id not in known]
-        return self.both.call(*call) if len(known) + len(coming) <= WALKED else Reply()
+            known |= {id for id, _, _, lost in rest[0] if lost}
+        return self.both.call(*call) if len(known) <= WALKED else Reply()
 
     def repeatable(self, *call: Any) -> None:
         self.made.append(call)
@@ -201,13 +201,7 @@ class QueueMachine(RuleBasedStateMachine):
         names=distinct(len(SPELLED)),
     )
     def begin(
-        self,
-        policy: dict[str, Any],
-        roomy: bool,
-        unit: float,
-        capped: dict[str, Any],
-        batch: list[dict[str, Any]],
-        names: list[str],
+        self, policy: Fields, roomy: bool, unit: float, capped: Fields, batch: list[Fields], names: list[str]
     ) -> None:
         self.named = {"": "", **dict(zip(SPELLED, names, strict=True))}
         roomy, self.unit = roomy or bool(capped), unit
@@ -219,29 +213,19 @@ class QueueMachine(RuleBasedStateMachine):
             self.arrive(caller, batch)
 
     @rule(caller=callers, batch=batches)
-    def arrive(self, caller: str, batch: list[dict[str, Any]]) -> None:
+    def arrive(self, caller: str, batch: list[Fields]) -> None:
         items = []
         for it in batch:
-            flow = it["flow"]
-            called = {"flow": self.named[flow], "workload": self.named[it["workload"]]}
-            called["candidates"] = self.where(called["flow"], it["candidates"])
-            called["cost"] = self.unit * it["cost"]
-            items.append(
-                Arrival(self.new_id(), weight=WEIGHTS[flow], limit=LIMITS.get(flow, 0), **(it | called))
-            )
+            flow, name = it["flow"], self.named[it["flow"]]
+            called = {"flow": name, "workload": self.named[it["workload"]], "cost": self.unit * it["cost"]}
+            called |= {"candidates": self.where(name, it["candidates"]), "weight": WEIGHTS[flow]}
+            items.append(Arrival(self.new_id(), limit=LIMITS.get(flow, 0), **(it | called)))
         self.repeatable("admit", caller, items)
 
     @precondition(with_some("placed", "granted"))
     @rule(numbers=numbers, outcome=outcomes, actual=actuals, tokens=answers, batch=batches)
-    def one_ends_others_come(
-        self,
-        numbers: list[int],
-        outcome: str,
-        actual: float | None,
-        tokens: int | None,
-        batch: list[dict[str, Any]],
-    ) -> None:
-        self.complete("c", numbers, outcome, actual, tokens)
+    def one_ends_others_come(self, batch: list[Fields], **of_the_end: Any) -> None:
+        self.complete("c", **of_the_end)
         self.arrive("b", batch)
 
     @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("123"), candidates=places)
@@ -272,8 +256,8 @@ class QueueMachine(RuleBasedStateMachine):
     def complete(
         self, caller: str, numbers: list[int], outcome: str, actual: float | None, tokens: int | None
     ) -> None:
-        running = self.those(numbers, "placed", "granted")
         real = None if actual is None else self.unit * actual
+        running = self.those(numbers, "placed", "granted")
         self.repeatable("settle", caller, [(r.id, outcome, real, tokens) for r in running])
 
     @rule(caller=callers, number=number)
@@ -281,18 +265,14 @@ class QueueMachine(RuleBasedStateMachine):
         items = [(r.id, "client_gone", None, None) for r in self.those([number])]
         self.repeatable("settle", caller, [*items, ("nobody", "completed", 1.0, None)])
 
-    @rule(
-        number=number,
-        why=st.sampled_from(["cancelled", "expired", "withdrawn", "unclaimed"]),
-        own=st.booleans(),
-    )
+    @rule(number=number, why=reasons, own=st.booleans())
     def cancel(self, number: int, why: str, own: bool) -> None:
         found = self.those([number])
         caller = found[0].owner if found and own else "c"
         self.repeatable("cancel", caller, [*((r.id, r.attempt, why) for r in found), ("nobody", "1", why)])
 
     @rule(caller=callers, numbers=numbers, served=served_by, lost=seldom, it=arrivals)
-    def renew(self, caller: str, numbers: list[int], served: str, lost: bool, it: dict[str, Any]) -> None:
+    def renew(self, caller: str, numbers: list[int], served: str, lost: bool, it: Fields) -> None:
         items: list[Any] = [(r.id, r.attempt, served, None) for r in self.those(numbers)]
         if lost:
             flow, workload, id = it["flow"], self.named[it["workload"]], self.new_id()
@@ -321,14 +301,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.repeatable("evict", caller, [(ids[number % len(ids)],)])
 
     @rule(caller=callers, overrides=some_of(LIVE | BANDS))
-    def tune(self, caller: str, overrides: dict[str, Any]) -> None:
-        weights = overrides.get("weights")
-        if weights:
+    def tune(self, caller: str, overrides: Fields) -> None:
+        if weights := overrides.get("weights"):
             overrides = {**overrides, "weights": {self.named[flow]: each for flow, each in weights.items()}}
         self.call("tune", caller, overrides)
 
     @rule(caller=callers, overrides=some_of(POLICY))
-    def change_policy(self, caller: str, overrides: dict[str, Any]) -> None:
+    def change_policy(self, caller: str, overrides: Fields) -> None:
         # Nothing is served until the waiting requests are reordered. Which of them the sweep has moved at a
         # moment depends on where the server's hash keeps them. Until then a flow queue mixes two orders, of
         # which nothing is promised but that no request is lost or served twice. bench/chaos covers that: its
@@ -343,7 +322,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(
         caller=callers,
-        address=st.sampled_from((*ENDPOINTS, "away")),
+        address=addresses,
         what=st.sampled_from(["drained", "down"]),
         on=st.sampled_from([0, 1, 0]),
     )
@@ -374,9 +353,10 @@ class QueueMachine(RuleBasedStateMachine):
             self.sweep_out()
         # Nothing is counted, and nothing is kept but what the pool is.
         numbers = self.both.numbers()
-        for name in ("stock", "queued", "in_flight", "overdue"):
-            assert numbers[name] == 0, name
-        assert not any(numbers["loads"].values())
+        counts = {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")} | numbers[
+            "loads"
+        ]
+        assert not any(counts.values()), counts
         kept = self.side.key_names()
         assert kept == {"pool", "endpoints", "load", "log"}, kept
 
