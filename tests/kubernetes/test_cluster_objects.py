@@ -9,7 +9,7 @@ from api_server import NAMESPACE, POOLS, ApiServer
 from seat import APP, Seat, until
 
 from picker_fleet.replica import inference_objects
-from picker_fleet.replica.inference_objects import InferenceObjects, Objective, Rewrite
+from picker_fleet.replica.inference_objects import InferenceObjects
 from picker_tools.local_fleet import network
 
 GROUP = "inference.networking.x-k8s.io"
@@ -155,13 +155,8 @@ class Publisher(InferenceObjects):
         super().__init__(pool, NAMESPACE, fleet=fleet, report=lambda found: None, publishes=lambda: True)
         self._fault, self.looked = fault, 0
 
-    async def _is_usable(self, *about: Any, **more: Any) -> bool:
-        api, path, kind, item, _, *rest = about
-
-        def fault_of(_: Objective | Rewrite) -> str:
-            return self._fault
-
-        return await super()._is_usable(api, path, kind, item, fault_of, *rest, **more)
+    def _fault_of(self, _: object) -> str:
+        return self._fault
 
     async def _judge_of_others(self, *about: Any) -> None:
         await super()._judge_of_others(*about)

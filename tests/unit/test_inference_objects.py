@@ -176,7 +176,7 @@ def test_a_priority_is_an_int32() -> None:
 
 class ObjectsOfTwoPools:
     """An API server with an objective of pool `own` and 100 of pools that are not there. Questions for pools
-    wait for `answers`."""
+    and writes of conditions wait for `answers`."""
 
     namespace = "models"
 
@@ -213,18 +213,24 @@ class ObjectsOfTwoPools:
         yield b""
         await asyncio.Event().wait()
 
+    async def apply_status(self, *_: object, **__: object) -> None:
+        await self.answers.wait()
+
     async def close(self) -> None:
         pass
 
 
-async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_others() -> None:
+@pytest.mark.parametrize("publishes", [False, True], ids=["reading only", "writing conditions"])
+async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_others(
+    publishes: bool,
+) -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
         "own",
         None,
         fleet="test",
         report=reported.put_nowait,
-        publishes=lambda: False,
+        publishes=lambda: publishes,
         api=lambda: cast(Api, server),
     )
     task = asyncio.create_task(followed.run())

@@ -9,10 +9,11 @@ which it leaves to another fleet that has written it first.
 import asyncio
 import contextlib
 import datetime
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from xxhash import xxh64_hexdigest
@@ -21,7 +22,6 @@ from picker_fleet.endpoints.kubernetes_api import (
     CONFLICT,
     Api,
     Collection,
-    Kind,
     KubernetesFault,
     Metadata,
     Reflector,
@@ -39,6 +39,7 @@ POOL_GROUP: Final = "inference.networking.k8s.io"
 # A condition of an object whose pool is not there: whoever serves the pool once it is there replaces it.
 _NO_POOL = "PoolNotFound"
 _TAKE_OVER_S = 30.0  # how long the owner of a condition has to judge a new version of its object
+_WRITE_S = 1.0  # for conditions, while other changes wait; a call of a slow API takes up to 10 s
 _MOST_STEPS = 50_000  # of a search for cycles: some 20 ms
 
 
@@ -237,13 +238,19 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
     return LiveObjects(priorities, splits, anything)
 
 
-def _of_first_group(followed: Sequence[tuple[str, Reflector[Kind]]]) -> dict[str, tuple[str, Kind]]:
-    """Each object by name, with its path, of the first group that has one of that name."""
-    found: dict[str, tuple[str, Kind]] = {}
-    for path, reflector in followed:
-        for name, item in reflector.items.items():
-            found.setdefault(name, (path, item))
-    return found
+class _Kind(NamedTuple):
+    """One of the two kinds of objects: `condition` is the type of the condition in their status."""
+
+    name: str
+    type: type[Objective] | type[Rewrite]
+    condition: str
+    fault_of: Callable[[Any], str]
+
+
+_KINDS: Final = (
+    _Kind("InferenceObjective", Objective, "Ready", objective_fault),
+    _Kind("InferenceModelRewrite", Rewrite, "Accepted", rewrite_fault),
+)
 
 
 class _Sent(NamedTuple):
@@ -253,6 +260,27 @@ class _Sent(NamedTuple):
     condition: _Condition
     at_s: float
     refused: bool
+
+
+@dataclass(slots=True)
+class _Followed:
+    """An object at its collection's `path`; `fault` and `remark`: why it cannot be used, and what was logged
+    of it. `judged`, of an object of another pool: its generation, and that pool."""
+
+    path: str
+    kind: _Kind
+    item: Objective | Rewrite
+    fault: str = ""
+    remark: str = ""
+    judged: tuple[int, str] | None = None
+    sent: _Sent | None = None  # the last
+
+    @property
+    def name(self) -> str:
+        return self.item.metadata.name
+
+    def log(self, what: str, remark: str) -> None:
+        _log.warning("%ss %s %s: %s", self.kind.name.lower(), self.name, what, remark)
 
 
 class InferenceObjects:
@@ -275,11 +303,9 @@ class InferenceObjects:
         self._pool, self._namespace = pool, namespace
         self._report, self._publishes, self._api_of = report, publishes, api
         self._changed = asyncio.Event()
-        self._remarks: dict[tuple[str, str], str] = {}
-        self._judged: dict[tuple[str, str], tuple[int, str]] = {}  # objects of other pools: generation, pool
+        self._known: dict[tuple[str, str], _Followed] = {}  # by path and name
         self._pools_path = ""
         self._fleet, self._manager = fleet, ""
-        self._sent: dict[tuple[str, str], _Sent] = {}  # the last of each object
 
     async def run(self) -> None:
         """Follow until cancelled. Raises StartupError as KubernetesSource does."""
@@ -288,116 +314,83 @@ class InferenceObjects:
         self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
         self._manager = f"picker-fleet-{xxh64_hexdigest(f'{api.namespace} {self._fleet}'.encode())}"
         try:
-            async with asyncio.TaskGroup() as group:
-                objectives: list[tuple[str, Reflector[Objective]]] = []
-                rewrites: list[tuple[str, Reflector[Rewrite]]] = []
-                for api_group in GROUPS:
-                    base = f"/apis/{api_group}/v1alpha2/namespaces/{namespace}"
-                    path = f"{base}/inferenceobjectives"
-                    what = Collection(f"InferenceObjectives of {api_group}", path, optional=True)
-                    objective = Reflector(api, what, Objective, self._changed.set)
-                    objectives.append((path, objective))
-                    path = f"{base}/inferencemodelrewrites"
-                    what = Collection(f"InferenceModelRewrites of {api_group}", path, optional=True)
-                    rewrite = Reflector(api, what, Rewrite, self._changed.set)
-                    rewrites.append((path, rewrite))
-                    group.create_task(objective.run())
-                    group.create_task(rewrite.run())
+            async with asyncio.TaskGroup() as tasks:
+                reflectors: list[tuple[str, _Kind, Reflector[Any]]] = []
+                for group, kind in itertools.product(GROUPS, _KINDS):
+                    path = f"/apis/{group}/v1alpha2/namespaces/{namespace}/{kind.name.lower()}s"
+                    what = Collection(f"{kind.name}s of {group}", path, optional=True)
+                    reflector: Reflector[Any] = Reflector(api, what, kind.type, self._changed.set)
+                    reflectors.append((path, kind, reflector))
+                    tasks.create_task(reflector.run())
                 while True:
                     await self._changed.wait()
                     await asyncio.sleep(_SETTLE_S)  # many come together
                     self._changed.clear()
-                    usable = {
-                        name: objective
-                        for name, (path, objective) in _of_first_group(objectives).items()
-                        if await self._is_usable(api, path, "Ready", objective, objective_fault)
-                    }
-                    named = _of_first_group(rewrites)
-                    in_cycles = cycles(
-                        rewrite
-                        for _, rewrite in named.values()
-                        if self._is_own(rewrite) and not rewrite_fault(rewrite)
-                    )
-                    rules = {
-                        name: rewrite
-                        for name, (path, rewrite) in named.items()
-                        if await self._is_usable(
-                            api, path, "Accepted", rewrite, rewrite_fault, in_cycles.get(name, "")
-                        )
-                    }
-                    self._report(live_objects(usable.values(), rules.values()))
-                    present = {
-                        (path, name): (condition, item)
-                        for condition, followed in (("Ready", objectives), ("Accepted", rewrites))
-                        for path, reflector in followed
-                        for name, item in reflector.items.items()
-                    }
-                    self._forget_gone(present.keys())
-                    await self._judge_of_others(api, present)
+                    self._take(reflectors)
+                    await self._write_conditions(api)
         finally:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(1):
                     await api.close()
 
-    def _forget_gone(self, present: Set[tuple[str, str]]) -> None:
-        for gone in self._remarks.keys() - present:
-            del self._remarks[gone]
-        for gone in self._judged.keys() - present:
-            del self._judged[gone]
-        for gone in self._sent.keys() - present:
-            del self._sent[gone]
+    def _take(self, reflectors: Sequence[tuple[str, _Kind, Reflector[Any]]]) -> None:
+        """Report what the objects amount to now. A new fault is logged."""
+        known: dict[tuple[str, str], _Followed] = {}
+        for path, kind, reflector in reflectors:
+            for name, item in reflector.items.items():
+                each = known[path, name] = self._known.get((path, name)) or _Followed(path, kind, item)
+                each.item = item
+        self._known = known
+        own = self._own()
+        for each in own:
+            each.fault = self._fault_of(each)
+        usable = [each.item for each in own if not each.fault]
+        rewrites = [item for item in usable if isinstance(item, Rewrite)]
+        in_cycles = cycles(rewrites)
+        for each in own:
+            cycle = in_cycles.get(each.name, "") if each.kind.type is Rewrite else ""
+            remark = each.fault or (cycle and f"{cycle} is a cycle: a target is not rewritten again")
+            if remark and remark != each.remark:
+                each.log("is not used" if each.fault else "is used", remark)
+            each.remark = remark
+        self._report(live_objects((item for item in usable if isinstance(item, Objective)), rewrites))
 
-    def _is_own(self, item: Objective | Rewrite) -> bool:
-        reference = item.spec.pool_ref
-        return reference.is_known and reference.name == self._pool
+    def _fault_of(self, each: _Followed) -> str:
+        kind = each.item.spec.pool_ref.kind
+        if kind != "InferencePool":
+            return f"spec.poolRef.kind is {kind[:60]!r}; InferencePool is known"
+        return each.kind.fault_of(each.item)
 
-    async def _is_usable(
-        self,
-        api: Api,
-        path: str,
-        condition: str,
-        item: Objective | Rewrite,
-        fault_of: Callable[..., str],
-        cycle: str = "",
-    ) -> bool:
-        """Whether `item` counts here. A new fault is logged, and its condition written."""
-        reference, name = item.spec.pool_ref, item.metadata.name
-        if not self._is_own(item):
-            return False
-        fault = (
-            fault_of(item)
-            if reference.kind == "InferencePool"
-            else (f"spec.poolRef.kind is {reference.kind[:60]!r}; InferencePool is known")
-        )
-        remark = fault or (cycle and f"{cycle} is a cycle: a target is not rewritten again")
-        if remark != self._remarks.get((path, name), ""):
-            self._remarks[path, name] = remark
-            if remark:
-                what = "is not used" if fault else "is used"
-                _log.warning("%s %s %s: %s", path.rsplit("/", 1)[1], name, what, remark)
-        if self._publishes():
-            reason = "Invalid" if fault else "Cycle" if cycle else "Accepted"
-            wanted = _Condition(
-                type=condition,
-                status="False" if fault else "True",
-                reason=reason,
-                message=remark or "in use",
-                observed_generation=item.metadata.generation,
-            )
-            await self._write(api, path, item, wanted)
-        return not fault
+    def _own(self) -> list[_Followed]:
+        """The objects of this pool, each name in the first group that has one."""
+        found: dict[tuple[str, str], _Followed] = {}
+        for each in self._known.values():
+            found.setdefault((each.kind.name, each.name), each)
+        references = ((each, each.item.spec.pool_ref) for each in found.values())
+        return [each for each, pool in references if pool.is_known and pool.name == self._pool]
 
-    async def _judge_of_others(
-        self, api: Api, present: Mapping[tuple[str, str], tuple[str, Objective | Rewrite]]
-    ) -> None:
+    async def _write_conditions(self, api: Api) -> None:
+        """Write the conditions of this pool's objects, then of others whose pool is not there. If it takes
+        long, what has changed meanwhile is taken first."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + _WRITE_S
+        for each in self._own() if self._publishes() else ():
+            reason = "Invalid" if each.fault else "Cycle" if each.remark else "Accepted"
+            await self._write(api, each, not each.fault, reason, each.remark or "in use")
+            if self._changed.is_set() and clock() > until_s:
+                return
+        await self._judge_of_others(api)
+
+    async def _judge_of_others(self, api: Api) -> None:
         """Report faults of objects of other pools if their pool does not exist; else its own picker does it.
         Each version is looked at once: the pool may be created later, with a picker of its own."""
         exists: dict[str, bool | None] = {}  # each pool is asked for once; None: no answer
-        for (path, name), (condition, item) in present.items():
-            pool, generation = item.spec.pool_ref.name, item.metadata.generation
-            if not item.spec.pool_ref.is_known:
+        for each in self._known.values():
+            reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
+            pool = reference.name
+            if not reference.is_known:
                 continue  # a pool of another kind of picker
-            if pool == self._pool or self._judged.get((path, name)) == (generation, pool):
+            if pool == self._pool or each.judged == (generation, pool):
                 continue
             if pool not in exists:
                 try:
@@ -407,30 +400,29 @@ class InferenceObjects:
                     exists[pool] = None
             if exists[pool] is None:
                 continue  # judged with the next change
-            self._judged[path, name] = generation, pool
+            each.judged = generation, pool
             if exists[pool]:
                 continue
             fault = f"spec.poolRef names InferencePool {pool[:60]!r}, which is not there"
-            _log.warning("%s %s is not used: %s", path.rsplit("/", 1)[1], name, fault)
+            each.log("is not used", fault)
             if self._publishes():
-                wanted = _Condition(condition, "False", _NO_POOL, fault, generation)
-                await self._write(api, path, item, wanted)
+                await self._write(api, each, False, _NO_POOL, fault)
 
-    async def _write(self, api: Api, path: str, item: Objective | Rewrite, wanted: _Condition) -> None:
-        """Have the object's condition be `wanted`, unless it is another fleet's.
+    async def _write(self, api: Api, each: _Followed, is_used: bool, reason: str, message: str) -> None:
+        """Have the object's condition say so, unless it is another fleet's.
 
         Two writers that disagree must not replace each other's condition for ever. So each writes a judgement
         once, and who comes second leaves the condition to its owner, the field manager of the first one. An
         owner that has not judged a new version of the object for a while has gone: its condition is taken.
         """
-        metadata = item.metadata
-        present = next(
-            (each for each in item.status.conditions or () if each.type == wanted.type), _Condition()
-        )
+        metadata, status = each.item.metadata, "True" if is_used else "False"
+        wanted = _Condition(each.kind.condition, status, reason, message, metadata.generation)
+        conditions = each.item.status.conditions or ()
+        present = next((one for one in conditions if one.type == wanted.type), _Condition())
         if msgspec.structs.replace(present, last_transition_time="") == wanted:
             return
         force = present.reason == _NO_POOL
-        sent, loop = self._sent.get((path, metadata.name)), asyncio.get_running_loop()
+        sent, loop = each.sent, asyncio.get_running_loop()
         if sent is not None and (sent.created, sent.condition) == (metadata.creation_timestamp, wanted):
             is_late = present.observed_generation < metadata.generation
             if not (sent.refused and is_late and loop.time() >= sent.at_s + _TAKE_OVER_S):
@@ -439,19 +431,19 @@ class InferenceObjects:
         since = present.last_transition_time if present.status == wanted.status else ""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         tree = {
-            "apiVersion": "/".join(path.split("/")[2:4]),
-            "kind": f"Inference{'Objective' if isinstance(item, Objective) else 'ModelRewrite'}",
+            "apiVersion": "/".join(each.path.split("/")[2:4]),
+            "kind": each.kind.name,
             "metadata": {"name": metadata.name},
             "status": {"conditions": [msgspec.structs.replace(wanted, last_transition_time=since or now)]},
         }
         refused = False
         try:
-            await api.apply_status(f"{path}/{metadata.name}", tree, manager=self._manager, force=force)
+            await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
         except KubernetesFault as fault:
             if fault.code != CONFLICT:
                 return  # an API that is away is watched again, and tells what it has
-            what = path.rsplit("/", 1)[1]
-            _log.info("the condition of %s %s is left to another writer: %s", what, metadata.name, fault)
+            what = f"{each.kind.name.lower()}s {metadata.name}"
+            _log.info("the condition of %s is left to another writer: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)
             refused = True
-        self._sent[path, metadata.name] = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)
+        each.sent = _Sent(metadata.creation_timestamp, wanted, loop.time(), refused)
