@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -169,12 +169,8 @@ class Bench:
 
     def counted(self, name: str, label: str) -> dict[str, float]:
         """What has been counted of a family, by the value of one of its labels."""
-        found = (
-            (dict(part.split("=") for part in key[1:]), n)
-            for key, n in samples(self.metrics).items()
-            if key[0] == name
-        )
-        return {labels[label]: n for labels, n in found if n}
+        found = {key[1:]: n for key, n in samples(self.metrics).items() if key[0] == name and n}
+        return {dict(part.split("=") for part in labels)[label]: n for labels, n in found.items()}
 
     @property
     def waits(self) -> dict[str, float]:
@@ -193,16 +189,17 @@ class Bench:
         """What the live replicas say: those named that they are degraded, and all which returns they have
         `answered`; None, as from a version without this field."""
         fields = {} if answered is None else {"told": answered}
-        about: Mapping[str, Mapping[str, Any]] = {
-            name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")
-        }
-        self.gate.update_peers(about)
-
-    def end(self, request_id: str, placement: Placement | None = None) -> None:
-        token = placement.accounting_token if placement is not None else ""
-        self.gate.settle(
-            Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=token)
+        self.gate.update_peers(
+            {name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")}
         )
+
+    def end(self, request_id: str, placement: Placement | None = None, **changes: Any) -> None:
+        token = placement.accounting_token if placement is not None else ""
+        end = Completion(request_id, Outcome.COMPLETED, 200, E1, 1, 1, 0.1, 0.1, accounting_token=token)
+        self.gate.settle(end._replace(**changes))
+
+    def lose_redis(self) -> None:
+        self.gate.redis_lost("silence", "no answer in time")
 
     @property
     def queued(self) -> int:
@@ -213,10 +210,9 @@ class Bench:
     def answer_heartbeats(self, pulse: HeartbeatReply = PULSE) -> None:
         """Redis answers heartbeats until the replica resyncs."""
         for _ in range(100):
-            if self.gate.state is not FailoverState.LOCAL:
-                return
-            self.gate.heartbeat_answered(pulse)
-        raise AssertionError("the replica does not resync")
+            if self.gate.state is FailoverState.LOCAL:
+                self.gate.heartbeat_answered(pulse)
+        assert self.gate.state is not FailoverState.LOCAL
 
     @property
     def free(self) -> float:
@@ -225,10 +221,8 @@ class Bench:
         return status.free
 
 
-@asynccontextmanager
-async def watched(bench: Bench) -> AsyncIterator[None]:
-    async with running(bench.gate.run()):
-        yield
+def watched(bench: Bench) -> AbstractAsyncContextManager[None]:
+    return running(bench.gate.run())
 
 
 @asynccontextmanager
@@ -245,8 +239,6 @@ async def returned(bench: Bench) -> AsyncIterator[None]:
 async def resyncing(bench: Bench) -> AsyncIterator[None]:
     """Redis answers again and has been told of everything; the other replica has not resynced."""
     bench.tell_peers(b=True)
-    async with watched(bench):
-        bench.store.away = False
-        bench.answer_heartbeats()
-        await until(lambda: bench.gate.state is FailoverState.RESYNCING and not bench.gate.degraded)
+    async with returned(bench):
+        assert bench.gate.state is FailoverState.RESYNCING
         yield

@@ -6,18 +6,7 @@ from dataclasses import replace
 
 import pytest
 from background import until
-from failover_bench import (
-    E1,
-    E2,
-    FULL,
-    PULSE,
-    QUEUED,
-    Bench,
-    NoPeers,
-    resyncing,
-    returned,
-    watched,
-)
+from failover_bench import E1, E2, FULL, PULSE, QUEUED, Bench, NoPeers, resyncing, returned, watched
 from metrics_page import samples
 
 from picker_fleet.bands import Band
@@ -25,7 +14,7 @@ from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import OutageCount
-from picker_fleet.request import Alive, Completion, Outcome, Placement
+from picker_fleet.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
@@ -131,11 +120,8 @@ async def test_the_bound_of_ends_whose_replies_are_lost_is_recovered() -> None:
     # were received by the replica that placed them, four by the other one.
     peers = DirectPeers()
     a, b = Bench(FULL, peer_client=peers), Bench(FULL, replica="b")
-    placed = {
-        name: await bench.place(name) for bench, names in ((a, "01234"), (b, "56789")) for name in names
-    }
-    for bench in (a, b):
-        bench.store.answering = False
+    placed = {name: await (a if name < "5" else b).place(name) for name in "0123456789"}
+    a.store.answering = b.store.answering = False
     for name, bench in zip("012567", (a, b, b, b, a, a), strict=True):
         bench.end(name, placed[name])
     # While one replica still reaches Redis, nothing can be said.
@@ -182,7 +168,7 @@ async def test_waiting_requests_move_to_the_local_queue_with_their_age() -> None
         bench.store.silent = True
         asked = bench.start("asked")
         await until(lambda: bench.shared.waiting == 2)
-        bench.gate.redis_lost("silence", "no answer in time")
+        bench.lose_redis()
         # Both are placed here, and cancelled in Redis.
         assert (await queued).endpoints
         assert (await asked).endpoints
@@ -205,7 +191,7 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
     wanted = []
     async with watched(bench):
         for _ in range(6):
-            bench.gate.redis_lost("silence", "no answer in time")
+            bench.lose_redis()
             beats = 0
             while bench.gate.state is FailoverState.LOCAL:
                 bench.gate.heartbeat_answered(PULSE)
@@ -213,10 +199,10 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
             wanted.append(beats)
             await until(lambda: bench.gate.state is FailoverState.SHARED)
     assert wanted == [2, 4, 8, 16, 16, 16]
-    found = samples(bench.metrics)
-    changes = {key: n for key, n in found.items() if key[0] == "epp_failover_transitions_total"}
-    assert sorted(changes.values()) == [0, 0, 6, 6, 6]
-    assert found["epp_failover_transitions_total", "cause=silence", "to=local"] == 6
+    assert bench.counted("epp_failover_transitions_total", "to") == dict.fromkeys(
+        ("local", "returning", "shared"), 6
+    )
+    assert bench.counted("epp_failover_transitions_total", "cause")["silence"] == 6
 
 
 async def test_answered_heartbeats_count_in_a_row() -> None:
@@ -272,11 +258,8 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
         await other
     # It is no bypass, and its outcome is not known yet.
     assert bench.counted("epp_bypass_total", "model") == bench.waits == {}
-    waited_s = placement.waited_s
-    assert waited_s is not None
-    bench.gate.settle(
-        Completion("r", outcome, 200, E1, 1, 1, 0.1, 0.1, "", placement.accounting_token, 0.1, waited_s, "m")
-    )
+    assert placement.waited_s is not None
+    bench.end("r", placement, outcome=outcome, waited_s=placement.waited_s, target_model="m")
     await until(lambda: bench.waits)
     assert bench.waits == {"true" if outcome is Outcome.COMPLETED else "false": 1}
 
@@ -286,14 +269,13 @@ async def test_a_failed_wait_in_the_local_queue_counts_once_as_failed(how: str) 
     # There is no budget, and room for one request in the queue.
     bench = Bench(FULL, {"fair_request_queue": {"total_capacity": 2, "flow_capacity": 2}}, away=True)
     task = await bench.wait_here("r", band=Band.SHEDDABLE, ttl_s=1.0 if how == "expired" else 30.0)
-    other = bench.start("o", band=Band.CRITICAL) if how == "preempted" else None
+    other = bench.start("o", band=Band.CRITICAL) if how == "preempted" else task
     if how == "left":
         task.cancel()
     with pytest.raises((RequestError, asyncio.CancelledError)):
         await task
     assert bench.waits == {"false": 1}
-    if other is not None:
-        other.cancel()
+    other.cancel()
 
 
 async def test_after_a_pause_a_call_that_was_given_up_is_repeated() -> None:
@@ -378,8 +360,7 @@ async def test_each_bypass_counts_once_in_every_state() -> None:
     async with resyncing(bench):
         await bench.place("both")
         assert bench.gate.state is FailoverState.RESYNCING
-    counts = {key: n for key, n in samples(bench.metrics).items() if key[0] == "epp_bypass_total"}
-    assert counts == {("epp_bypass_total", "model=m", "target_model=m"): 3}
+    assert bench.counted("epp_bypass_total", "model") == {"m": 3}
 
 
 async def test_losing_redis_while_resyncing_goes_local_again() -> None:
@@ -421,7 +402,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
     # The stock is full. Redis answers again, and the replica receives ends before its resync is done.
     bench = Bench(FULL, wait_s=PATIENT_S)
     placed = await bench.place("before")
-    bench.gate.redis_lost("silence", "it went")
+    bench.lose_redis()
     bench.tell_peers(b=True, answered=())
     async with watched(bench):
         bench.answer_heartbeats(FULL)
@@ -432,7 +413,7 @@ async def test_budget_released_before_the_resync_is_done_is_given_up(pulsed: boo
         # Redis, which has received them too and given the budget to others, is lost again.
         if pulsed:
             bench.gate.heartbeat_answered(FULL)
-        bench.gate.redis_lost("silence", "it went again")
+        bench.lose_redis()
         assert bench.free == 0
 
 
@@ -451,7 +432,7 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
             await until(lambda: bench.gate.state is FailoverState.SHARED)
         # Redis, in which others have filled the stock, is lost again.
         bench.gate.heartbeat_answered(FULL)
-        bench.gate.redis_lost("silence", "it went again")
+        bench.lose_redis()
         await until(lambda: bench.queued == free)
         # They have to acquire budget again.
         assert not any(task.done() for task in waiting)
@@ -499,11 +480,7 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
     bench = Bench(away=True)
     placement = await bench.place("r")
     failed = placement.endpoints[0]
-    bench.gate.settle(
-        Completion(
-            "r", Outcome.UPSTREAM_FAILED, 503, None, None, None, 0.1, 0.1, failed, placement.accounting_token
-        )
-    )
+    bench.end("r", placement, outcome=Outcome.UPSTREAM_FAILED, status=503, served=None, failed=failed)
     for n in range(3):
         assert failed not in (await bench.place(str(n))).endpoints
 
@@ -515,7 +492,7 @@ class DefectivePeers(NoPeers):
 
 async def test_a_defect_in_a_task_of_an_outage_ends_the_replica() -> None:
     bench = Bench(FULL, peer_client=DefectivePeers())
-    bench.gate.redis_lost("silence", "no answer in time")
+    bench.lose_redis()
     await bench.wait_here()  # for which peers are asked for budget
     with pytest.raises(ExceptionGroup) as caught:
         await bench.gate.run()
