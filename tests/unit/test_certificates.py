@@ -3,7 +3,6 @@ does."""
 
 import asyncio
 import logging
-import os
 import shutil
 import socket
 import ssl
@@ -16,6 +15,7 @@ import grpc
 import pytest
 from extproc_client import Counted, ScriptedGate, exchange_context, of_one_pool, serving_on
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tables import cases
 from tls_files import Pair, authority, signed
 
 from picker_fleet.config import ConfigError, load, parse
@@ -64,8 +64,8 @@ async def serving(made: Certificates, more: Mapping[str, Handler] = {}) -> Async
 
 
 def client_credentials(root: Path, own: Pair | None) -> grpc.ChannelCredentials:
-    pair = {"private_key": own.key.read_bytes(), "certificate_chain": own.cert.read_bytes()} if own else {}
-    return grpc.ssl_channel_credentials(root.read_bytes(), **pair)
+    pair = (own.key.read_bytes(), own.cert.read_bytes()) if own else ()
+    return grpc.ssl_channel_credentials(root.read_bytes(), *pair)
 
 
 @asynccontextmanager
@@ -83,6 +83,11 @@ async def healthy(stub: Any) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
+async def gets_in(port: int, root: Path, own: Pair | None = None) -> None:
+    async with channel(port, root, own) as stub:
+        assert await healthy(stub)
+
+
 async def refused(port: int, root: Path, own: Pair | None = None) -> None:
     async with channel(port, root, own) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as fault:
@@ -90,32 +95,32 @@ async def refused(port: int, root: Path, own: Pair | None = None) -> None:
     assert fault.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def presented(port: int, **options: Any) -> bytes:
-    """The certificate that the port shows, whatever it is."""
+def presented(port: int, newest: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED) -> bytes:
+    """The certificate that the port shows, whatever it is, to a client of versions up to `newest`."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    for name, value in options.items():
-        setattr(context, name, value)
+    context.maximum_version = newest
     plain = socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S)
     with context.wrap_socket(plain) as secured:
         assert secured.selected_alpn_protocol() == "h2"
         return secured.getpeercert(binary_form=True) or b""
 
 
+def put(source: Path, target: Path) -> None:
+    """As an operator does: a new file under the same name."""
+    shutil.copy(source, target.with_suffix(".new")).replace(target)
+
+
 def replace(old: Pair, new: Pair) -> None:
-    """As an operator does: new files under the same names, one after the other."""
-    for source, target in ((new.cert, old.cert), (new.key, old.key)):
-        draft = target.with_suffix(".new")
-        shutil.copy(source, draft)
-        os.replace(draft, target)
+    put(new.cert, old.cert)
+    put(new.key, old.key)
 
 
 @pytest.mark.usefixtures("transport")
 async def test_a_client_that_trusts_the_authority_gets_in(server: Pair, ours: Pair, theirs: Pair) -> None:
     async with serving(certificates(server)) as port:
-        async with channel(port, ours.cert) as stub:
-            assert await healthy(stub)
+        await gets_in(port, ours.cert)
         await refused(port, theirs.cert)
 
 
@@ -125,8 +130,7 @@ async def test_only_clients_of_the_authority_get_in(
 ) -> None:
     client, stranger = signed(tmp_path, "envoy", ours), signed(tmp_path, "stranger", theirs)
     async with serving(certificates(server, ours.cert)) as port:
-        async with channel(port, ours.cert, client) as stub:
-            assert await healthy(stub)
+        await gets_in(port, ours.cert, client)
         await refused(port, ours.cert, stranger)
         await refused(port, ours.cert)
 
@@ -136,8 +140,7 @@ async def test_a_new_certificate_is_for_new_connections_and_ends_none(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
     made = certificates(server)
-    (tmp_path / "next").mkdir()
-    renewed = signed(tmp_path / "next", "picker", theirs)
+    renewed = signed(tmp_path, "renewed", theirs)
     async with serving(made) as port, channel(port, ours.cert) as before:
         assert await healthy(before)
         watch = before.Watch(health_pb2.HealthCheckRequest())
@@ -145,8 +148,7 @@ async def test_a_new_certificate_is_for_new_connections_and_ends_none(
         replace(server, renewed)
         assert made.reload()
         assert not made.reload()
-        async with channel(port, theirs.cert) as after:
-            assert await healthy(after)
+        await gets_in(port, theirs.cert)
         await refused(port, ours.cert)
         assert await healthy(before)  # on the connection that it has
         assert not watch.done()
@@ -161,53 +163,31 @@ async def test_clients_of_an_authority_that_went_are_refused(
     made = certificates(server, trusted)
     old, new = signed(tmp_path, "old", ours), signed(tmp_path, "new", theirs)
     async with serving(made) as port:
-        async with channel(port, ours.cert, old) as stub:
-            assert await healthy(stub)
-        shutil.copy(theirs.cert, tmp_path / "draft")
-        os.replace(tmp_path / "draft", trusted)
+        await gets_in(port, ours.cert, old)
+        put(theirs.cert, trusted)
         assert made.reload()
-        async with channel(port, ours.cert, new) as stub:
-            assert await healthy(stub)
+        await gets_in(port, ours.cert, new)
         await refused(port, ours.cert, old)
 
 
-def _empty(server: Pair, other: Pair) -> None:
-    server.cert.write_text("")
-
-
-def _no_pem(server: Pair, other: Pair) -> None:
-    server.key.write_text("no key")
-
-
-def _other_key(server: Pair, other: Pair) -> None:
-    shutil.copy(other.key, server.key)
-
-
-def _gone(server: Pair, other: Pair) -> None:
-    server.cert.unlink()
+DAMAGE: dict[str, tuple[Callable[[Pair, Pair], object], str]] = {
+    "the certificate is empty": (lambda server, other: server.cert.write_text(""), "PEM"),
+    "the key is no PEM": (lambda server, other: server.key.write_text("no key"), "PEM"),
+    "the key is another's": (
+        lambda server, other: shutil.copy(other.key, server.key),
+        "the key is not the certificate's",
+    ),
+    "the certificate is gone": (lambda server, other: server.cert.unlink(), "No such file"),
+}
 
 
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (_empty, "PEM"),
-        (_no_pem, "PEM"),
-        (_other_key, "the key is not the certificate's"),
-        (_gone, "No such file"),
-    ],
-)
+@cases("damage, why", DAMAGE)
 async def test_files_that_cannot_be_used_leave_the_former_certificate(
-    server: Pair,
-    ours: Pair,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Pair, Pair], None],
-    why: str,
+    server: Pair, ours: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, why: str
 ) -> None:
     made = certificates(server)
-    (tmp_path / "next").mkdir()
-    renewed = signed(tmp_path / "next", "picker", ours)
+    renewed = signed(tmp_path, "renewed", ours)
     async with serving(made) as port:
         damage(server, renewed)
         with caplog.at_level(logging.ERROR):
@@ -216,12 +196,10 @@ async def test_files_that_cannot_be_used_leave_the_former_certificate(
         [line] = [record.getMessage() for record in caplog.records if record.name.endswith("certificates")]
         assert "extproc.tls: the former certificate stays in use" in line
         assert why in line
-        async with channel(port, ours.cert) as stub:
-            assert await healthy(stub)
+        await gets_in(port, ours.cert)
         replace(server, renewed)
         assert made.reload()
-        async with channel(port, ours.cert) as stub:
-            assert await healthy(stub)
+        await gets_in(port, ours.cert)
 
 
 @pytest.mark.usefixtures("transport")
@@ -237,7 +215,7 @@ async def test_clients_of_tls_1_2_get_in_and_older_ones_do_not() -> None:
     made = certificates(None)
     assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2
     async with serving(made) as port:
-        assert await asyncio.to_thread(presented, port, maximum_version=ssl.TLSVersion.TLSv1_2)
+        assert await asyncio.to_thread(presented, port, ssl.TLSVersion.TLSv1_2)
 
 
 @pytest.mark.usefixtures("transport")
@@ -294,10 +272,8 @@ async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files:
     async def gives(least: float, most: float) -> float:
         return min(most, 2.0)
 
-    made = certificates(
-        None if files == "self-signed" else server, ours.cert if files == "clients too" else None
-    )
-    keys, address = Keyring(), ""
+    own, client_ca = server if files != "self-signed" else None, ours.cert if files == "clients too" else None
+    made, keys, address = certificates(own, client_ca), Keyring(), ""
     handlers = budget_transfer.handlers("p", gives, keys, lambda: address)
     async with serving(made, handlers) as port:
         address = f"127.0.0.1:{port}"

@@ -8,12 +8,13 @@ import httpx
 import pytest
 from admin_client import CountingMembership, api, asking, problem
 from scripted_store import ScriptedStore
+from tables import cases
 
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.models import Dispatch
 from picker_fleet.admin.protection import Deadlines
 from picker_fleet.admin.server import serving
-from picker_fleet.config import parse
+from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError, StateUnavailable
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.replica.live_config import LIVE
@@ -28,14 +29,9 @@ SECRETIVE = parse(
     }
 )
 WITH_TOKEN = parse({"admin": {"token": "s3cret-!", "hosts": ["picker.example"]}})
-CHANGES = [
-    ("POST", "/api/v1/pause"),
-    ("POST", "/api/v1/resume"),
-    ("POST", "/api/v1/requests/r/evict"),
-    ("POST", "/api/v1/endpoints/10.0.0.1:8000/drain"),
-    ("POST", "/api/v1/endpoints/10.0.0.1:8000/undrain"),
-    ("PATCH", "/api/v1/config"),
-]
+ENDPOINT = "endpoints/10.0.0.1:8000"
+POSTS = ("pause", "resume", "requests/r/evict", f"{ENDPOINT}/drain", f"{ENDPOINT}/undrain")
+CHANGES = [*(("POST", f"/api/v1/{path}") for path in POSTS), ("PATCH", "/api/v1/config")]
 
 
 @pytest.fixture
@@ -62,10 +58,11 @@ async def http(store: ScriptedStore) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def client_at(
-    store: ScriptedStore, address: tuple[str, int], url: str, token: bool = False
+    store: ScriptedStore, host: str, url: str, settings: Settings | None = None
 ) -> httpx.AsyncClient:
-    app = api(store=store, settings=WITH_TOKEN if token else None)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url=url)
+    """A client whose address the server takes for `host`."""
+    transport = httpx.ASGITransport(api(store=store, settings=settings), client=(host, 4711))
+    return httpx.AsyncClient(transport=transport, base_url=url)
 
 
 async def test_a_patch_is_in_force_at_once_and_null_reverts_it(
@@ -105,15 +102,17 @@ async def test_an_invalid_patch_changes_nothing_and_the_problem_names_the_live_k
     assert (store.overrides, store.tunings) == ({}, 0)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "detail"),
-    [
-        *((body, 400, "not JSON") for body in (b"", b"{", b'{"weights": {"a": NaN}}', b"[" * 10_000)),
-        (b"[]", 400, "must be a JSON object"),
-        (b'{"pool": "' + b"x" * 70_000 + b'"}', 413, "larger than 65536 bytes"),
-    ],
-    ids=["empty", "broken", "not-a-number", "nested", "list", "large"],
-)
+BAD_BODIES = {
+    "empty": (b"", 400, "not JSON"),
+    "broken": (b"{", 400, "not JSON"),
+    "not-a-number": (b'{"weights": {"a": NaN}}', 400, "not JSON"),
+    "nested": (b"[" * 10_000, 400, "not JSON"),
+    "list": (b"[]", 400, "must be a JSON object"),
+    "large": (b'{"pool": "%b"}' % (b"x" * 70_000), 413, "larger than 65536 bytes"),
+}
+
+
+@cases("body, status, detail", BAD_BODIES)
 async def test_a_bad_body_is_refused_with_the_reason(
     http: httpx.AsyncClient, body: bytes, status: int, detail: str
 ) -> None:
@@ -122,16 +121,15 @@ async def test_a_bad_body_is_refused_with_the_reason(
 
 async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     app = api(store=store, deadlines=Deadlines(body_s=0.05))
+
     async with serving(app, "127.0.0.1:0") as address, asyncio.timeout(30):
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*address.split(":"))
         head = f"PATCH /api/v1/config HTTP/1.1\r\nhost: {address}\r\ncontent-length: 9\r\n\r\n"
         writer.write(f"{head}{{".encode())
         answer = await reader.readuntil(b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"application/problem+json" in answer
         writer.close()
-        await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"application/problem+json" in answer
 
 
 async def test_pause_lasts_through_other_changes_until_resume(
@@ -195,10 +193,10 @@ async def test_every_change_is_a_503_if_the_shared_state_fails_or_never_answers(
             assert ("nobody" if answers else "within 0.02 s") in detail
 
 
-@pytest.mark.parametrize(
-    "header",
-    [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "s3cret-!", "Bearer s3cret-!2"],
-)
+NO_TOKEN = [None, "", "Bearer", "Bearer wrong", "Bearer ü", "Basic s3cret-!", "s3cret-!", "Bearer s3cret-!2"]
+
+
+@pytest.mark.parametrize("header", NO_TOKEN)
 async def test_a_change_without_the_token_is_a_401(store: ScriptedStore, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode()}
     async with asking(api(store=store, settings=WITH_TOKEN)) as http:
@@ -211,28 +209,28 @@ async def test_a_change_without_the_token_is_a_401(store: ScriptedStore, header:
 
 async def test_with_the_token_any_client_may_change_and_reading_needs_none(store: ScriptedStore) -> None:
     bearer = {"authorization": b"bearer s3cret-!"}
-    async with client_at(store, ("203.0.113.9", 4711), "http://picker.example", token=True) as http:
+    async with client_at(store, "203.0.113.9", "http://picker.example", WITH_TOKEN) as http:
         assert (await http.post("/api/v1/pause", headers=bearer)).status_code == 200
         assert (await http.get("/api/v1/config")).status_code == 200
         assert (await http.get("/api/v1/state")).status_code == 200
     assert store.overrides == {"paused": 1}
 
 
-@pytest.mark.parametrize(
-    ("client", "headers"),
-    [
-        *((address, {}) for address in ("203.0.113.9", "::ffff:203.0.113.9", "not-an-address")),
-        ("127.0.0.1", {"x-forwarded-for": "127.0.0.1"}),
-        ("127.0.0.1", {"forwarded": "for=203.0.113.9"}),
-        ("127.0.0.1", {"host": "rebound.example"}),
-        ("127.0.0.1", {"origin": "http://evil.example"}),
-        ("127.0.0.1", {"origin": "null"}),
-    ],
-)
+ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
+    **{address: (address, {}) for address in ("203.0.113.9", "::ffff:203.0.113.9", "not-an-address")},
+    "through a proxy": ("127.0.0.1", {"x-forwarded-for": "127.0.0.1"}),
+    "through a proxy that says so otherwise": ("127.0.0.1", {"forwarded": "for=203.0.113.9"}),
+    "under another name": ("127.0.0.1", {"host": "rebound.example"}),
+    "from a page of another host": ("127.0.0.1", {"origin": "http://evil.example"}),
+    "from a page of no host": ("127.0.0.1", {"origin": "null"}),
+}
+
+
+@cases("client, headers", ELSEWHERE)
 async def test_without_a_token_a_change_from_elsewhere_is_a_403(
     store: ScriptedStore, client: str, headers: dict[str, str]
 ) -> None:
-    async with client_at(store, (client, 4711), "http://127.0.0.1:8081") as http:
+    async with client_at(store, client, "http://127.0.0.1:8081") as http:
         for method, path in CHANGES:
             response = await http.request(method, path, json={}, headers=headers)
             assert "admin.token" in problem(response, 403)["detail"]
@@ -241,20 +239,20 @@ async def test_without_a_token_a_change_from_elsewhere_is_a_403(
     assert store.tunings == 0
 
 
-@pytest.mark.parametrize(
-    ("client", "host"),
-    [
-        ("127.0.0.1", "127.0.0.1"),
-        ("127.0.0.1", "localhost"),
-        ("::1", "[::1]"),
-        ("::ffff:127.0.0.1", "127.0.0.1"),
-    ],
-)
+HERE = [
+    ("127.0.0.1", "127.0.0.1"),
+    ("127.0.0.1", "localhost"),
+    ("::1", "[::1]"),
+    ("::ffff:127.0.0.1", "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("client", "host"), HERE)
 async def test_without_a_token_this_machine_and_the_dashboard_on_it_may_change(
     store: ScriptedStore, client: str, host: str
 ) -> None:
     url = f"http://{host}:8081"
-    async with client_at(store, (client, 4711), url) as http:
+    async with client_at(store, client, url) as http:
         assert (await http.post("/api/v1/pause")).status_code == 200
         assert (await http.post("/api/v1/resume", headers={"origin": url})).status_code == 200
 
