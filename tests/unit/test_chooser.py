@@ -7,13 +7,12 @@ import pytest
 from local_requests import ask
 from scripted_store import ScriptedStore
 
-from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.pool import assemble
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -66,6 +65,11 @@ class Knowledge:
     def scraped(self, address: str, *, known: bool = True, **figures: object) -> None:
         self.readings[address] = Reading(EndpointMetrics(0, **figures), 0.0, known)  # type: ignore[arg-type]
 
+    def waiting(self, *requests: float) -> None:
+        """The queues of the model servers A, B, C as they are scraped."""
+        for address, queued in zip((A, B, C), requests, strict=False):
+            self.scraped(address, waiting=queued)
+
     def choose(self, **fields: object) -> Mapping[str, float]:
         """Candidates and their scores, best first."""
         candidates = self.chooser.choose(request(**fields)).candidates
@@ -74,10 +78,7 @@ class Knowledge:
 
 
 def request(**fields: object) -> InferenceRequest:
-    base = InferenceRequest(
-        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
-    )
-    return base._replace(**fields)  # type: ignore[arg-type]
+    return ask("r", **{"model": "llama", "target_model": "llama", **fields})
 
 
 def test_without_scorers_the_script_has_the_whole_choice() -> None:
@@ -118,8 +119,7 @@ def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> No
 
 def test_the_shortest_queue_comes_first_and_an_unknown_one_last() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
-    known.scraped(A, waiting=5.0)
-    known.scraped(B, waiting=1.0)
+    known.waiting(5.0, 1.0)
     found = known.choose()
     assert next(iter(found)) == B
     assert found[A] == found[C] == 0
@@ -135,8 +135,7 @@ def test_endpoints_that_take_nothing_new_are_not_candidates() -> None:
 
 def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), queue_depth=1)
-    known.scraped(A, waiting=0.0)
-    known.scraped(B, waiting=9.0)
+    known.waiting(0.0, 9.0)
     assert next(iter(known.choose())) == A
     known.scraped(A, waiting=99.0)
     known.tick()
@@ -203,11 +202,9 @@ async def test_with_a_limit_per_endpoint_every_endpoint_is_a_candidate() -> None
 
 async def test_only_successful_completions_are_shared_without_their_wait_in_the_queue() -> None:
     known = Knowledge(Endpoint(A), latency=1)
-    for outcome, status, served in (
-        (Outcome.COMPLETED, 200, A), (Outcome.UPSTREAM_FAILED, 200, A), (Outcome.COMPLETED, 200, None),
-        (Outcome.COMPLETED, 404, A), (Outcome.COMPLETED, 0, A),
-    ):  # fmt: skip
-        known.chooser.ended(Completion("r", outcome, status, served, 1, 1, 20.0, 19.6, service_s=0.5))
+    good = Completion("r", Outcome.COMPLETED, 200, A, 1, 1, 20.0, 19.6, service_s=0.5)
+    for other in ({}, {"outcome": Outcome.UPSTREAM_FAILED}, {"served": None}, {"status": 404}, {"status": 0}):
+        known.chooser.ended(good._replace(**other))
     assert [done.seconds for done in known.routes.unwritten_completions] == [0.5]
 
 
@@ -220,63 +217,63 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
     assert known.index.match([b"12345678"]) == {}
 
 
+class Probed:
+    """Probes of endpoints: scrapes that fail as is said, or succeed."""
+
+    def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
+        self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
+        self.probes = Probes(self.store, self.cell, self.meter, lambda: readings or {})  # type: ignore[arg-type]
+
+    def publish(self, *down: str, of: tuple[str, ...] = (A, B, C)) -> None:
+        self.cell.publish(Snapshot(f"down: {down}", tuple(Endpoint(each, down=each in down) for each in of)))
+
+    def probe(self, *results: str, address: str = A) -> list[tuple[str, str, bool]]:
+        """All marks so far, after probes with these results; "" is a success."""
+        for result in results:
+            if result:
+                self.probes.scrape_failed(address, result, 0.1)
+            else:
+                self.probes.scraped(address, 0.1)
+        return self.store.marks
+
+
 async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probes_succeed() -> None:
-    store, cell, meter = ScriptedStore(), SnapshotCell(), Mock()
-    probes = Probes(store, cell, meter, dict)  # type: ignore[arg-type]
-    cell.publish(Snapshot("1", (Endpoint(A),)))
+    probed, down = Probed(), [(A, "down", True)]
+    probed.publish(of=(A,))
     # One that answers badly or late is not down; one that cannot be connected to is
-    probes.scrape_failed(A, "status", 0.1)
-    probes.scrape_failed(A, "timeout", 0.1)
-    probes.scraped(A, 0.1)
-    assert store.marks == []
-    probes.scrape_failed(A, "connection", 0.1)
-    assert store.marks == [(A, "down", True)]
+    assert probed.probe("status", "timeout", "") == []
+    assert probed.probe("connection") == down
     # Once it is down, it takes three in a row
-    cell.publish(Snapshot("2", (Endpoint(A, down=True),)))
-    for _ in range(2):
-        probes.scraped(A, 0.1)
-    probes.scrape_failed(A, "page", 0.1)
-    for _ in range(2):
-        probes.scraped(A, 0.1)
-    assert store.marks == [(A, "down", True)]
-    probes.scraped(A, 0.1)
-    assert store.marks[-1] == (A, "down", False)
+    probed.publish(A, of=(A,))
+    assert probed.probe("", "", "page", "", "") == down
+    assert probed.probe("") == [*down, (A, "down", False)]
     # All is passed on to the meter.
-    probes.scrape_published(1, 0.1)
-    probes.scrape_unpublished(1)
-    probes.scrape_ages(1, {})
-    assert meter.scraped.call_count == 6
-    passed = [call[0] for call in meter.method_calls[-3:]]
+    probed.probes.scrape_published(1, 0.1)
+    probed.probes.scrape_unpublished(1)
+    probed.probes.scrape_ages(1, {})
+    assert probed.meter.scraped.call_count == 6
+    passed = [call[0] for call in probed.meter.method_calls[-3:]]
     assert passed == ["scrape_published", "scrape_unpublished", "scrape_ages"]
 
 
 async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> None:
-    store, cell = ScriptedStore(), SnapshotCell()
-    readings: dict[str, Reading] = {}
-    probes = Probes(store, cell, Mock(), lambda: readings)  # type: ignore[arg-type]
-    cell.publish(Snapshot("1", tuple(map(Endpoint, (A, B, C)))))
-    silent, well = EndpointMetrics(0, fault="no page within 1 s", failures=3), EndpointMetrics(0)
-    bad = EndpointMetrics(0, fault="answered 404", failures=9)
-    readings |= {A: Reading(silent, 0.0, False), B: Reading(silent, 0.0, False), C: Reading(well, 0.0, True)}
-    probes.scrape_failed(A, "silent", 1.0)
-    assert store.marks == []
-    readings[B] = Reading(bad, 0.0, False)
-    probes.scrape_failed(A, "silent", 1.0)
-    assert store.marks == [(A, "down", True)]
-    cell.publish(Snapshot("2", (Endpoint(A, down=True), Endpoint(B), Endpoint(C))))
-    probes.scrape_failed(A, "timeout", 1.0)
-    probes.scrape_failed(B, "timeout", 1.0)
-    assert store.marks == [(A, "down", True)] * 2
-    cell.publish(Snapshot("3", (Endpoint(A, down=True), Endpoint(B, down=True), Endpoint(C))))
-    readings[C] = Reading(silent, 0.0, False)
-    probes.scrape_failed(C, "silent", 1.0)
-    assert store.marks == [(A, "down", True)] * 2
+    silent = Reading(EndpointMetrics(0, fault="no page within 1 s", failures=3), 0.0, False)
+    readings = {A: silent, B: silent, C: Reading(EndpointMetrics(0), 0.0, True)}
+    probed, down = Probed(readings), [(A, "down", True)]
+    probed.publish()
+    assert probed.probe("silent") == []
+    readings[B] = Reading(EndpointMetrics(0, fault="answered 404", failures=9), 0.0, False)
+    assert probed.probe("silent") == down
+    probed.publish(A)
+    assert probed.probe("timeout") == probed.probe("timeout", address=B) == down * 2
+    probed.publish(A, B)
+    readings[C] = silent
+    assert probed.probe("silent", address=C) == down * 2
 
 
 def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B, down=True), Endpoint(C), queue_depth=3)
-    known.scraped(A, waiting=5.0)
-    known.scraped(C, waiting=1.0)
+    known.waiting(5.0, 0.0, 1.0)
     found = known.chooser.scores()
     assert found.keys() == {A, C}
     assert found[C]["queue-depth"] == 1
@@ -303,34 +300,26 @@ def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
     assert Knowledge(Endpoint(A), queue_depth=1).chooser.session_token(A) == ""
 
 
-STEADY, QUICK = "10.0.0.1:8000", "10.0.0.2:8000"
+STEADY, QUICK = A, B
 
 
-@pytest.mark.parametrize(
-    ("latency", "first"),
-    [
-        ({}, QUICK),  # 1.0 + 0.5 · 0 against 0.6 + 0.5 · 0.6
-        ({"gamma": 0}, QUICK),
-        ({"gamma": 2}, STEADY),
-        ({"alpha": 0, "beta": 0, "gamma": 1}, STEADY),
-        ({"alpha": 5, "gamma": 2}, QUICK),
-    ],
-)
+WEIGHTS: list[tuple[dict[str, float], str]] = [
+    ({}, QUICK),  # 1.0 + 0.5 · 0 against 0.6 + 0.5 · 0.6
+    ({"gamma": 0}, QUICK),
+    ({"gamma": 2}, STEADY),
+    ({"alpha": 0, "beta": 0, "gamma": 1}, STEADY),
+    ({"alpha": 5, "gamma": 2}, QUICK),
+]
+
+
+@pytest.mark.parametrize(("latency", "first"), WEIGHTS)
 async def test_the_configured_weights_decide(latency: dict[str, float], first: str) -> None:
-    settings = parse(
-        {
-            "scheduling": {
-                "scorers": [{"name": "latency", "weight": 3}],
-                **({"latency": latency} if latency else {}),
-            }
-        }
-    )
-    parts = assemble(settings, "replica-1")
+    scheduling = {"scorers": [{"name": "latency", "weight": 3}], "latency": latency}
+    parts = assemble(parse({"scheduling": scheduling}), "replica-1")
     parts.endpoints.publish(Snapshot("1", (Endpoint(STEADY), Endpoint(QUICK))))
-    for _ in range(10):
-        parts.latencies.add(STEADY, 1.0)
-    for seconds in (0.0, 1.2) * 5:
-        parts.latencies.add(QUICK, seconds)
+    for steady, quick in ((1.0, 0.0), (1.0, 1.2)) * 5:
+        parts.latencies.add(STEADY, steady)
+        parts.latencies.add(QUICK, quick)
     choice = parts.chooser.choose(ask("r1"))
     assert choice.candidates.split("=")[0] == first
     scores = parts.chooser.scores()
@@ -405,7 +394,6 @@ def test_in_a_large_pool_the_only_endpoint_that_a_request_may_go_to_is_found() -
 
 def test_in_a_large_pool_with_limits_of_endpoints_all_are_looked_at() -> None:
     known = Knowledge(*many(at_0=Endpoint(MANY[0], max_inflight=3)), queue_depth=1)
-    known.scraped(MANY[250], waiting=0.0)
     for n, address in enumerate(MANY):
         known.scraped(address, waiting=float(n != 250))
     known.tick()
