@@ -21,33 +21,33 @@ def server(host: str = "h", port: int = 6379, **fields: Any) -> Address:
     return Address("server", ((host, port),), **fields)
 
 
-@pytest.mark.parametrize(
-    ("url", "meant"),
-    [
-        ("redis://", server("localhost")),
-        ("redis://h", server()),
-        ("redis://h:7/3", server(port=7, db=3)),
-        ("redis://[::1]:7", server("::1", 7)),
-        ("redis://u:p%40ss@h/", server(username="u", password="p@ss")),
-        ("redis://h?username=u&password=p%40&db=2", server(db=2, username="u", password="p@")),
-        ("redis://:p@h", server(password="p")),
-        ("rediss://h", server(tls={"ssl_check_hostname": True})),
-        ("rediss://h?ssl_ca_certs=/a%20b&ssl_check_hostname=false",
-         server(tls={"ssl_ca_certs": "/a b", "ssl_check_hostname": False})),
-        ("rediss://h?ssl_cert_reqs=none", server(tls={"ssl_cert_reqs": "none", "ssl_check_hostname": False})),
-        ("unix:///run/redis.sock?db=2", Address("socket", path="/run/redis.sock", db=2)),
-        ("unix://u:p@/s", Address("socket", path="/s", username="u", password="p")),
-        ("redis+sentinel://u:p@a,b:1/main/4?sentinel_username=su&sentinel_password=sp",
-         Address("sentinel", (("a", 26379), ("b", 1)), service="main", db=4, username="u", password="p",
-                 sentinel_username="su", sentinel_password="sp")),
-        ("redis+sentinel://a/main?ssl=true&sentinel_ssl=false&ssl_certfile=c&ssl_keyfile=k",
-         Address("sentinel", (("a", 26379),), service="main",
-                 tls={"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_check_hostname": True})),
-        ("redis+cluster://a:1,b", Address("cluster", (("a", 1), ("b", 6379)))),
-        ("redis+cluster://a?ssl=yes",
-         Address("cluster", (("a", 6379),), tls={"ssl_check_hostname": True}, sentinel_tls=True)),
-    ],
-)  # fmt: skip
+URLS = [
+    ("redis://", server("localhost")),
+    ("redis://h", server()),
+    ("redis://h:7/3", server(port=7, db=3)),
+    ("redis://[::1]:7", server("::1", 7)),
+    ("redis://u:p%40ss@h/", server(username="u", password="p@ss")),
+    ("redis://h?username=u&password=p%40&db=2", server(db=2, username="u", password="p@")),
+    ("redis://:p@h", server(password="p")),
+    ("rediss://h", server(tls={"ssl_check_hostname": True})),
+    ("rediss://h?ssl_ca_certs=/a%20b&ssl_check_hostname=false",
+     server(tls={"ssl_ca_certs": "/a b", "ssl_check_hostname": False})),
+    ("rediss://h?ssl_cert_reqs=none", server(tls={"ssl_cert_reqs": "none", "ssl_check_hostname": False})),
+    ("unix:///run/redis.sock?db=2", Address("socket", path="/run/redis.sock", db=2)),
+    ("unix://u:p@/s", Address("socket", path="/s", username="u", password="p")),
+    ("redis+sentinel://u:p@a,b:1/main/4?sentinel_username=su&sentinel_password=sp",
+     Address("sentinel", (("a", 26379), ("b", 1)), service="main", db=4, username="u", password="p",
+             sentinel_username="su", sentinel_password="sp")),
+    ("redis+sentinel://a/main?ssl=true&sentinel_ssl=false&ssl_certfile=c&ssl_keyfile=k",
+     Address("sentinel", (("a", 26379),), service="main",
+             tls={"ssl_certfile": "c", "ssl_keyfile": "k", "ssl_check_hostname": True})),
+    ("redis+cluster://a:1,b", Address("cluster", (("a", 1), ("b", 6379)))),
+    ("redis+cluster://a?ssl=yes",
+     Address("cluster", (("a", 6379),), tls={"ssl_check_hostname": True}, sentinel_tls=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "meant"), URLS)
 def test_a_url_is_parsed_into_its_parts(url: str, meant: Address) -> None:
     found = Address.parse(url)
     if url.startswith("rediss"):

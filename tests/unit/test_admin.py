@@ -53,15 +53,15 @@ async def test_the_state_is_served_whole_with_fields_that_are_not_described() ->
     assert response.json() == state
 
 
-@pytest.mark.parametrize(
-    ("answer", "status", "code", "says"),
-    [
-        (StateUnavailable("nobody answers"), 503, "state_unavailable", "nobody answers"),
-        (None, 503, "state_unavailable", "did not answer"),  # it never answers
-        ({"stock": 1}, 500, "internal", ""),
-        (RuntimeError("secret of the inside"), 500, "internal", ""),
-    ],
-)
+UNTOLD = [
+    (StateUnavailable("nobody answers"), 503, "state_unavailable", "nobody answers"),
+    (None, 503, "state_unavailable", "did not answer"),  # it never answers
+    ({"stock": 1}, 500, "internal", ""),
+    (RuntimeError("secret of the inside"), 500, "internal", ""),
+]
+
+
+@pytest.mark.parametrize(("answer", "status", "code", "says"), UNTOLD)
 async def test_a_state_that_cannot_be_told_is_a_problem_without_secrets(
     answer: dict[str, Any] | Exception | None, status: int, code: str, says: str
 ) -> None:

@@ -107,15 +107,15 @@ def test_any_other_text_is_a_bad_cursor(text: str) -> None:
         decode_cursor(text, "flows", int, str)
 
 
-@pytest.mark.parametrize(
-    "packed",
-    [
-        b'["queue",1,"a"]',  # another list
-        *(b'["flows",%s]' % rest for rest in (b"1", b'1,"a",2', b'1,"%s"' % (b"a" * 5000))),  # length
-        *(b'["flows",%s,"a"]' % number for number in (b"-1", b"9223372036854775808", b"true", b"1.0")),
-        *(b'{"flows":1}', b"[" * 500, b"1e999", b"\xff"),
-    ],
-)
+BAD_CURSORS = [
+    b'["queue",1,"a"]',  # another list
+    *(b'["flows",%s]' % rest for rest in (b"1", b'1,"a",2', b'1,"%s"' % (b"a" * 5000))),  # length
+    *(b'["flows",%s,"a"]' % number for number in (b"-1", b"9223372036854775808", b"true", b"1.0")),
+    *(b'{"flows":1}', b"[" * 500, b"1e999", b"\xff"),
+]
+
+
+@pytest.mark.parametrize("packed", BAD_CURSORS)
 def test_a_cursor_of_another_list_or_type_or_length_is_bad(packed: bytes) -> None:
     with pytest.raises(BadCursor):
         decode_cursor(base64.urlsafe_b64encode(packed).decode().rstrip("="), "flows", int, str)
@@ -216,25 +216,25 @@ def test_the_example_of_a_cursor_is_a_cursor_of_its_list(path: str) -> None:
     assert decode_cursor(parameter["example"], path, *kinds)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "asked", "more"),
-    [
-        ("get", "/api/v1/flows", 400, "?cursor=nonsense", {}),
-        ("get", "/api/v1/flows", 422, "?limit=0", {}),
-        ("get", "/api/v1/flows/{flow}", 404, "", {}),
-        ("get", "/api/v1/workloads/{workload_id}", 404, "", {}),
-        ("get", "/api/v1/requests/{request_id}", 404, "", {}),
-        ("patch", "/api/v1/config", 400, "", {"content": b"[]"}),
-        ("patch", "/api/v1/config", 413, "", {"content": b" " * 70_000}),
-        ("patch", "/api/v1/config", 422, "", {"json": {"fair_request_queue": {"total_capacity": 0}}}),
-        ("patch", "/api/v1/config", 403, "", {"headers": {"x-real-ip": "203.0.113.1"}}),
-        ("post", "/api/v1/requests/{request_id}/evict", 404, "", {"store": "unknown"}),
-        ("post", "/api/v1/requests/{request_id}/evict", 409, "", {"store": "running"}),
-        ("post", "/api/v1/pause", 401, "", {"token": "s3cret"}),
-        ("get", "/api/v1/state", 500, "", {"view": KeyError("inside")}),
-        ("get", "/api/v1/state", 503, "", {"view": UNAVAILABLE}),
-    ],
-)  # fmt: skip
+PROVOKED = [
+    ("get", "/api/v1/flows", 400, "?cursor=nonsense", {}),
+    ("get", "/api/v1/flows", 422, "?limit=0", {}),
+    ("get", "/api/v1/flows/{flow}", 404, "", {}),
+    ("get", "/api/v1/workloads/{workload_id}", 404, "", {}),
+    ("get", "/api/v1/requests/{request_id}", 404, "", {}),
+    ("patch", "/api/v1/config", 400, "", {"content": b"[]"}),
+    ("patch", "/api/v1/config", 413, "", {"content": b" " * 70_000}),
+    ("patch", "/api/v1/config", 422, "", {"json": {"fair_request_queue": {"total_capacity": 0}}}),
+    ("patch", "/api/v1/config", 403, "", {"headers": {"x-real-ip": "203.0.113.1"}}),
+    ("post", "/api/v1/requests/{request_id}/evict", 404, "", {"store": "unknown"}),
+    ("post", "/api/v1/requests/{request_id}/evict", 409, "", {"store": "running"}),
+    ("post", "/api/v1/pause", 401, "", {"token": "s3cret"}),
+    ("get", "/api/v1/state", 500, "", {"view": KeyError("inside")}),
+    ("get", "/api/v1/state", 503, "", {"view": UNAVAILABLE}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "status", "asked", "more"), PROVOKED)
 async def test_a_provoked_fault_is_answered_as_in_its_example(
     method: str, path: str, status: int, asked: str, more: dict[str, Any]
 ) -> None:

@@ -13,19 +13,19 @@ from picker_fleet.extproc.context import AllowedPaths
 PATHS = AllowedPaths()
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "kind"),
-    [
-        (b"POST", b"/v1/chat/completions", "inference"),
-        (b"POST", b"/v1/completions?api-version=1&x=/../metrics", "inference"),
-        (b"POST", b"/v1/rerank", "inference"),
-        (b"POST", b"/tokenize", "inference"),
-        (b"GET", b"/v1/models", "read"),
-        (b"GET", b"/v1/models/llama", "read"),
-        (b"GET", b"/v1/models/meta-llama/Llama-3.1:8b", "read"),
-        (b"GET", b"/v1/models/meta-llama%2fLlama-3.1%3A8b", "read"),
-    ],
-)
+SERVED = [
+    (b"POST", b"/v1/chat/completions", "inference"),
+    (b"POST", b"/v1/completions?api-version=1&x=/../metrics", "inference"),
+    (b"POST", b"/v1/rerank", "inference"),
+    (b"POST", b"/tokenize", "inference"),
+    (b"GET", b"/v1/models", "read"),
+    (b"GET", b"/v1/models/llama", "read"),
+    (b"GET", b"/v1/models/meta-llama/Llama-3.1:8b", "read"),
+    (b"GET", b"/v1/models/meta-llama%2fLlama-3.1%3A8b", "read"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "kind"), SERVED)
 def test_inference_and_lists_of_models_reach_a_model_server(method: bytes, path: bytes, kind: str) -> None:
     assert PATHS.kind(method, path) == kind
 
@@ -93,16 +93,16 @@ def test_each_rule_is_a_regular_expression_for_its_own_paths_alone() -> None:
         assert re.fullmatch(rule.regex, f"{path}/") is None
 
 
-@pytest.mark.parametrize(
-    ("named", "expected"),
-    [
-        ([], frozenset()),  # by default nothing that steers is taken from a client
-        ([FAIRNESS_ID[0]], frozenset(FAIRNESS_ID)),
-        ([FAIRNESS_ID[1]], frozenset(FAIRNESS_ID)),
-        (["X-Gateway-Inference-Fairness-Id"], frozenset(FAIRNESS_ID)),
-        (["x-workload-context"], frozenset()),  # which is kept anyway
-    ],
-)
+TRUSTED = [
+    ([], frozenset()),  # by default nothing that steers is taken from a client
+    ([FAIRNESS_ID[0]], frozenset(FAIRNESS_ID)),
+    ([FAIRNESS_ID[1]], frozenset(FAIRNESS_ID)),
+    (["X-Gateway-Inference-Fairness-Id"], frozenset(FAIRNESS_ID)),
+    (["x-workload-context"], frozenset()),  # which is kept anyway
+]
+
+
+@pytest.mark.parametrize(("named", "expected"), TRUSTED)
 def test_both_spellings_of_a_header_are_trusted_together(named: list[str], expected: frozenset[str]) -> None:
     names = parse({"extproc": {"trusted_headers": named}}).extproc.trusted_headers
     assert trusted(names) == expected

@@ -111,14 +111,14 @@ def test_real_envoy_accepts_each_mode(mode: Mode, debug_headers: bool, tmp_path:
     assert_envoy_accepts(to_yaml(built(mode, debug_headers=debug_headers)), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"scheduling": {"fallbacks": 0}},
-        {"scheduling": {"fallbacks": 8}, "leases": {"access_log_interval": "1s"}},
-        {"fair_request_queue": {"queue_ttl": "59m"}, "extproc": {"max_body_bytes": 100_000_000}},
-    ],
-)
+UNUSUAL: list[dict[str, dict[str, Any]]] = [
+    {"scheduling": {"fallbacks": 0}},
+    {"scheduling": {"fallbacks": 8}, "leases": {"access_log_interval": "1s"}},
+    {"fair_request_queue": {"queue_ttl": "59m"}, "extproc": {"max_body_bytes": 100_000_000}},
+]
+
+
+@pytest.mark.parametrize("settings", UNUSUAL)
 def test_real_envoy_accepts_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
     assert_envoy_accepts(to_yaml(built("headers", settings)), tmp_path)
 

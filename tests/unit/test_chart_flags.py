@@ -121,16 +121,16 @@ def test_a_long_name_still_makes_a_key_of_its_own() -> None:
     assert all(len(pool) <= 64 for pool in pools)
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--pool-group", "inference.networking.x-k8s.io"], "--pool-group"),
-        (["--config-text", "[]"], "--config-text: the top level must be a mapping"),
-        (["--config-text", "kind: Other"], "--config-text: no EndpointPickerConfig"),
-        (["--config-file", "/nowhere"], "--config-file: "),
-        (["--pool-namespace", "A/B"], r"discovery\.kubernetes\.namespace"),
-    ],
-)
+BAD_FLAGS = [
+    (["--pool-group", "inference.networking.x-k8s.io"], "--pool-group"),
+    (["--config-text", "[]"], "--config-text: the top level must be a mapping"),
+    (["--config-text", "kind: Other"], "--config-text: no EndpointPickerConfig"),
+    (["--config-file", "/nowhere"], "--config-file: "),
+    (["--pool-namespace", "A/B"], r"discovery\.kubernetes\.namespace"),
+]
+
+
+@pytest.mark.parametrize(("words", "fault"), BAD_FLAGS)
 def test_flags_that_cannot_be_meant_are_faults(words: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         made("--pool-name", "llm", *words)

@@ -54,17 +54,17 @@ def faults(history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **
     ]
 
 
-@pytest.mark.parametrize(
-    ("history", "log", "what"),
-    [
-        ([served()], [], "knows no end"),
-        ([served()], lifecycle_log("completed", "completed"), "ended as"),
-        ([served()], lifecycle_log("cancelled"), "ended as"),
-        ([served(), served()], lifecycle_log("completed"), "as another does"),
-        ([served("")], lifecycle_log("completed"), "or none"),
-        ([], lifecycle_log("completed")[:1], "never ended"),
-    ],
-)
+FAULTY = [
+    ([served()], [], "knows no end"),
+    ([served()], lifecycle_log("completed", "completed"), "ended as"),
+    ([served()], lifecycle_log("cancelled"), "ended as"),
+    ([served(), served()], lifecycle_log("completed"), "as another does"),
+    ([served("")], lifecycle_log("completed"), "or none"),
+    ([], lifecycle_log("completed")[:1], "never ended"),
+]
+
+
+@pytest.mark.parametrize(("history", "log", "what"), FAULTY)
 def test_each_fault_is_found(history: list[ClientRecord], log: list[Mapping[str, str]], what: str) -> None:
     found = faults(history, log)
     assert any(what in fault for fault in found), found
@@ -110,20 +110,20 @@ def chunked(*pieces: bytes) -> bytes:
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "streamed", "right"),
-    [
-        (HEAD + b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER, False, True),
-        (HEAD + b"content-length: %d\r\n\r\n" % (len(ANSWER) + 1) + ANSWER, False, False),
-        (HEAD + b"content-length: 2\r\n\r\n{}", False, False),
-        (chunked(EVENT, EVENT, DONE) + b"0\r\n\r\n", True, True),
-        (chunked(EVENT, EVENT, DONE), True, False),
-        (chunked(EVENT, DONE) + b"0\r\n\r\n", True, False),
-        (chunked(EVENT, EVENT) + b"0\r\n\r\n", True, False),
-        (HEAD, False, False),
-        (b"", False, False),
-    ],
-)
+ANSWERS = [
+    (HEAD + b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER, False, True),
+    (HEAD + b"content-length: %d\r\n\r\n" % (len(ANSWER) + 1) + ANSWER, False, False),
+    (HEAD + b"content-length: 2\r\n\r\n{}", False, False),
+    (chunked(EVENT, EVENT, DONE) + b"0\r\n\r\n", True, True),
+    (chunked(EVENT, EVENT, DONE), True, False),
+    (chunked(EVENT, DONE) + b"0\r\n\r\n", True, False),
+    (chunked(EVENT, EVENT) + b"0\r\n\r\n", True, False),
+    (HEAD, False, False),
+    (b"", False, False),
+]
+
+
+@pytest.mark.parametrize(("answer", "streamed", "right"), ANSWERS)
 async def test_an_answer_is_whole_only_with_all_its_parts(answer: bytes, streamed: bool, right: bool) -> None:
     record = await record_of_answer(answer, ClientRequest("p", 2, streamed=streamed))
     assert record.served is right

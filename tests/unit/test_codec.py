@@ -56,16 +56,16 @@ def test_a_body_is_echoed_in_chunks(size: int) -> None:
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-@pytest.mark.parametrize(
-    ("error", "overload_status", "status", "pressure", "extra"),
-    [
-        (BadRequest("no model"), 503, 400, "0.50", ()),
-        (PayloadTooLarge("big"), 429, 413, "0.50", ()),
-        (NoEndpoints("none"), 429, 503, "0.50", ("1", "rejected-no-endpoints")),
-        (ExpiredTtl("late", retry_after_s=7), 429, 429, "1.00", ("7", "rejected-ttl-expired")),
-        (ShuttingDown("bye"), 503, 503, "0.50", ("1", "rejected-shutting-down")),
-    ],
-)
+REFUSALS = [
+    (BadRequest("no model"), 503, 400, "0.50", ()),
+    (PayloadTooLarge("big"), 429, 413, "0.50", ()),
+    (NoEndpoints("none"), 429, 503, "0.50", ("1", "rejected-no-endpoints")),
+    (ExpiredTtl("late", retry_after_s=7), 429, 429, "1.00", ("7", "rejected-ttl-expired")),
+    (ShuttingDown("bye"), 503, 503, "0.50", ("1", "rejected-shutting-down")),
+]
+
+
+@pytest.mark.parametrize(("error", "overload_status", "status", "pressure", "extra"), REFUSALS)
 def test_a_refusal_says_why(
     error: RequestError, overload_status: int, status: int, pressure: str, extra: tuple[str, ...]
 ) -> None:
@@ -101,13 +101,13 @@ def test_metadata_is_read_as_plain_values() -> None:
     assert codec.read_metadata(ProcessingRequest(), "some") is None
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        *((count, count) for count in (0, 100, 1_000_000_000)),
-        *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
-    ],
-)
+COUNTS = [
+    *((count, count) for count in (0, 100, 1_000_000_000)),
+    *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
+]
+
+
+@pytest.mark.parametrize(("count", "expected"), COUNTS)
 def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
     tail = UsageTail()
     tail.add(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": count}}).encode())

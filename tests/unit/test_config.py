@@ -230,24 +230,24 @@ def test_a_wrong_value_is_one_line_that_names_its_key(key: str, value: object) -
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("tree", "where"),
-    [
-        ({"fair_request_queue": {"total_capacity": 5, "flow_capacity": 6}}, "fair_request_queue"),
-        ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue"),
-        ({"request_queue_controller": {"upper_bound_per_backend": 1}}, "request_queue_controller"),
-        ({"request_queue_controller": {"lower_bound_per_backend": 3}}, "request_queue_controller"),
-        ({"models": [{"name": "a"}, {"name": "a"}]}, "configuration"),
-        ({"scheduling": {"scorers": [{"name": "random"}, {"name": "random"}]}}, "scheduling"),
-        ({"scheduling": {"latency": {"alpha": 0, "beta": 0, "gamma": 0}}}, "scheduling.latency"),
-        ({"scraping": {"interval": "1s", "stale_after": "10ms"}}, "scraping"),
-        ({"scraping": {"engine": "own"}}, "scraping"),
-        ({"scraping": {"series": {"mood": "vllm:mood"}}}, "scraping"),
-        ({"discovery": {"static": [], "file": "x"}}, "discovery"),
-        ({"extproc": {"listen": "0.0.0.0:8081"}}, "configuration"),
-        ({"extproc": {"max_body_bytes": 4096, "max_buffered_bytes": 2048}}, "extproc"),
-    ],
-)
+UNFITTING: list[tuple[dict[str, object], str]] = [
+    ({"fair_request_queue": {"total_capacity": 5, "flow_capacity": 6}}, "fair_request_queue"),
+    ({"fair_request_queue": {"starvation_after": "31s"}}, "fair_request_queue"),
+    ({"request_queue_controller": {"upper_bound_per_backend": 1}}, "request_queue_controller"),
+    ({"request_queue_controller": {"lower_bound_per_backend": 3}}, "request_queue_controller"),
+    ({"models": [{"name": "a"}, {"name": "a"}]}, "configuration"),
+    ({"scheduling": {"scorers": [{"name": "random"}, {"name": "random"}]}}, "scheduling"),
+    ({"scheduling": {"latency": {"alpha": 0, "beta": 0, "gamma": 0}}}, "scheduling.latency"),
+    ({"scraping": {"interval": "1s", "stale_after": "10ms"}}, "scraping"),
+    ({"scraping": {"engine": "own"}}, "scraping"),
+    ({"scraping": {"series": {"mood": "vllm:mood"}}}, "scraping"),
+    ({"discovery": {"static": [], "file": "x"}}, "discovery"),
+    ({"extproc": {"listen": "0.0.0.0:8081"}}, "configuration"),
+    ({"extproc": {"max_body_bytes": 4096, "max_buffered_bytes": 2048}}, "extproc"),
+]
+
+
+@pytest.mark.parametrize(("tree", "where"), UNFITTING)
 def test_values_that_do_not_fit_each_other_are_one_line_that_names_their_section(
     tree: dict[str, object], where: str
 ) -> None:
@@ -279,16 +279,16 @@ def test_a_fault_has_a_line_of_its_own_and_says_what_would_be_valid() -> None:
     assert "max_body_bytes 4096 exceeds max_buffered_bytes 2048" in fault({"extproc": sizes})
 
 
-@pytest.mark.parametrize(
-    ("text", "needle"),
-    [
-        ("pool: [", "is not YAML"),
-        ("- a\n- b", "top level must be a mapping"),
-        ("pool: a\npool: b", "'pool' is there twice"),
-        ("[" * 1000, "is not YAML"),
-        ("pool: 2026-99-99", "is not YAML"),
-    ],
-)
+BROKEN = [
+    ("pool: [", "is not YAML"),
+    ("- a\n- b", "top level must be a mapping"),
+    ("pool: a\npool: b", "'pool' is there twice"),
+    ("[" * 1000, "is not YAML"),
+    ("pool: 2026-99-99", "is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "needle"), BROKEN)
 def test_a_broken_file_is_named(tmp_path: Path, text: str, needle: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=r"picker\.yaml") as caught:
@@ -337,16 +337,16 @@ def test_a_token_file_without_a_token_is_named(tmp_path: Path, text: str | None,
         load(written(tmp_path, "admin: {token_file: token}"), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PICKER_REDIS__ADDRESS", "x"),
-        ("PICKER_NONSENSE", "1"),
-        ("PICKER_POOL__NAME", "x"),
-        ("PICKER_SCHEDULING__FALLBACKS", "many"),
-        ("PICKER_SCHEDULING__FALLBACKS", "[1"),
-    ],
-)
+WRONG_VARIABLES = [
+    ("PICKER_REDIS__ADDRESS", "x"),
+    ("PICKER_NONSENSE", "1"),
+    ("PICKER_POOL__NAME", "x"),
+    ("PICKER_SCHEDULING__FALLBACKS", "many"),
+    ("PICKER_SCHEDULING__FALLBACKS", "[1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES)
 def test_a_wrong_variable_is_named(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(written(tmp_path, "pool: one"), {name: value})

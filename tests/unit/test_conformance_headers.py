@@ -34,18 +34,18 @@ def asked(fields: Mapping[str, str], **more: object) -> list[ProcessingRequest]:
     return [headers("standard", fields, **more), body(ASK)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("choice", "subset"),
-    [
-        ("10.0.0.2", ("10.0.0.2:8000",)),
-        ("10.0.0.1", ("10.0.0.1:8000", "10.0.0.1:8001")),
-        ("10.0.0.1:8001, 10.0.0.2", ("10.0.0.2:8000", "10.0.0.1:8001")),
-        ("fd00::1", ("[fd00::1]:8000",)),
-        ("[fd00::1]:8000", ("[fd00::1]:8000",)),
-        ("10.9.9.9", ()),
-        ("", ()),
-    ],
-)
+CHOICES = [
+    ("10.0.0.2", ("10.0.0.2:8000",)),
+    ("10.0.0.1", ("10.0.0.1:8000", "10.0.0.1:8001")),
+    ("10.0.0.1:8001, 10.0.0.2", ("10.0.0.2:8000", "10.0.0.1:8001")),
+    ("fd00::1", ("[fd00::1]:8000",)),
+    ("[fd00::1]:8000", ("[fd00::1]:8000",)),
+    ("10.9.9.9", ()),
+    ("", ()),
+]
+
+
+@pytest.mark.parametrize(("choice", "subset"), CHOICES)
 async def test_the_header_chooses_endpoints(choice: str, subset: tuple[str, ...]) -> None:
     talk = TestTalk()
     await talk.say(*asked({CHOICE: choice}))
@@ -62,13 +62,13 @@ async def test_without_the_header_any_endpoint_may_be_picked_and_a_hint_still_li
     assert talk.gate.admitted[0][0].subset == ("10.0.0.2:8000",)
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        (envoy.response_headers(200, served="10.0.0.1:8000"), "10.0.0.1:8000"),
-        (envoy.response_headers(200), "fail: missing envoy lb metadata"),
-    ],
-)
+ANSWERS = [
+    (envoy.response_headers(200, served="10.0.0.1:8000"), "10.0.0.1:8000"),
+    (envoy.response_headers(200), "fail: missing envoy lb metadata"),
+]
+
+
+@pytest.mark.parametrize(("answer", "told"), ANSWERS)
 async def test_the_answer_tells_who_served(answer: ProcessingRequest, told: str) -> None:
     talk = TestTalk()
     said = await talk.say(*asked({}), answer)

@@ -143,16 +143,16 @@ async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str,
     assert content is not None or "cannot be read" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "needle"),
-    [
-        ("", "is empty"),
-        ("endpoints: []", "the list: "),
-        ("- address: 10.0.0.1:8000\n- address: 10.0.0.1:8000", "10.0.0.1:8000 is listed twice"),
-        ("- addres: 10.0.0.1:8000", "0."),
-        ("- {address: '10.0.0.1:8000', labels: {a: 1}}", "0.labels.a: "),
-    ],
-)
+WRONG_LISTS = [
+    ("", "is empty"),
+    ("endpoints: []", "the list: "),
+    ("- address: 10.0.0.1:8000\n- address: 10.0.0.1:8000", "10.0.0.1:8000 is listed twice"),
+    ("- addres: 10.0.0.1:8000", "0."),
+    ("- {address: '10.0.0.1:8000', labels: {a: 1}}", "0.labels.a: "),
+]
+
+
+@pytest.mark.parametrize(("text", "needle"), WRONG_LISTS)
 def test_a_wrong_list_is_refused_where_it_is_wrong(text: str, needle: str) -> None:
     with pytest.raises(FileFault) as caught:
         listed(text)

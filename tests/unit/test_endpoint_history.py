@@ -60,18 +60,18 @@ def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: lis
     assert block_hashes("m", longer, block_bytes=16)[: len(hashes)] == hashes
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (chat(user("a"), user("b")), chat(user("ab"))),
-        (chat({"role": "user", "content": "a"}), chat({"role": "system", "content": "a"})),
-        (chat(user("a")), chat(user("a"), tools=[{"type": "function"}])),
-        ({"prompt": "a"}, {"prompt": "b"}),
-        ({"prompt": [1, 23]}, {"prompt": [12, 3]}),
-        ({"input": "a"}, {"input": "a", "instructions": "be brief"}),
-        ({"prompt": ["a", "b"]}, {"prompt": ["ab"]}),
-    ],
-)
+DIFFERENT = [
+    (chat(user("a"), user("b")), chat(user("ab"))),
+    (chat({"role": "user", "content": "a"}), chat({"role": "system", "content": "a"})),
+    (chat(user("a")), chat(user("a"), tools=[{"type": "function"}])),
+    ({"prompt": "a"}, {"prompt": "b"}),
+    ({"prompt": [1, 23]}, {"prompt": [12, 3]}),
+    ({"input": "a"}, {"input": "a", "instructions": "be brief"}),
+    ({"prompt": ["a", "b"]}, {"prompt": ["ab"]}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_different_prompts_differ(one: dict[str, object], other: dict[str, object]) -> None:
     assert prompt_of(one) != prompt_of(other)
 
@@ -89,15 +89,15 @@ def test_a_body_without_a_prompt_has_no_blocks_and_a_strange_one_is_bytes_like_a
     assert all(prompt_of(document) for document in strange)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"prompt": "é" * 1_000_000},
-        {"prompt": list(range(500_000))},
-        chat(*[user("some words")] * 50_000),
-        chat(user("word " * 200_000)),
-    ],
-)
+HUGE = [
+    {"prompt": "é" * 1_000_000},
+    {"prompt": list(range(500_000))},
+    chat(*[user("some words")] * 50_000),
+    chat(user("word " * 200_000)),
+]
+
+
+@pytest.mark.parametrize("document", HUGE)
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
     prompt = prompt_of(document)
     assert len(prompt) == MAX_PROMPT_BYTES

@@ -149,20 +149,20 @@ def test_a_source_begins_as_many_flows_as_it_may_and_goes_on_with_them() -> None
     assert all(passes(limit, f"more{n}", b"") for n in range(10))
 
 
-@pytest.mark.parametrize(
-    ("hops", "one", "other", "same"),
-    [
-        (0, b"10.0.0.1", b"10.0.0.2", False),
-        (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # what comes before is the client's own word
-        (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"6.6.6.6, 10.0.0.2, 10.1.1.1", False),
-        (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"7.7.7.7, 10.0.0.1, 10.1.1.2", True),
-        (3, b"10.0.0.1, 10.1.1.1", b"10.0.0.1, 10.1.1.2", True),
-        (0, b"2001:db8::1", b"2001:db8::ffff:1", True),  # of one network
-        (0, b"2001:db8::1", b"2001:db8:0:1::1", False),
-        (0, b"unknown", b"unknown", True),
-        (0, b"\xff", b"10.0.0.1", False),
-    ],
-)
+SOURCES = [
+    (0, b"10.0.0.1", b"10.0.0.2", False),
+    (0, b"6.6.6.6, 10.0.0.1", b"7.7.7.7,10.0.0.1", True),  # what comes before is the client's own word
+    (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"6.6.6.6, 10.0.0.2, 10.1.1.1", False),
+    (1, b"6.6.6.6, 10.0.0.1, 10.1.1.1", b"7.7.7.7, 10.0.0.1, 10.1.1.2", True),
+    (3, b"10.0.0.1, 10.1.1.1", b"10.0.0.1, 10.1.1.2", True),
+    (0, b"2001:db8::1", b"2001:db8::ffff:1", True),  # of one network
+    (0, b"2001:db8::1", b"2001:db8:0:1::1", False),
+    (0, b"unknown", b"unknown", True),
+    (0, b"\xff", b"10.0.0.1", False),
+]
+
+
+@pytest.mark.parametrize(("hops", "one", "other", "same"), SOURCES)
 def test_a_source_is_the_last_address_that_a_trusted_proxy_has_told(
     hops: int, one: bytes, other: bytes, same: bool
 ) -> None:
