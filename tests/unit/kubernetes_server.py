@@ -44,7 +44,7 @@ def pool(*ports: int, app: str = "llm") -> dict[str, Any]:
     }
 
 
-class KubernetesServer:
+class ApiServer:
     """Serves on a free port of the loopback while used as a context."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class KubernetesServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
 
-    async def __aenter__(self) -> "KubernetesServer":
+    async def __aenter__(self) -> "ApiServer":
         await self.start()
         return self
 

@@ -1,14 +1,14 @@
 """Discovery by Kubernetes: pods and their readiness, edits of the pool, an API server that goes away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
 from background import running
-from kubernetes_server import PODS, POOLS, KubernetesServer, pod, pool
+from kubernetes_server import PODS, POOLS, ApiServer, pod, pool
 from source_reports import Lines, watching
 
 from picker_fleet.config import parse
@@ -44,41 +44,41 @@ class Listed:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[KubernetesServer]:
-    async with KubernetesServer() as running:
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer() as running:
         yield running
 
 
 @asynccontextmanager
-async def following(server: KubernetesServer) -> AsyncIterator[Listed]:
+async def following(server: ApiServer, *pods: str) -> AsyncIterator[Listed]:
+    """What is listed of `server`, once that has the pool at port 8000 and `pods` at 10.0.0.1, 10.0.0.2 …"""
     listed = Listed()
+    if pods:
+        server.put(POOLS, pool(8000))
+    for number, name in enumerate(pods, 1):
+        server.put(PODS, pod(name, f"10.0.0.{number}"))
     async with watching(KubernetesSource("llm", None, api=server.api), listed):
+        if pods:
+            await listed.becomes(ready=" ".join(f"10.0.0.{number}:8000" for number, _ in enumerate(pods, 1)))
         yield listed
 
 
-async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: KubernetesServer) -> None:
+async def test_each_pod_has_an_endpoint_on_each_port_with_its_labels(server: ApiServer) -> None:
     server.put(POOLS, pool(8000, 8001))
     server.put(PODS, pod("a", "10.0.0.1"))
     server.put(PODS, pod("other", "10.0.0.9", app="other"))
     async with following(server) as listed:
         await listed.becomes(ready="10.0.0.1:8000 10.0.0.1:8001")
         assert listed.newest is not None
-        assert listed.newest[1].labels == {
-            "app": "llm",
-            "picker-fleet/pod": "a",
-            "picker-fleet/namespace": "models",
-            "picker-fleet/port-rank": "1",
-        }
+        own = {"pod": "a", "namespace": "models", "port-rank": "1"}
+        labels = {f"picker-fleet/{name}": value for name, value in own.items()}
+        assert listed.newest[1].labels == {"app": "llm", **labels}
 
 
 async def test_a_pod_that_is_unready_or_terminates_drains_and_a_deleted_one_is_gone(
-    server: KubernetesServer,
+    server: ApiServer,
 ) -> None:
-    server.put(POOLS, pool(8000))
-    for number in (1, 2, 3):
-        server.put(PODS, pod(f"p{number}", f"10.0.0.{number}"))
-    async with following(server) as listed:
-        await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000 10.0.0.3:8000")
+    async with following(server, "p1", "p2", "p3") as listed:
         server.put(PODS, pod("p1", "10.0.0.1", ready=False))
         await listed.becomes(ready="10.0.0.2:8000 10.0.0.3:8000", draining="10.0.0.1:8000")
         server.put(PODS, pod("p2", "10.0.0.2", deletionTimestamp="2026-01-01T00:00:00Z"))
@@ -88,35 +88,25 @@ async def test_a_pod_that_is_unready_or_terminates_drains_and_a_deleted_one_is_g
         await listed.becomes(ready="10.0.0.1:8000 10.0.0.3:8000")
 
 
-async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(
-    server: KubernetesServer,
-) -> None:
-    server.put(POOLS, pool(8000))
-    server.put(PODS, pod("a", "10.0.0.1"))
+async def test_a_new_selector_replaces_the_pods_and_new_ports_their_addresses(server: ApiServer) -> None:
     server.put(PODS, pod("b", "10.0.0.2", app="new"))
-    async with following(server) as listed:
-        await listed.becomes(ready="10.0.0.1:8000")
-        server.put(POOLS, pool(8000, app="new"))
-        await listed.becomes(ready="10.0.0.2:8000")
-        server.put(POOLS, pool(9000, app="new"))
-        await listed.becomes(ready="10.0.0.2:9000")
-        server.put(POOLS, pool(9000, app="nobody"))
-        await listed.becomes(ready="")
-        server.put(POOLS, pool(9000))
-        await listed.becomes(ready="10.0.0.1:9000")
-        server.delete(POOLS, "llm")
-        await listed.becomes(ready="")
-        server.put(POOLS, pool(8000))
-        await listed.becomes(ready="10.0.0.1:8000")
+    async with following(server, "a") as listed:
+        for changed, ready in (
+            (pool(8000, app="new"), "10.0.0.2:8000"), (pool(9000, app="new"), "10.0.0.2:9000"),
+            (pool(9000, app="nobody"), ""), (pool(9000), "10.0.0.1:9000"),
+            (None, ""), (pool(8000), "10.0.0.1:8000"),
+        ):  # fmt: skip
+            if changed is None:
+                server.delete(POOLS, "llm")
+            else:
+                server.put(POOLS, changed)
+            await listed.becomes(ready=ready)
 
 
 async def test_an_api_server_that_is_away_changes_nothing_and_is_watched_again_without_a_list(
-    server: KubernetesServer, log: Lines
+    server: ApiServer, log: Lines
 ) -> None:
-    server.put(POOLS, pool(8000))
-    server.put(PODS, pod("a", "10.0.0.1"))
-    async with following(server) as listed:
-        await listed.becomes(ready="10.0.0.1:8000")
+    async with following(server, "a") as listed:
         known = listed.lists
         await server.stop()
         assert "what is known stays in use" in await log.saying("cannot be watched")
@@ -127,11 +117,8 @@ async def test_an_api_server_that_is_away_changes_nothing_and_is_watched_again_w
         assert server.kinds["list pods"] == server.kinds["list inferencepools"] == 1
 
 
-async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(server: KubernetesServer) -> None:
-    server.put(POOLS, pool(8000))
-    server.put(PODS, pod("a", "10.0.0.1"))
-    async with following(server) as listed:
-        await listed.becomes(ready="10.0.0.1:8000")
+async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(server: ApiServer) -> None:
+    async with following(server, "a") as listed:
         server.delete(PODS, "a")
         server.put(PODS, pod("b", "10.0.0.2"))
         await listed.becomes(ready="10.0.0.2:8000")
@@ -143,11 +130,8 @@ async def test_an_expired_watch_lists_once_more_and_never_goes_back_in_time(serv
         assert [each["resourceVersionMatch"] for each in again] == ["NotOlderThan"]
 
 
-async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server: KubernetesServer) -> None:
-    server.put(POOLS, pool(8000))
-    server.put(PODS, pod("a", "10.0.0.1"))
-    async with following(server) as listed:
-        await listed.becomes(ready="10.0.0.1:8000")
+async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server: ApiServer) -> None:
+    async with following(server, "a") as listed:
         for _ in range(5):
             server.put("/elsewhere", pod("x", "10.9.9.9"))
         server.bookmark(PODS)
@@ -157,22 +141,17 @@ async def test_a_bookmark_moves_the_version_that_the_next_watch_begins_at(server
         await server.cut()
         server.put(PODS, pod("c", "10.0.0.3"))
         await listed.becomes(ready="10.0.0.1:8000 10.0.0.2:8000 10.0.0.3:8000")
-        watches = [
-            int(params["resourceVersion"])
-            for _, path, params in server.calls
-            if "watch" in params and path == PODS
-        ]
-        assert len(watches) == 2
-        assert watches[1] > watches[0] + 5
+        watches = [params for _, path, params in server.calls if "watch" in params and path == PODS]
+        first, second = (int(each["resourceVersion"]) for each in watches)
+        assert second > first + 5
         assert server.kinds["list pods"] == 1
 
 
-async def test_a_refusal_names_its_reason_and_is_overcome(server: KubernetesServer, log: Lines) -> None:
+async def test_a_refusal_names_its_reason_and_is_overcome(server: ApiServer, log: Lines) -> None:
     server.refuse = (503, "no leader")
     async with following(server) as listed:
-        assert "503: no leader; nothing is known yet" in await log.saying(
-            "InferencePool llm: cannot be watched"
-        )
+        line = await log.saying("InferencePool llm: cannot be watched")
+        assert "503: no leader; nothing is known yet" in line
         server.put(POOLS, pool(8000))
         server.put(PODS, pod("a", "10.0.0.1"))
         server.refuse = None
@@ -208,19 +187,16 @@ async def test_faults_are_waited_out_ever_longer_and_a_new_kind_of_fault_shortly
 
 
 async def test_an_object_that_cannot_be_read_is_named_and_the_others_count(
-    server: KubernetesServer, log: Lines
+    server: ApiServer, log: Lines
 ) -> None:
-    server.put(POOLS, pool(8000))
-    server.put(PODS, pod("a", "10.0.0.1"))
     server.put(PODS, {"metadata": {"name": "b", "labels": {"app": "llm"}}, "status": {"podIP": 7}})
-    async with following(server) as listed:
+    async with following(server, "a"):
         await log.saying("one of pods of InferencePool llm cannot be read")
-        await listed.becomes(ready="10.0.0.1:8000")
 
 
 @pytest.mark.parametrize(("labels", "line"), [({}, "its selector is empty"), (None, "is not there")])
 async def test_a_pool_without_a_selector_or_that_is_not_there_has_no_endpoints(
-    server: KubernetesServer, log: Lines, labels: dict[str, str] | None, line: str
+    server: ApiServer, log: Lines, labels: dict[str, str] | None, line: str
 ) -> None:
     if labels is not None:
         empty = pool(8000)
@@ -232,26 +208,19 @@ async def test_a_pool_without_a_selector_or_that_is_not_there_has_no_endpoints(
         await listed.becomes(ready="")
 
 
-def _pod(
-    name: str, address: str, *, ready: bool = True, phase: str = "Running", ports: str | None = None
-) -> Pod:
-
-    item = pod(name, address, ready=ready)
-    item["status"]["phase"] = phase
-    if ports is not None:
-        item["metadata"]["annotations"] = {"inference.networking.k8s.io/active-ports": ports}
-    return msgspec.convert(item, Pod)
-
-
-def _by_name(pods: Iterable[Pod]) -> dict[str, Pod]:
-    return {pod.metadata.name: pod for pod in pods}
+def _pods(**by_name: dict[str, Any]) -> dict[str, Pod]:
+    """Pods by name; a `phase` of one replaces its status's."""
+    for name, item in by_name.items():
+        item["metadata"]["name"] = name
+        item["status"]["phase"] = item["metadata"].pop("phase", "Running")
+    return msgspec.convert(by_name, dict[str, Pod])
 
 
 def test_a_pod_that_changes_changes_its_endpoints_and_no_others() -> None:
     known, ports = PodEndpoints(), [8000, 8001]
-    pods = _by_name([_pod("a", "10.0.0.1"), _pod("b", "10.0.0.2")])
+    pods = _pods(a=pod("", "10.0.0.1"), b=pod("", "10.0.0.2"))
     first = known.of(pods, ports)
-    pods["b"] = _pod("b", "10.0.0.2", ready=False)
+    pods |= _pods(b=pod("", "10.0.0.2", ready=False))
     second = known.of(pods, ports)
     assert [each.draining for each in second] == [False, False, True, True]
     assert second[0] is first[0]
@@ -260,28 +229,25 @@ def test_a_pod_that_changes_changes_its_endpoints_and_no_others() -> None:
 
 
 def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
-    pods = [
-        _pod("pending", "", phase="Pending"),
-        _pod("failed", "10.0.0.1", phase="Failed"),
-        _pod("a-unready", "10.0.0.2", ready=False),
-        _pod("b-ready", "10.0.0.2"),
-        _pod("six", "fd00::1"),
-        _pod("broken", "nonsense"),
-    ]
-    found = PodEndpoints().of(_by_name(pods), [8000, 8000])
-    assert [(each.address, each.draining) for each in found] == [
-        ("10.0.0.2:8000", False),
-        ("[fd00::1]:8000", False),
-    ]
-    assert found[0].labels["picker-fleet/pod"] == "b-ready"
+    pods = _pods(
+        pending=pod("", "", phase="Pending"),
+        failed=pod("", "10.0.0.1", phase="Failed"),
+        a_unready=pod("", "10.0.0.2", ready=False),
+        b_ready=pod("", "10.0.0.2"),
+        six=pod("", "fd00::1"),
+        broken=pod("", "nonsense"),
+    )
+    found = PodEndpoints().of(pods, [8000, 8000])
+    assert [each.address for each in found if not each.draining] == ["10.0.0.2:8000", "[fd00::1]:8000"]
+    assert len(found) == 2
+    assert found[0].labels["picker-fleet/pod"] == "b_ready"
 
 
 def test_a_pod_may_name_those_of_its_ports_that_serve(caplog: pytest.LogCaptureFixture) -> None:
-    pods = [_pod("a", "10.0.0.1", ports="8001, x,9999"), _pod("b", "10.0.0.2", ports="")]
-    found = PodEndpoints().of(_by_name(pods), [8000, 8001])
-    assert [(each.address, each.labels["picker-fleet/port-rank"]) for each in found] == [
-        ("10.0.0.1:8001", "1")
-    ]
+    some, none = ({"inference.networking.k8s.io/active-ports": ports} for ports in ("8001, x,9999", ""))
+    pods = _pods(a=pod("", "10.0.0.1", annotations=some), b=pod("", "10.0.0.2", annotations=none))
+    (found,) = PodEndpoints().of(pods, [8000, 8001])
+    assert (found.address, found.labels["picker-fleet/port-rank"]) == ("10.0.0.1:8001", "1")
     assert "pod a: its annotation" in caplog.text
     assert caplog.text.rstrip().endswith("no target ports of the pool: 9999")
 
