@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import re
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +13,12 @@ import pytest
 import yaml
 from check_client import BODY, Connection, Reply, check, head
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers
+from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers, refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from metrics_page import samples
 from prometheus_client.parser import text_string_to_metric_families
+from tables import cases
 from test_accesslog import FIELDS, Entry, bare, describe
 
 from picker_fleet.cli import main
@@ -51,15 +53,12 @@ TWO: dict[str, Any] = {
     "pool": "a",
     "fair_request_queue": {"queue_ttl": "9s", "band_weights": {"Critical": 50}},
     "discovery": {"dns": {"name": "servers", "port": 8000}},
-    "pools": {
-        "a": None,
-        "b": {
-            "fair_request_queue": {"total_capacity": 500},
-            "discovery": {"static": [{"address": "10.0.0.1:8000"}]},
-            "listen": "127.0.0.1:0",
-        },
-    },
-}
+    "pools": {"a": None, "b": {
+        "fair_request_queue": {"total_capacity": 500},
+        "discovery": {"static": [{"address": "10.0.0.1:8000"}]},
+        "listen": "127.0.0.1:0",
+    }},
+}  # fmt: skip
 
 
 def test_a_pool_has_what_all_share_and_what_its_section_says() -> None:
@@ -86,22 +85,21 @@ def test_files_and_variables_reach_a_pools_section(tmp_path: Path) -> None:
         load(file, {variable: "0"})
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"pool": "c"}, "pool c is not one of pools, which are a, b"),
-        ({"pools": {"a": {"redis": {}, "extproc": {}}}}, "pools.a: redis, extproc: of the whole process"),
-        ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: of the whole process"),
-        ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
-        ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
-        ({"pools": {"a/b": {}}}, "pools.a/b."),
-        ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
-        ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),
-        ({"pools": {"a": {"fair_request_queue": {"flow_capacity": 5000}}}}, "pools.a.fair_request_queue: "),
-        ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
-        ({"pools": {f"p{number}": {} for number in range(33)}}, "pools: "),
-    ],
-)
+@cases("changes, fault", {
+    "no such pool": ({"pool": "c"}, "pool c is not one of pools, which are a, b"),
+    "two sections of all": ({"pools": {"a": {"redis": {}, "extproc": {}}}},
+                            "pools.a: redis, extproc: of the whole process"),
+    "a name": ({"pools": {"a": {"pool": "x"}}}, "pools.a: pool: of the whole process"),
+    "no key": ({"pools": {"a": {"nonsense": 1}}}, "pools.a.nonsense: unknown key; valid here: discovery, "),
+    "a number": ({"pools": {"a": 3}}, "pools.a: Input should be a valid dictionary"),
+    "a slash": ({"pools": {"a/b": {}}}, "pools.a/b."),
+    "dots": ({"pool": "..", "pools": {"..": {}}}, "a name needs more than dots"),
+    "two cases": ({"pools": {"a": {}, "A": {}}}, "two names differ in upper and lower case only"),
+    "a limit": ({"pools": {"a": {"fair_request_queue": {"flow_capacity": 5000}}}},
+                "pools.a.fair_request_queue: "),
+    "few bytes": ({"extproc": {"max_buffered_bytes": 9_000_000}}, "more than half of max_buffered_bytes"),
+    "too many": ({"pools": {f"p{number}": {} for number in range(33)}}, "pools: "),
+})  # fmt: skip
 def test_a_fault_in_a_section_is_told_with_its_place(changes: Mapping[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, **changes})
@@ -111,10 +109,8 @@ def test_a_fault_in_a_section_is_told_with_its_place(changes: Mapping[str, Any],
 def test_a_fault_that_all_pools_share_is_told_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**TWO, "redis": {"url": "nonsense"}, "scraping": {"interval": "never"}})
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
-        "redis.url",
-        "scraping.interval",
-    ]
+    told = [line.split(":")[0] for line in str(caught.value).splitlines()]
+    assert told == ["redis.url", "scraping.interval"]
 
 
 # The replica's ports.
@@ -129,13 +125,11 @@ class Both:
             gate.placement = gate.placement._replace(endpoints=(f"10.0.0.{ord(name)}:80",))
         self.metrics = {"a": Counted(), "b": Counted()}
         extproc = {"transport": chosen_transport(), "listen": "127.0.0.1:0", "drain_grace": "0s"}
-        settings = parse({"extproc": extproc})
-        clock = asyncio.get_running_loop().time
+        self.settings, clock = parse({"extproc": extproc}), asyncio.get_running_loop().time
         each = {
-            name: exchange_context(gate, self.metrics[name], settings, clock)
+            name: exchange_context(gate, self.metrics[name], self.settings, clock)
             for name, gate in self.gates.items()
         }
-        self.settings = settings
         self.contexts: ByPool[ExchangeContext] = ByPool(each, "a", of_unknown_pool(each["a"]))
         self.uploads = UploadDeadlines(clock, 60.0)
 
@@ -159,44 +153,43 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
     return await call.read()
 
 
-@pytest.mark.usefixtures("transport")
-async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
-    both = Both()
-    server = both.server()
-    port = await server.start()
+@contextlib.asynccontextmanager
+async def serving(server: Server | CheckServer) -> AsyncIterator[int]:
+    """The port of `server`."""
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            for name, counts in (("", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("b", (2, 2))):
-                answer = await asks(channel, *([(POOL_HEADER, name)] if name else []))
-                assert answer.WhichOneof("response") == "request_headers"
-                assert tuple(both.asked.values()) == counts
-            refused = await asks(channel, (POOL_HEADER, NOBODY))
-            assert refused.immediate_response.status.code == 404
-            assert json.loads(refused.immediate_response.body)["error"]["code"] == "unknown_pool"
-            assert tuple(both.asked.values()) == (2, 2)
-        # It is counted, among those of the default pool.
-        assert [code for _, _, code in both.metrics["a"].answers] == ["ok", "ok", "unknown_pool"]
-        assert [code for _, _, code in both.metrics["b"].answers] == ["ok", "ok"]
+        yield await server.start()
     finally:
         await server.stop()
 
 
 @pytest.mark.usefixtures("transport")
+async def test_metadata_of_the_stream_names_the_pool_of_its_request() -> None:
+    both = Both()
+    async with serving(both.server()) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name, counts in (("", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("b", (2, 2))):
+            answer = await asks(channel, *([(POOL_HEADER, name)] if name else []))
+            assert answer.WhichOneof("response") == "request_headers"
+            assert tuple(both.asked.values()) == counts
+        refused = refusal([await asks(channel, (POOL_HEADER, NOBODY))])
+        assert (refused.status, refused.code) == (404, "unknown_pool")
+        assert tuple(both.asked.values()) == (2, 2)
+    # It is counted, among those of the default pool.
+    assert [code for _, _, code in both.metrics["a"].answers] == ["ok", "ok", "unknown_pool"]
+    assert [code for _, _, code in both.metrics["b"].answers] == ["ok", "ok"]
+
+
+@pytest.mark.usefixtures("transport")
 async def test_a_port_of_a_pool_serves_it_without_a_name_and_services_follow_the_name() -> None:
-    async def of_a(stream: Stream) -> bytes:
-        return b"a"
-
-    async def of_b(stream: Stream) -> bytes:
-        return b"b"
-
-    async def of_none(stream: Stream) -> None:
-        raise RpcError(Status.NOT_FOUND, "no such pool")
+    async def of(name: bytes, stream: Stream) -> bytes:
+        if not name:
+            raise RpcError(Status.NOT_FOUND, "no such pool")
+        return name
 
     both, own = Both(), network.free_port()
-    services = {"/test/Whose": ByPool({"a": of_a, "b": of_b}, "a", of_none)}
+    whose_pool = ByPool({"a": partial(of, b"a"), "b": partial(of, b"b")}, "a", partial(of, b""))
+    services = {"/test/Whose": whose_pool}
     server = both.server(services=services, own_listeners={"b": f"127.0.0.1:{own}"})
-    port = await server.start()
-    try:
+    async with serving(server) as port:
         for at, default in ((port, "a"), (own, "b")):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{at}") as channel:
                 before = both.asked[default]
@@ -210,21 +203,9 @@ async def test_a_port_of_a_pool_serves_it_without_a_name_and_services_follow_the
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await server.drain()  # of all pools
         for name in (b"a", b"b"):
+            gate = both.contexts.of(name).drain_gate
             with pytest.raises(ShuttingDown):
-                await both.contexts.of(name).drain_gate.admit(
-                    cast(InferenceRequest, None), stream_owned=False
-                )
-    finally:
-        await server.stop()
-
-
-@contextlib.asynccontextmanager
-async def checking(both: Both, placements: Placements) -> AsyncIterator[int]:
-    server = CheckServer(both.contexts, "127.0.0.1:0", placements)
-    try:
-        yield await server.start()
-    finally:
-        await server.stop()
+                await gate.admit(cast(InferenceRequest, None), stream_owned=False)
 
 
 async def http_asks(port: int, *requests: bytes) -> list[Reply]:
@@ -238,14 +219,11 @@ async def http_asks(port: int, *requests: bytes) -> list[Reply]:
     return replies
 
 
-def check_of(pool: str) -> bytes:
-    return check(**{POOL_HEADER: pool})
-
-
 async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_several() -> None:
     both = Both()
-    async with checking(both, Placements([], 600.0, lambda: 0.0)) as port:
-        answers = await http_asks(port, check(), *map(check_of, "bc"), check(), *map(check_of, "ab"))
+    asked = [check(**({POOL_HEADER: pool} if pool != " " else {})) for pool in " bc ab"]
+    async with serving(CheckServer(both.contexts, "127.0.0.1:0", Placements([], 600.0, lambda: 0.0))) as port:
+        answers = await http_asks(port, *asked)
     assert [reply.status for reply in answers] == [200, 200, 404, 200, 200, 200]
     assert answers[2].error == "unknown_pool"
     assert both.asked == {"a": 3, "b": 2}
@@ -255,33 +233,32 @@ async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_
 async def test_a_settle_token_ends_the_request_in_its_own_pool() -> None:
     both = Both()
     keys = {"a": Keyring(), "b": Keyring()}
-    gate_of = both.gates
-    gate_of["b"].placement = gate_of["b"].placement._replace(
-        accounting_token=accounting_token.signed(FIELDS, "r-1", keys["b"])
-    )
-    accounts = [Account(gate_of[name], cast(Metrics, both.metrics[name]), keys[name]) for name in "ab"]
+    a, b = both.gates.values()
+    b.placement = b.placement._replace(accounting_token=accounting_token.signed(FIELDS, "r-1", keys["b"]))
+    accounts = [Account(both.gates[name], cast(Metrics, both.metrics[name]), keys[name]) for name in "ab"]
     placements = Placements(accounts, 600.0, lambda: 0.0)
     described = {
         "x-forwarded-method": "POST", "x-forwarded-uri": "/v1/completions", "x-picker-model": "llama",
         "x-request-id": "r-1", POOL_HEADER: "b",
     }  # fmt: skip
-    async with checking(both, placements) as port:
+    async with serving(CheckServer(both.contexts, "127.0.0.1:0", placements)) as port:
         (placed,) = await http_asks(port, head("GET /check", described, {}))
         assert placed.status == 200
         placements.renew()
-        assert ([each.id for each in gate_of["b"].renewed], gate_of["a"].renewed) == (["r-1"], [])
+        assert ([each.id for each in b.renewed], a.renewed) == (["r-1"], [])
         token = {settle.TOKEN: placed.headers[settle.TOKEN]}
         (settled,) = await http_asks(port, head("POST /settle", {"content-length": "0"}, token))
         assert settled.status == 200
-    assert ([each.id for each in gate_of["b"].settled], gate_of["a"].settled) == (["r-1"], [])
+    assert ([each.id for each in b.settled], a.settled) == (["r-1"], [])
 
 
 # Ends of requests.
 
 
-def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd") -> Entry:
+def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd", signed_for: str = "") -> Entry:
     message = bare(kind, request_id)
-    describe(message, {"picker": {"ticket": accounting_token.signed(FIELDS, request_id, keys)}})
+    token = accounting_token.signed(FIELDS, signed_for or request_id, keys)
+    describe(message, {"picker": {"ticket": token}})
     return message
 
 
@@ -290,8 +267,6 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
     keys = [Keyring(), Keyring()]
     metrics = [Metrics(), Metrics()]
     accounts = [Account(*each) for each in zip(gates, metrics, keys, strict=True)]
-    forged = bare("DownstreamEnd", "r-5")
-    describe(forged, {"picker": {"ticket": accounting_token.signed(FIELDS, "r-1", keys[1])}})
     gone = bare(request_id="gone", status=0)
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [
@@ -299,16 +274,16 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
         ended("r-2", keys[0]),
         ended("r-3", keys[1], "DownstreamPeriodic"),
         ended("r-4", Keyring()),  # no pool's
-        forged,
+        ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
     ]
     accesslog.take(entries, accounts)
     assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
     # Nobody knows whose request it was that has no token: each pool looks.
     assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]
-    page = b"".join(MetricsPage(metrics[:1]).pieces()).decode()
+    page = samples(metrics[0])
     for reason in ("unknown-key", "bad-signature", "no-ticket"):
-        assert f'epp_access_log_rejected_total{{reason="{reason}"}} 1.0' in page
+        assert page["epp_access_log_rejected_total", f"reason={reason}"] == 1
 
 
 # What pools share.
