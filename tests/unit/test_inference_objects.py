@@ -1,14 +1,15 @@
 """What objectives and model rewrites amount to: bands, splits, who wins, and what is a fault."""
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
 import pytest
+from background import running
+from tables import cases
 
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
@@ -47,6 +48,13 @@ def intake(settings: dict[str, Any] | None = None) -> Intake:
     return Intake(parse(settings or {}), new_id=lambda: next(ids))
 
 
+def use(gate: Intake, *rewrites: Rewrite, objectives: Sequence[Objective] = ()) -> Intake:
+    """`gate` in a pool with these objects."""
+    found = live_objects(list(objectives), list(rewrites))
+    gate.use_live(found.priorities, found.splits, found.anything)
+    return gate
+
+
 def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
     """The target model and band of a request; among several by this replica's counts."""
     fields = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
@@ -57,31 +65,26 @@ def ask(gate: Intake, model: str, **headers: str) -> tuple[str, Band]:
     return shares.of(request.id), request.band
 
 
-@pytest.mark.parametrize(
-    ("priority", "name", "like"),
-    [
-        (10, "Critical", Band.CRITICAL), (0, "Default", Band.DEFAULT), (-10, "Sheddable", Band.SHEDDABLE),
-        (1, "1", Band.DEFAULT), (-1, "-1", Band.SHEDDABLE), (-(2**31), "-2147483648", Band.SHEDDABLE),
-        (2**31 - 1, "2147483647", Band.CRITICAL),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("priority", "name", "like"), [
+    (10, "Critical", Band.CRITICAL), (0, "Default", Band.DEFAULT), (-10, "Sheddable", Band.SHEDDABLE),
+    (1, "1", Band.DEFAULT), (-1, "-1", Band.SHEDDABLE), (-(2**31), "-2147483648", Band.SHEDDABLE),
+    (2**31 - 1, "2147483647", Band.CRITICAL),
+])  # fmt: skip
 def test_a_priority_has_a_band_of_its_own_like_the_nearest_configured_one(
     priority: int, name: str, like: Band
 ) -> None:
-    header = "x-gateway-inference-objective"
-    gate = intake({"extproc": {"trusted_headers": [header]}, "objectives": [{"name": "kept"}]})
-    found = live_objects([objective("o", priority)], [])
-    gate.use_live(found.priorities, found.splits, found.anything)
-    request = gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True)
-    assert request.band == replace(like, priority=priority, name=name)
-    gate.use_live({}, {}, None)
-    assert gate.request(Ask("m", False, None), {header: b"o"}, subset=None, trusted=True).band == Band.DEFAULT
+    trusted = {"trusted_headers": ["x-gateway-inference-objective"]}
+    gate = intake({"extproc": trusted, "objectives": [{"name": "kept"}]})
+    for objects, band in (
+        ([objective("o", priority)], replace(like, priority=priority, name=name)), ([], Band.DEFAULT),
+    ):  # fmt: skip
+        use(gate, objectives=objects)
+        assert ask(gate, "m", x_gateway_inference_objective="o") == ("m", band)
 
 
 def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
-    gate = intake()
-    found = live_objects([], [rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))])
-    gate.use_live(found.priorities, found.splits, found.anything)
+    split = rewrite("r", "1", rule({"v1": 90, "v2": 10, "never": 0}, "m"))
+    gate = use(intake(), split)
     targets = Counter(ask(gate, "m")[0] for _ in range(1000))
     assert targets.keys() == {"v1", "v2"}
     assert abs(targets["v2"] - 100) <= 1
@@ -89,7 +92,7 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
     assert len(again) == 1
     # What else changes does not begin the shares anew.
     for _ in range(100):
-        gate.use_live(found.priorities, found.splits, found.anything)
+        use(gate, split)
         targets[ask(gate, "m")[0]] += 1
     assert abs(targets["v2"] - 110) <= 1
     assert ask(gate, "other")[0] == "other"
@@ -98,43 +101,32 @@ def test_a_split_follows_its_weights_and_an_id_keeps_its_target() -> None:
 def test_the_older_rule_wins_and_a_rule_without_matches_is_for_the_rest() -> None:
     old, new = rewrite("z", "1", rule({"old": 1}, "m")), rewrite("a", "2", rule({"new": 1}, "m", "n"))
     rest = rewrite("rest", "3", rule({"rest": 1}))
-    found = live_objects([], [new, rest, old])
-    gate = intake()
-    gate.use_live(found.priorities, found.splits, found.anything)
+    gate = use(intake(), new, rest, old)
     assert [ask(gate, model)[0] for model in ("m", "n", "x")] == ["old", "new", "rest"]
 
 
-@pytest.mark.parametrize(
-    ("rules", "target"),
-    [
-        ([], "configured"),
-        ([rule({"live": 1}, "m")], "live"),
-        ([rule({"rest": 1})], "rest"),
-        ([rule({"again": 1}, "configured")], "configured"),
-        ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
-    ],
-)
+@cases("rules, target", {
+    "none": ([], "configured"),
+    "its own": ([rule({"live": 1}, "m")], "live"),
+    "one for all": ([rule({"rest": 1})], "rest"),
+    "one of its target": ([rule({"again": 1}, "configured")], "configured"),
+    "all of them": ([rule({"live": 1}, "m"), rule({"again": 1}, "live"), rule({"rest": 1})], "live"),
+})  # fmt: skip
 def test_rewrites_count_before_configured_targets_and_no_target_is_rewritten_again(
     rules: list[dict[str, Any]], target: str
 ) -> None:
     gate = intake({"models": [{"name": "m", "target_models": [{"name": "configured", "weight": 1}]}]})
-    found = live_objects([], [rewrite("r", "1", *rules)])
-    gate.use_live(found.priorities, found.splits, found.anything)
-    assert ask(gate, "m")[0] == target
+    assert ask(use(gate, rewrite("r", "1", *rules)), "m")[0] == target
 
 
 def test_rewrites_that_name_each_other_are_one_step() -> None:
-    found = live_objects([], [rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b"))])
-    gate = intake()
-    gate.use_live(found.priorities, found.splits, found.anything)
+    gate = use(intake(), rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b")))
     assert (ask(gate, "a")[0], ask(gate, "b")[0]) == ("b", "a")
 
 
 def test_a_cycle_of_rewrites_is_named() -> None:
-    first, second = (
-        rewrite("first", "1", rule({"b": 1, "a": 9}, "a")),
-        rewrite("second", "2", rule({"c": 1}, "b")),
-    )
+    first = rewrite("first", "1", rule({"b": 1, "a": 9}, "a"))
+    second = rewrite("second", "2", rule({"c": 1}, "b"))
     assert cycles([first, second]) == {}, "a share that stays as it is is no cycle"
     third = rewrite("third", "3", rule({"x": 1, "a": 1}, "c"), rule({"y": 1}, "z"))
     found = cycles([first, second, third])
@@ -150,19 +142,16 @@ def test_rewrites_that_lead_to_each_other_by_the_thousand_are_looked_through_at_
     assert 10 < len(found) < 100
 
 
-@pytest.mark.parametrize(
-    ("rules", "fault"),
-    [
-        ([], "spec.rules is empty"),
-        ([{"targets": []}], "nothing to rewrite to"),
-        ([rule({"v": 0}, "m")], "nothing to rewrite to"),
-        ([rule({"": 1}, "m")], "is no model's name"),
-        ([rule({"v": 1}, " ")], "is no model's name"),
-        ([rule({"v": -1}, "m")], "weight -1"),
-        ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is unknown"),
-        ([rule({"v": 1}, "m")], ""),
-    ],
-)
+@cases("rules, fault", {
+    "no rule": ([], "spec.rules is empty"),
+    "no target": ([{"targets": []}], "nothing to rewrite to"),
+    "no weight": ([rule({"v": 0}, "m")], "nothing to rewrite to"),
+    "a target without a name": ([rule({"": 1}, "m")], "is no model's name"),
+    "a model without a name": ([rule({"v": 1}, " ")], "is no model's name"),
+    "a negative weight": ([rule({"v": -1}, "m")], "weight -1"),
+    "an unknown match": ([rule({"v": 1}, "m", kind="Regex")], "model type Regex is unknown"),
+    "nothing": ([rule({"v": 1}, "m")], ""),
+})  # fmt: skip
 def test_a_rewrite_that_cannot_be_used_says_why(rules: list[dict[str, Any]], fault: str) -> None:
     found = rewrite_fault(rewrite("r", "1", *rules))
     assert fault in found
@@ -189,24 +178,23 @@ class ObjectsOfTwoPools:
             self.asked.put_nowait(params["fieldSelector"])
             await self.answers.wait()
             return b'{"items": []}'
-        of = {"own": "own", **{f"o{number}": f"gone-{number % 2}" for number in range(100)}}
+
+        def item(name: str, priority: int, pool: str, **group: str) -> dict[str, Any]:
+            spec = {"priority": priority, "poolRef": {"name": pool, **group}}
+            return {"metadata": {"name": name}, "spec": spec}
+
         items = []
         if path.endswith("/inferenceobjectives"):
-            newer = "llm-d.ai" in path
-            items = [
-                {"metadata": {"name": name}, "spec": {"priority": 7, "poolRef": {"name": pool}}}
-                for name, pool in of.items()
-                if newer
+            newer, others = "llm-d.ai" in path, {"group": "inference.networking.x-k8s.io"}
+            if newer:
+                items = [item("own", 7, "own"), *(item(f"o{n}", 7, f"gone-{n % 2}") for n in range(100))]
+            items += [
+                item("both", 2**31 if newer else 5, "own"),  # in both groups, with a fault in the newer one
+                # Of another group: a pool of this name, and one that is not there. Its own picker judges.
+                item("of-others", 9, "own", **others),
+                item("also-of-others", 9, "gone-2", **others),
+                item("unnamed", 8, "own", group=""),  # the API's default
             ]
-            # One that is in both groups, and has a fault in the newer one.
-            both = {"priority": 2**31 if newer else 5, "poolRef": {"name": "own"}}
-            items.append({"metadata": {"name": "both"}, "spec": both})
-            # Of another group: a pool of this name, and one that is not there. Its own picker judges.
-            for name, pool in (("of-others", "own"), ("also-of-others", "gone-2")):
-                reference = {"name": pool, "group": "inference.networking.x-k8s.io"}
-                items.append({"metadata": {"name": name}, "spec": {"priority": 9, "poolRef": reference}})
-            unnamed = {"name": "own", "group": ""}  # the API's default
-            items.append({"metadata": {"name": "unnamed"}, "spec": {"priority": 8, "poolRef": unnamed}})
         return msgspec.json.encode({"metadata": {"resourceVersion": "1"}, "items": items})
 
     async def lines(self, *_: object) -> AsyncGenerator[bytes, None]:
@@ -226,26 +214,16 @@ async def test_this_pools_objects_of_the_newer_group_count_without_waiting_for_o
 ) -> None:
     server, reported = ObjectsOfTwoPools(), asyncio.Queue[LiveObjects]()
     followed = InferenceObjects(
-        "own",
-        None,
-        fleet="test",
-        report=reported.put_nowait,
-        publishes=lambda: publishes,
+        "own", None, fleet="test", report=reported.put_nowait, publishes=lambda: publishes,
         api=lambda: cast(Api, server),
-    )
-    task = asyncio.create_task(followed.run())
-    try:
-        async with asyncio.timeout(10):
-            while (await reported.get()).priorities != {"own": 7, "unnamed": 8}:
-                pass
-            server.answers.set()
-            asked = sorted([await server.asked.get() for _ in range(2)])
-            for _ in range(2):  # once they are judged nobody asks again
-                followed._changed.set()
-                await reported.get()
-        assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]
-        assert server.asked.empty()
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    )  # fmt: skip
+    async with running(followed.run()), asyncio.timeout(10):
+        while (await reported.get()).priorities != {"own": 7, "unnamed": 8}:
+            pass
+        server.answers.set()
+        asked = sorted([await server.asked.get() for _ in range(2)])
+        for _ in range(2):  # once they are judged nobody asks again
+            followed._changed.set()
+            await reported.get()
+    assert asked == ["metadata.name=gone-0", "metadata.name=gone-1"]
+    assert server.asked.empty()
