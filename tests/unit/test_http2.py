@@ -5,12 +5,12 @@ Peers are written frame by frame, so that they can send what no client library w
 
 import asyncio
 import contextlib
-import itertools
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import hpack
 import pytest
@@ -24,23 +24,15 @@ from picker_fleet.extproc import http2, native
 from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.http2 import (
     ACK,
-    CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
     GOAWAY,
     HEADERS,
-    PADDED,
     PING,
-    PREFACE,
-    PRIORITISED,
-    PRIORITY,
-    PUSH_PROMISE,
     RST_STREAM,
     SETTINGS,
-    WINDOW_BYTES,
     WINDOW_UPDATE,
-    Limits,
     frame,
 )
 from picker_fleet.extproc.native import Keepalive, NativeTransport
@@ -48,15 +40,16 @@ from picker_fleet.extproc.transport import Handler, Stream
 
 BUDGET_BYTES = 1024 * 1024
 MESSAGE_BYTES = 4 * 1024 * 1024
-FIELDS = [
-    (":method", "POST"),
-    (":scheme", "http"),
-    (":path", "/test/Echo"),
-    ("te", "trailers"),
-    ("content-type", "application/grpc"),
-]
+GRPC = ("content-type", "application/grpc")
+FIELDS = [(":method", "POST"), (":scheme", "http"), (":path", "/test/Echo"), ("te", "trailers"), GRPC]
 ASK = b"\0\0\0\0\2hi"
 PING_FRAME = frame(PING, 0, 0, b"12345678")
+
+
+def window_setting(size: int) -> bytes:
+    return frame(SETTINGS, 0, 0, struct.pack(">HL", 4, size))
+
+
 CANCEL = http2.CANCEL.to_bytes(4, "big")
 
 
@@ -119,6 +112,10 @@ class Peer:
         got = await self.next(RST_STREAM)
         return got.stream, got.code
 
+    async def served(self) -> int:
+        """The next stream that ends with its trailers."""
+        return (await self.until(lambda got: got.kind == HEADERS and got.flags & END_STREAM)).stream
+
     async def ping(self) -> None:
         """Returns when the server has read all that was sent, and is alive."""
         await self.send(PING_FRAME)
@@ -138,6 +135,12 @@ class Peer:
             frames.append(await self.until(lambda got: got.stream == stream))
         return frames
 
+    async def fields(self, stream: int) -> dict[str, str]:
+        """All header fields of a stream until its end."""
+        decode = hpack.Decoder().decode
+        answer = await self.answer(stream)
+        return dict(pair for got in answer if got.kind == HEADERS for pair in decode(got.payload))
+
     async def data(self, stream: int) -> bytes:
         """The data of a stream until its end."""
         return b"".join(got.payload for got in await self.answer(stream) if got.kind == DATA)
@@ -154,7 +157,7 @@ class Server(NamedTuple):
     @asynccontextmanager
     async def peer(self, window: int = 65_535) -> AsyncIterator[Peer]:
         peer = Peer(*await asyncio.open_connection("127.0.0.1", self.port))
-        await peer.send(PREFACE, frame(SETTINGS, 0, 0, struct.pack(">HL", 4, window)))
+        await peer.send(http2.PREFACE, window_setting(window))
         try:
             yield peer
         finally:
@@ -214,10 +217,7 @@ async def test_a_request_is_answered_with_its_status_in_the_trailers() -> None:
     async with serving() as server, server.peer() as peer:
         await peer.send(peer.request(1))
         start, data, end = await peer.answer(1)
-        assert hpack.Decoder().decode(start.payload) == [
-            (":status", "200"),
-            ("content-type", "application/grpc"),
-        ]
+        assert hpack.Decoder().decode(start.payload) == [(":status", "200"), GRPC]
         assert (data.payload, end.kind) == (ASK, HEADERS)
         assert hpack.Decoder().decode(end.payload) == [("grpc-status", "0")]
 
@@ -246,30 +246,30 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "bad HPACK": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\xff" * 20)),
     "no such entry": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\xfe")),
     "cut HPACK": (HPACK, frame(HEADERS, END_HEADERS, 1, b"\x00\x7f")),
-    "padding over headers": (PROTOCOL, frame(HEADERS, PADDED, 1, b"\x09ab")),
-    "no padding length": (PROTOCOL, frame(HEADERS, PADDED, 1, b"")),
-    "a cut priority": (PROTOCOL, frame(HEADERS, PRIORITISED, 1, b"\0")),
-    "a stream on itself": (PROTOCOL, frame(HEADERS, PRIORITISED, 1, b"\0\0\0\1\0")),
+    "padding over headers": (PROTOCOL, frame(HEADERS, http2.PADDED, 1, b"\x09ab")),
+    "no padding length": (PROTOCOL, frame(HEADERS, http2.PADDED, 1, b"")),
+    "a cut priority": (PROTOCOL, frame(HEADERS, http2.PRIORITISED, 1, b"\0")),
+    "a stream on itself": (PROTOCOL, frame(HEADERS, http2.PRIORITISED, 1, b"\0\0\0\1\0")),
     "cut headers": (PROTOCOL, frame(HEADERS, 0, 1, b"\x82") + PING_FRAME),
-    "nothing to continue": (PROTOCOL, frame(CONTINUATION, 0, 1, b"")),
-    "endless headers": (CALM, frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, b"\x82" * 16_384) * 3),
-    "padding over data": (PROTOCOL, WHOLE + frame(DATA, PADDED, 1, b"\x09ab")),
+    "nothing to continue": (PROTOCOL, frame(http2.CONTINUATION, 0, 1, b"")),
+    "endless headers": (CALM, frame(HEADERS, 0, 1) + frame(http2.CONTINUATION, 0, 1, b"\x82" * 16_384) * 3),
+    "padding over data": (PROTOCOL, WHOLE + frame(DATA, http2.PADDED, 1, b"\x09ab")),
     "a large frame": (SIZE, frame(DATA, 0, 1, b"x" * 16_385)),
-    "a push": (PROTOCOL, frame(PUSH_PROMISE, 0, 1, b"\0\0\0\2")),
+    "a push": (PROTOCOL, frame(http2.PUSH_PROMISE, 0, 1, b"\0\0\0\2")),
     "a short ping": (SIZE, frame(PING, 0, 0, b"1")),
     "a ping of a stream": (PROTOCOL, frame(PING, 0, 1, b"12345678")),
     "cut settings": (SIZE, frame(SETTINGS, 0, 0, b"1")),
     "a filled ACK": (SIZE, frame(SETTINGS, ACK, 0, b"123456")),
     "settings of a stream": (PROTOCOL, frame(SETTINGS, 0, 3)),
     "a bad setting": (PROTOCOL, frame(SETTINGS, 0, 0, struct.pack(">HL", 2, 2))),
-    "a huge window": (FLOW, frame(SETTINGS, 0, 0, struct.pack(">HL", 4, 2**31))),
+    "a huge window": (FLOW, window_setting(2**31)),
     "no window": (PROTOCOL, frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\0")),
     "a cut window": (SIZE, frame(WINDOW_UPDATE, 0, 0, b"\0")),
     "too much window": (FLOW, frame(WINDOW_UPDATE, 0, 0, TOO_MUCH_WINDOW)),
     "an idle window": (PROTOCOL, frame(WINDOW_UPDATE, 0, 5, b"\0\0\0\1")),
     "an idle reset": (PROTOCOL, frame(RST_STREAM, 0, 5, b"\0\0\0\1")),
     "a cut reset": (SIZE, frame(RST_STREAM, 0, 1, b"\0")),
-    "a priority of nothing": (PROTOCOL, frame(PRIORITY, 0, 0, b"12345")),
+    "a priority of nothing": (PROTOCOL, frame(http2.PRIORITY, 0, 0, b"12345")),
     "a cut GOAWAY": (SIZE, frame(GOAWAY, 0, 0, b"1")),
     "a closed stream": (http2.STREAM_CLOSED, WHOLE + RESET_OF_1 + WHOLE),
 })  # fmt: skip
@@ -282,7 +282,7 @@ async def test_a_connection_that_breaks_the_protocol_ends_with_its_error(code: i
 
 
 @pytest.mark.parametrize(
-    "first", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", PREFACE[:9] + b"x" * 20, PREFACE + PING_FRAME]
+    "first", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", http2.PREFACE[:9] + b"x" * 20, http2.PREFACE + PING_FRAME]
 )
 async def test_a_peer_that_speaks_something_else_is_sent_away(first: bytes) -> None:
     async with serving() as server:
@@ -302,7 +302,7 @@ async def test_a_peer_that_speaks_something_else_is_sent_away(first: bytes) -> N
     "trailers that do not end the stream": (PROTOCOL, FIELDS, WHOLE),
     "no window": (PROTOCOL, FIELDS, frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
     "too much window": (FLOW, FIELDS, frame(WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
-    "a priority over itself": (PROTOCOL, FIELDS, frame(PRIORITY, 0, 1, b"\0\0\0\1\0")),
+    "a priority over itself": (PROTOCOL, FIELDS, frame(http2.PRIORITY, 0, 1, b"\0\0\0\1\0")),
 })  # fmt: skip
 async def test_a_stream_that_breaks_the_protocol_is_reset_and_no_other(
     code: int, fields: list[tuple[str, str]], after: bytes
@@ -313,29 +313,22 @@ async def test_a_stream_that_breaks_the_protocol_is_reset_and_no_other(
         await peer.ping()
 
 
-@cases("name, value, status", {
-    "another path": (":path", "/other/Method", "12"),
-    "another method": (":method", "GET", None),
-    "another type": ("content-type", "text/html", None),
+@cases("changes, data, status, grpc_status", {
+    "another path": ({":path": "/other/Method"}, ASK, "200", "12"),
+    "another method": ({":method": "GET"}, ASK, "415", None),
+    "another type": ({"content-type": "text/html"}, ASK, "415", None),
+    "a compressed message": ({}, b"\1\0\0\0\1x", "200", "12"),
+    "too large a message": ({}, b"\0\xff\xff\xff\xff", "200", "8"),
+    "a message cut by the end of the stream": ({}, b"\0\0\0\0\5ab", "200", "13"),
 })  # fmt: skip
-async def test_what_is_no_known_method_is_answered_so(name: str, value: str, status: str | None) -> None:
+async def test_what_cannot_be_served_is_answered_with_a_status(
+    changes: dict[str, str], data: bytes, status: str, grpc_status: str | None
+) -> None:
     async with serving() as server, server.peer() as peer:
-        await peer.send(peer.headers(1, [*({**dict(FIELDS), name: value}).items()]))
-        (answer,) = await peer.answer(1)
-        found = dict(hpack.Decoder().decode(answer.payload))
-        assert (found[":status"], found.get("grpc-status")) == ("200" if status else "415", status)
-
-
-@cases("data, status", {
-    "compressed": (b"\1\0\0\0\1x", "12"),
-    "too large": (b"\0\xff\xff\xff\xff", "8"),
-    "cut by the end of the stream": (b"\0\0\0\0\5ab", "13"),
-})  # fmt: skip
-async def test_what_is_no_message_ends_its_stream_with_a_status(data: bytes, status: str) -> None:
-    async with serving() as server, server.peer() as peer:
-        await peer.send(peer.request(1, data))
-        answer = (await peer.answer(1))[-1]
-        assert dict(hpack.Decoder().decode(answer.payload))["grpc-status"] == status
+        headers = peer.headers(1, list({**dict(FIELDS), **changes}.items()))
+        await peer.send(headers, frame(DATA, END_STREAM, 1, data))
+        found = await peer.fields(1)
+        assert (found[":status"], found.get("grpc-status")) == (status, grpc_status)
 
 
 FRAMES = st.builds(frame, st.integers(0, 11), st.integers(0, 255), st.integers(0, 9), st.binary(max_size=24))
@@ -371,7 +364,7 @@ async def test_a_message_in_any_number_of_frames_arrives_whole() -> None:
 
 async def test_padding_is_no_part_of_a_message() -> None:
     async with serving() as server, server.peer() as peer:
-        await peer.send(peer.request(1, b"\x02" + ASK + b"xx", PADDED | END_STREAM))
+        await peer.send(peer.request(1, b"\x02" + ASK + b"xx", http2.PADDED | END_STREAM))
         assert await peer.data(1) == ASK
 
 
@@ -401,7 +394,7 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
     async with serving(slow) as server, server.peer() as peer:
         size = 16_384
         piece = b"\0" + (size - 5).to_bytes(4, "big") + b"x" * (size - 5)
-        count = WINDOW_BYTES // size
+        count = http2.WINDOW_BYTES // size
         await peer.send(peer.headers(1), *[frame(DATA, 0, 1, piece)] * count)
         kept = count * (size - 5 + native.MESSAGE_COST) - native.FREE_BYTES
         await until(lambda: server.budget.held_bytes == kept)
@@ -409,7 +402,7 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
         for _ in range(count):
             reads.release()
         credit = await peer.until(lambda got: got.kind == WINDOW_UPDATE and got.stream == 1)
-        assert int.from_bytes(credit.payload, "big") == WINDOW_BYTES
+        assert int.from_bytes(credit.payload, "big") == http2.WINDOW_BYTES
         assert server.budget.held_bytes == 0
         await peer.send(*[frame(DATA, 0, 1, piece)] * count, frame(DATA, 0, 1, b"x"))
         assert await peer.reset() == (1, FLOW)
@@ -460,7 +453,7 @@ async def test_a_smaller_window_setting_holds_for_open_streams_too() -> None:
     async with serving() as server, server.peer(window=0) as peer:
         await peer.send(peer.request(1))
         await peer.ping()
-        await peer.send(frame(SETTINGS, 0, 0, struct.pack(">HL", 4, 100)))
+        await peer.send(window_setting(100))
         assert await peer.data(1) == ASK
 
 
@@ -474,12 +467,15 @@ async def test_ten_thousand_streams_wait_on_one_connection() -> None:
         handler.release.set()
         ended: set[int] = set()
         while len(ended) < len(ids):
-            got = await peer.until(lambda got: got.flags & END_STREAM and got.kind == HEADERS)
-            ended.add(got.stream)
+            ended.add(await peer.served())
 
 
 async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_elsewhere() -> None:
-    async with serving(limits=Limits(streams=2)) as server, server.peer() as one, server.peer() as other:
+    async with (
+        serving(limits=http2.Limits(streams=2)) as server,
+        server.peer() as one,
+        server.peer() as other,
+    ):
         await one.send(*(one.headers(stream) for stream in (1, 3, 5)))
         assert await one.reset() == (5, http2.REFUSED_STREAM)
         await other.send(other.headers(1))
@@ -492,7 +488,7 @@ async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_els
 
 
 async def test_connections_beyond_the_limit_are_closed() -> None:
-    async with serving(limits=Limits(connections=1)) as server, server.peer() as first:
+    async with serving(limits=http2.Limits(connections=1)) as server, server.peer() as first:
         await first.next(SETTINGS)
         async with server.peer() as second:
             assert await second.read() is None
@@ -510,65 +506,38 @@ async def test_small_unread_messages_count_with_what_they_cost_in_memory() -> No
 
 
 async def test_settings_that_change_without_end_close_the_connection() -> None:
-    changes = [frame(SETTINGS, 0, 0, struct.pack(">HL", 4, size)) for size in range(http2._SETTINGS + 1)]
     async with serving() as server, server.peer() as peer:
-        await peer.send(*changes)
+        await peer.send(*map(window_setting, range(http2._SETTINGS + 1)))
         assert await peer.ended() == CALM
         await works(server)
 
 
-class FakeTransport:
-    """Takes what a connection writes; nothing is sent."""
-
-    def __init__(self) -> None:
-        self.written = 0
-        self.closed = False
-
-    def set_write_buffer_limits(self, high: int) -> None: ...
-
-    def get_extra_info(self, name: str) -> tuple[str, int]:
-        return ("10.0.0.9", 1)
-
-    def write(self, data: bytes) -> None:
-        self.written += 1
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-
-def connected(limits: Limits = Limits()) -> tuple[http2.Connection, FakeTransport]:  # noqa: B008
-    """A connection without a socket, whose peer has sent its settings."""
-    open_streams, transport = http2.OpenStreams(lambda: 0.0, limits), FakeTransport()
+def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
+    """A connection without a socket, whose peer has sent its settings, and what it writes to."""
+    open_streams, transport = http2.OpenStreams(lambda: 0.0, limits), Mock(spec=asyncio.Transport)
+    transport.get_extra_info.return_value = ("10.0.0.9", 1)
     connection = http2.Connection(lambda path, pool: None, native.GrpcStream, set(), open_streams)
     connection.connection_made(transport)
-    connection.data_received(PREFACE + frame(SETTINGS, 0, 0))
+    connection.data_received(http2.PREFACE + frame(SETTINGS, 0, 0))
     return connection, transport
 
 
 async def test_many_window_updates_in_one_read_wake_each_waiting_writer_once() -> None:
-    woken = 0
-
-    class Blocked:
-        def wake_writer(self) -> None:
-            nonlocal woken
-            woken += 1
-
+    blocked = Mock()
     connection, _ = connected()
-    connection.blocked[1] = Blocked()  # type: ignore[assignment]
+    connection.blocked[1] = blocked
     connection.data_received(frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 1000)
     await asyncio.sleep(0)
-    assert woken == 1
+    blocked.wake_writer.assert_called_once_with()
 
 
 async def test_a_peer_that_reads_no_replies_is_sent_away() -> None:
-    connection, transport = connected(Limits(unsent_replies=100))
+    connection, transport = connected(http2.Limits(unsent_replies=100))
     connection.pause_writing()
     for _ in range(200):
         connection.data_received(PING_FRAME)
-    assert transport.closed
-    assert transport.written < 110
+    assert transport.abort.called or transport.close.called
+    assert transport.write.call_count < 110
 
 
 async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
@@ -587,11 +556,7 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         await peer.send(peer.headers(5))
         assert await peer.reset() == (5, http2.REFUSED_STREAM)
         handler.release.set()
-        ended = [
-            (await peer.until(lambda got: got.kind == HEADERS and got.flags & END_STREAM)).stream
-            for _ in range(2)
-        ]
-        assert sorted(ended) == [1, 3]
+        assert sorted([await peer.served() for _ in range(2)]) == [1, 3]
         await stopping
         assert await peer.ended() == http2.NO_ERROR
 
@@ -616,7 +581,7 @@ GIVING_UP: dict[str, Callable[[int], bytes]] = {
     "an empty window update": lambda stream: frame(WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
     "a second end": lambda stream: frame(DATA, END_STREAM, stream) * 2,
 }
-FEW = Limits(given_up_at_once=50.0, given_up_per_s=0.001)
+FEW = http2.Limits(given_up_at_once=50.0, given_up_per_s=0.001)
 
 
 async def give_up(peer: Peer, streams: range, how: Callable[[int], bytes]) -> None:
@@ -660,15 +625,11 @@ async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not() -> 
 
 async def test_header_tables_that_change_are_followed() -> None:
     async with serving() as server, server.peer() as peer:
-        paths = ["/test/Echo", "/test/Other"]
-        for stream, path in zip(itertools.count(1, 2), paths * 20, strict=False):
-            fields = [(name, path if name == ":path" else value) for name, value in FIELDS]
+        for stream in range(1, 77, 2):
+            path = "/test/Echo" if stream % 4 == 1 else "/test/Other"
+            fields = {**dict(FIELDS), ":path": path, "x-number": str(stream // 8)}
             if stream % 3 == 0:
                 peer.encoder.header_table_size = 100 + stream
-            await peer.send(
-                peer.headers(stream, [*fields, ("x-number", str(stream // 8))]), frame(DATA, 0, stream, ASK)
-            )
+            await peer.send(peer.headers(stream, list(fields.items())), frame(DATA, 0, stream, ASK))
             answer = await peer.answer(stream)
             assert (ASK in [got.payload for got in answer]) is (path == "/test/Echo")
-            if stream >= 75:
-                break
