@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import cases
 
 from picker_fleet import cli, import_config
 from picker_fleet.config import parse
@@ -34,17 +35,14 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
             {"type": "single-profile-handler"},
         ],
         schedulingProfiles=[
-            {
-                "name": "default",
-                "plugins": [
-                    {"pluginRef": "queue", "weight": 2.5},
-                    {"pluginRef": "kv-cache-utilization-scorer", "weight": 0},
-                    {"pluginRef": "max-score-picker"},
-                ],
-            },
+            {"name": "default", "plugins": [
+                {"pluginRef": "queue", "weight": 2.5},
+                {"pluginRef": "kv-cache-utilization-scorer", "weight": 0},
+                {"pluginRef": "max-score-picker"},
+            ]},
             {"name": "prefill", "plugins": []},
         ],
-    )
+    )  # fmt: skip
     assert result.tree["scheduling"] == {"fallbacks": 2, "scorers": [{"name": "queue-depth", "weight": 2.5}]}
     assert result.remarks == ["schedulingProfiles: there is one profile here; prefill are left out"]
 
@@ -65,9 +63,7 @@ def test_flow_control_becomes_the_queue() -> None:
         ],
         saturationDetector={"pluginRef": "concurrency-detector"},
         flowControl={
-            "maxRequests": "2k",
-            "maxBytes": "1Gi",
-            "defaultRequestTTL": "45s",
+            "maxRequests": "2k", "maxBytes": "1Gi", "defaultRequestTTL": "45s",
             "priorityBands": [
                 {"priority": 5, "orderingPolicyRef": "edf", "fairnessPolicyRef": fairness},
                 {"priority": -5, "maxRequests": 10},
@@ -75,7 +71,7 @@ def test_flow_control_becomes_the_queue() -> None:
             ],
             "defaultPriorityBand": {"maxRequests": 5, "maxBytes": "2Gi"},
         },
-    )
+    )  # fmt: skip
     settings = parse(result.tree)
     queue = settings.fair_request_queue
     assert (queue.total_capacity, queue.queue_ttl) == (2000, 45)
@@ -127,21 +123,22 @@ def test_what_has_no_counterpart_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "fault"),
-    [
-        ({"kind": "Other"}, "kind must be"),
-        ({"plugins": {}}, "plugins: must be a list"),
-        ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
-        ({"plugins": [{"type": "a"}, {"type": "a"}]}, "there twice"),
-        ({"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]}, "no plugin is named"),
-        *(({"flowControl": {"maxRequests": each}}, r"flowControl\.maxRequests: .* is no quantity")
-          for each in ("many", math.nan, math.inf, -5, True, [1])),
-        *(({"flowControl": {"defaultRequestTTL": each}}, r"flowControl\.defaultRequestTTL: .* is no duration")
-          for each in ("soon", "", "-1s", "1m30", math.nan, [30])),
-        ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}}, r"priorityBands\.maxBytes: 'big' is no"),
-    ],
-)  # fmt: skip
+@cases("more, fault", {
+    "another kind": ({"kind": "Other"}, "kind must be"),
+    "no list": ({"plugins": {}}, "plugins: must be a list"),
+    "no type": ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),
+    "one name twice": ({"plugins": [{"type": "a"}, {"type": "a"}]}, "there twice"),
+    "no such plugin": ({"plugins": [], "schedulingProfiles": [{"plugins": [{"pluginRef": "x"}]}]},
+                       "no plugin is named"),
+    **{f"a quantity {each}": ({"flowControl": {"maxRequests": each}},
+                              r"flowControl\.maxRequests: .* is no quantity")
+       for each in ("many", math.nan, math.inf, -5, True, [1])},
+    **{f"a duration {each}": ({"flowControl": {"defaultRequestTTL": each}},
+                              r"flowControl\.defaultRequestTTL: .* is no duration")
+       for each in ("soon", "", "-1s", "1m30", math.nan, [30])},
+    "no bytes": ({"flowControl": {"priorityBands": [{"maxBytes": "big"}]}},
+                 r"priorityBands\.maxBytes: 'big' is no"),
+})  # fmt: skip
 def test_a_malformed_file_is_refused_where_it_is_wrong(more: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         imported(**more)

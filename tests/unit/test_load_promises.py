@@ -1,5 +1,6 @@
 """Runs that break one promise each: the check finds it and names the case."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 from faulty_queues import EndsTwice, IgnoresWeights, OverAdmits, ServesLowBandsFirst
 from load_runs import answer, audited, refusal, rest, run, sample, verdict
 from queue_simulator import QueueSimulator
+from tables import cases
 
-from picker_fleet.bands import NAMED, Band
+from picker_fleet.bands import NAMED
 from picker_tools.load.checks import GENERAL_CHECKS, SCENARIO_CHECKS, Verdict, check_promises
 from picker_tools.load.client import Answer
 from picker_tools.load.result import Dispatch, EndpointSample, FaultsInjected, LogAudit, RunResult
@@ -50,31 +52,26 @@ BEFORE = tuple(sample(0.25 * number) for number in range(20))
 def overload(scenario: str, **waits_s: float) -> RunResult:
     """A run in which each source's requests wait so long, and all are served."""
     base = run(scenario)
-    dispatches = tuple(
-        Dispatch(
-            at_s=base.wall_s + each.sent_s + waits_s.get(each.source.replace("-", "_"), 0.0),
-            flow=source.flow,
-            band=NAMED.index(source.band),
-            workload=source.workload,
-            cost=base.cost(each),
-            wait_s=waits_s.get(each.source.replace("-", "_"), 0.0),
-        )
-        for each in base.answers
-        for source in base.sources
-        if source.name == each.source
-    )
+    dispatches = []
+    for each in base.answers:
+        (source,) = (source for source in base.sources if source.name == each.source)
+        wait_s = waits_s.get(each.source.replace("-", "_"), 0.0)
+        at_s, band = base.wall_s + each.sent_s + wait_s, NAMED.index(source.band)
+        dispatches.append(Dispatch(at_s, source.flow, band, source.workload, base.cost(each), wait_s))
     waiting = tuple(replace(each, queued=QUEUED) for each in base.samples)
-    return replace(base, log_audits=(LogAudit(None, dispatches),), samples=waiting)
+    return replace(base, log_audits=(LogAudit(None, tuple(dispatches)),), samples=waiting)
+
+
+def dispatched(result: RunResult, keep: Callable[[int, Dispatch], bool]) -> RunResult:
+    """`result` in which only those requests are dispatched that `keep` says by number and dispatch."""
+    dispatches = result.log_audits[0].dispatches
+    kept = tuple(dispatch for number, dispatch in enumerate(dispatches) if keep(number, dispatch))
+    return replace(result, log_audits=(LogAudit(None, kept),))
 
 
 def starved(result: RunResult, flow: str, kept: int) -> RunResult:
     """`result` in which only every `kept`th request of `flow` is dispatched."""
-    dispatches = tuple(
-        dispatch
-        for number, dispatch in enumerate(result.log_audits[0].dispatches)
-        if dispatch.flow != flow or number % kept == 0
-    )
-    return replace(result, log_audits=(LogAudit(None, dispatches),))
+    return dispatched(result, lambda number, dispatch: dispatch.flow != flow or number % kept == 0)
 
 
 ELSEWHERE_EACH_TURN = tuple(
@@ -170,66 +167,49 @@ def test_a_fault_in_the_decision_log_breaks_its_promise(queue: type[QueueSimulat
     assert "#" in found.cases[0]
 
 
-def test_a_log_from_before_an_outage_counts_too() -> None:
-    good, bad = QueueSimulator(), OverAdmits()
-    for queue in (good, bad):
-        queue.admit_many("r", 20)
-        queue.run_dry()
-    assert verdict(run(log_audits=(audited(bad.log), audited(good.log))), "G1").verdict is BROKEN
-    assert verdict(run(log_audits=(audited(good.log),)), "G1").verdict is KEPT
-
-
-def unserved(result: RunResult, band: Band) -> RunResult:
-    """`result` in which nothing of `band` is dispatched."""
-    dispatches = tuple(
-        dispatch for dispatch in result.log_audits[0].dispatches if dispatch.band != NAMED.index(band)
-    )
-    return replace(result, log_audits=(LogAudit(None, dispatches),))
-
-
-def good_log() -> LogAudit:
-    queue = QueueSimulator()
+def simulated(kind: type[QueueSimulator]) -> LogAudit:
+    queue = kind()
     queue.admit_many("r", 20)
     queue.run_dry()
     return audited(queue.log)
 
 
-NOT_PROVABLE: list[tuple[str, RunResult]] = [
-    ("G1", run(log_audits=(good_log(), LogAudit(None, why="the log ended in the middle")))),
-    (
-        "outage-bound",  # not all endpoints answered
-        outage(samples=BEFORE, endpoint_samples=(EndpointSample(1.0, 8, 4), EndpointSample(6.0, 2, 1))),
-    ),
-    (
-        "waits-by-band",  # nobody of the highest band was served
-        unserved(overload("priority-overload", default=1, sheddable_1=2, sheddable_2=2), Band.CRITICAL),
-    ),
-    ("G1", run()),  # no log
-    ("refusals-explained", run()),  # nothing was refused
-    ("deadline", run()),
-    ("at-rest", run(samples=())),
-    ("stock-in-bounds", run(samples=())),
-    ("overloaded", run("noisy-neighbour")),  # nobody waited
-    ("quiet-wait", run("noisy-neighbour")),
-    ("waits-by-band", run("priority-overload")),
-    ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
-    ("faults-happened", run("replica-crash")),
-    ("outage-serves", run("redis-outage")),
-    ("outage-bound", outage()),  # endpoints were not seen
-    ("shared-again", run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, None)]))),
-    ("turns-stay", run("multi-turn")),  # no second turns
-    ("load-as-planned", run(answers=[replace(each, due_s=-1.0) for each in run().answers])),  # sent late
-    (
-        "no-errors",  # streams of a killed replica are cut in this mode, as promised
-        replace(
-            first("replica-crash", answer("client-1", fault="cut")),
-            target=replace(run().target, mode="standard"),
-        ),
-    ),
-]
+def test_a_log_from_before_an_outage_counts_too() -> None:
+    good, bad = simulated(QueueSimulator), simulated(OverAdmits)
+    assert verdict(run(log_audits=(bad, good)), "G1").verdict is BROKEN
+    assert verdict(run(log_audits=(good,)), "G1").verdict is KEPT
 
 
-@pytest.mark.parametrize(("name", "result"), NOT_PROVABLE, ids=[name for name, _ in NOT_PROVABLE])
+STANDARD = replace(run().target, mode="standard")
+NOT_PROVABLE: dict[str, tuple[str, RunResult]] = {
+    "the log ended in the middle": (
+        "G1", run(log_audits=(simulated(QueueSimulator), LogAudit(None, why="the log ended in the middle")))),
+    "not all endpoints answered": ("outage-bound", outage(
+        samples=BEFORE, endpoint_samples=(EndpointSample(1.0, 8, 4), EndpointSample(6.0, 2, 1)))),
+    "nobody of the highest band was served": ("waits-by-band", dispatched(
+        overload("priority-overload", default=1, sheddable_1=2, sheddable_2=2), lambda _, one: one.band > 0)),
+    "no log": ("G1", run()),
+    "nothing was refused": ("refusals-explained", run()),
+    "nothing was refused late": ("deadline", run()),
+    "no samples at rest": ("at-rest", run(samples=())),
+    "no samples of the stock": ("stock-in-bounds", run(samples=())),
+    "nobody waited": ("overloaded", run("noisy-neighbour")),
+    "nobody quiet waited": ("quiet-wait", run("noisy-neighbour")),
+    "no band waited": ("waits-by-band", run("priority-overload")),
+    "nobody quiet asked": ("quiet-not-refused", run("noisy-neighbour", answers=(answer("noisy"),))),
+    "no replica crashed": ("faults-happened", run("replica-crash")),
+    "Redis was not away": ("outage-serves", run("redis-outage")),
+    "endpoints were not seen": ("outage-bound", outage()),
+    "Redis did not come back": (
+        "shared-again", run("redis-outage", faults_injected=FaultsInjected(outages=[(5.0, None)]))),
+    "no second turns": ("turns-stay", run("multi-turn")),
+    "sent late": ("load-as-planned", run(answers=[replace(each, due_s=-1.0) for each in run().answers])),
+    "streams of a killed replica are cut in this mode, as promised": (
+        "no-errors", replace(first("replica-crash", answer("client-1", fault="cut")), target=STANDARD)),
+}  # fmt: skip
+
+
+@cases("name, result", NOT_PROVABLE)
 def test_a_promise_that_a_run_cannot_prove_is_neither_kept_nor_broken(name: str, result: RunResult) -> None:
     assert verdict(result, name).verdict is UNKNOWN
 
