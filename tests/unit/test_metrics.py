@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from clocks import Clock
@@ -11,6 +12,7 @@ from local_requests import ask
 from metrics_page import page_of, samples
 from metrics_table import documented, families
 from scripted_store import POOL
+from tables import cases
 
 from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, MetricsText
 from picker_fleet.admin.protection import Refused
@@ -34,13 +36,12 @@ def test_a_decision_is_counted_by_code_and_mode_with_its_latency() -> None:
     metrics.answered("lean", "llama", "ok", 0.003)
     metrics.answered("lean", "llama", "expired_ttl", 3)
     page = samples(metrics)
-    assert page["epp_requests_total", "code=ok", "mode=lean", "model=llama"] == 1
-    assert page["epp_requests_total", "code=expired_ttl", "mode=lean", "model=llama"] == 1
-    assert page["epp_request_errors_total", "code=expired_ttl", "model=llama"] == 1
-    assert ("epp_request_errors_total", "code=ok", "model=llama") not in page
-    assert page["epp_decision_latency_seconds_bucket", "le=0.0025", "mode=lean"] == 0
-    assert page["epp_decision_latency_seconds_bucket", "le=0.005", "mode=lean"] == 1
-    assert page["epp_decision_latency_seconds_bucket", "le=+Inf", "mode=lean"] == 2
+    for code in ("ok", "expired_ttl"):
+        assert page["epp_requests_total", f"code={code}", "mode=lean", "model=llama"] == 1
+    errors = {key[1:]: n for key, n in page.items() if key[0] == "epp_request_errors_total"}
+    assert errors == {("code=expired_ttl", "model=llama"): 1}
+    for most, count in (("0.0025", 0), ("0.005", 1), ("+Inf", 2)):
+        assert page["epp_decision_latency_seconds_bucket", f"le={most}", "mode=lean"] == count
     assert page["epp_decision_latency_seconds_sum", "mode=lean"] == pytest.approx(3.003)
 
 
@@ -49,24 +50,23 @@ def test_completions_add_up_and_unknown_figures_are_left_out() -> None:
     metrics.completed(ENDED, "llama")
     metrics.completed(Completion("r", Outcome.CLIENT_GONE, 200, None, None, None, None, None), "llama")
     page = samples(metrics)
-    assert page["epp_input_tokens_total", "model=llama"] == 7
-    assert page["epp_output_tokens_total", "model=llama"] == 100
-    assert page["epp_completions_total", "model=llama", "outcome=client_gone"] == 1
-    assert page["epp_responses_total", "model=llama", "status=200"] == 2
-    assert page["epp_request_duration_seconds_count", "model=llama"] == 1
-    assert page["epp_time_to_first_token_seconds_count", "model=llama"] == 1
+    counts = {
+        ("input_tokens_total", "model=llama"): 7, ("output_tokens_total", "model=llama"): 100,
+        ("completions_total", "model=llama", "outcome=client_gone"): 1,
+        ("responses_total", "model=llama", "status=200"): 2,
+        ("request_duration_seconds_count", "model=llama"): 1,
+        ("time_to_first_token_seconds_count", "model=llama"): 1,
+    }  # fmt: skip
+    assert {key: page["epp_" + key[0], *key[1:]] for key in counts} == counts
     assert not [key for key in page if key[0].startswith("epp_queue_latency")]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "status", "success", "shown"),
-    [
-        (Outcome.COMPLETED, 200, "true", "200"),
-        (Outcome.UPSTREAM_FAILED, 503, "false", "503"),
-        (Outcome.CLIENT_GONE, 200, "false", "200"),
-        (Outcome.CLIENT_GONE, 0, "false", "499"),
-    ],
-)
+@cases("outcome, status, success, shown", {
+    "served": (Outcome.COMPLETED, 200, "true", "200"),
+    "a failed server": (Outcome.UPSTREAM_FAILED, 503, "false", "503"),
+    "a client that left": (Outcome.CLIENT_GONE, 200, "false", "200"),
+    "a client that left before its answer": (Outcome.CLIENT_GONE, 0, "false", "499"),
+})  # fmt: skip
 def test_a_wait_is_counted_by_the_outcome_of_its_request(
     outcome: Outcome, status: int, success: str, shown: str
 ) -> None:
@@ -79,49 +79,39 @@ def test_a_wait_is_counted_by_the_outcome_of_its_request(
     assert page["epp_responses_total", "model=m", f"status={shown}"] == 1
 
 
+WAITS = ask(model="m", target_model="m-v2")
+# Calls of Metrics, and samples after all of them.
+QUEUE_EVENTS: list[tuple[str, tuple[Any, ...], dict[str, float]]] = [
+    ("waited", ("m", 0.3, True), {"queue_latency_seconds_count model=m success=true": 1}),
+    ("waited", ("m", 30, False), {"queue_latency_seconds_count model=m success=false": 1}),
+    ("bypassed", ("m", "m-v2"), {"bypass_total model=m target_model=m-v2": 1}),
+    ("expired", ("m",), {"requests_expired_total model=m": 1}),
+    ("client_gone", ("lean", "m", 2.0), {
+        "requests_cancelled_total model=m": 1, "responses_total model=m status=499": 1,
+        "request_errors_total code=client_gone model=m": 1}),
+    ("push_error", ("m", "total_capacity"), {"queue_push_errors_total error_type=total_capacity model=m": 1}),
+    *(("waiting", (WAITS, change), {"queue_length model=m target_model=m-v2": 1}) for change in (1, 1, -1)),
+    ("preempted", (Band.SHEDDABLE,), {"preemptions_total band=Sheddable": 1,
+                                      "preemptions_total band=Critical": 0}),
+    ("evicted", (Band.CRITICAL,), {"evictions_total band=Critical": 1}),
+    ("dequeued", (3, 2), {"popper_dequeue_attempts_total": 3, "popper_dequeue_successes_total": 2}),
+    ("adopted", (4,), {"adoptions_total": 4}),
+    ("reclaimed", (5,), {"lease_reclaims_total": 5}),
+    ("redis_call", ("admit", 0.0004, 8), {"redis_call_seconds_count script=admit": 1,
+                                          "redis_call_items_sum script=admit": 8}),
+    ("redis_error", ("settle", "item"), {"redis_errors_total kind=item script=settle": 1,
+                                         "redis_errors_total kind=full script=settle": 0}),
+    *[("access_log", ("ended",), {"access_log_entries_total kind=ended": 6})] * 6,
+]  # fmt: skip
+
+
 def test_queue_events_have_the_specified_names() -> None:
-    metrics = Metrics()
-    metrics.waited("m", 0.3, True)
-    metrics.waited("m", 30, False)
-    metrics.bypassed("m", "m-v2")
-    metrics.expired("m")
-    metrics.client_gone("lean", "m", 2.0)
-    metrics.push_error("m", "total_capacity")
-    waits = ask(model="m", target_model="m-v2")
-    metrics.waiting(waits, 1)
-    metrics.waiting(waits, 1)
-    metrics.waiting(waits, -1)
-    metrics.preempted(Band.SHEDDABLE)
-    metrics.evicted(Band.CRITICAL)
-    metrics.dequeued(3, 2)
-    metrics.adopted(4)
-    metrics.reclaimed(5)
-    metrics.redis_call("admit", 0.0004, 8)
-    metrics.redis_error("settle", "item")
-    for _ in range(6):
-        metrics.access_log("ended")
+    metrics, expected = Metrics(), {}
+    for call, arguments, found in QUEUE_EVENTS:
+        getattr(metrics, call)(*arguments)
+        expected |= found
     page = samples(metrics)
-    assert page["epp_queue_latency_seconds_count", "model=m", "success=true"] == 1
-    assert page["epp_queue_latency_seconds_count", "model=m", "success=false"] == 1
-    assert page["epp_bypass_total", "model=m", "target_model=m-v2"] == 1
-    assert page["epp_requests_expired_total", "model=m"] == 1
-    assert page["epp_requests_cancelled_total", "model=m"] == 1
-    assert page["epp_queue_push_errors_total", "error_type=total_capacity", "model=m"] == 1
-    assert page["epp_queue_length", "model=m", "target_model=m-v2"] == 1
-    assert page["epp_responses_total", "model=m", "status=499"] == 1
-    assert page["epp_request_errors_total", "code=client_gone", "model=m"] == 1
-    assert page["epp_preemptions_total", "band=Sheddable"] == 1
-    assert page["epp_preemptions_total", "band=Critical"] == 0
-    assert page["epp_evictions_total", "band=Critical"] == 1
-    assert page["epp_popper_dequeue_attempts_total",] == 3
-    assert page["epp_popper_dequeue_successes_total",] == 2
-    assert page["epp_adoptions_total",] == 4
-    assert page["epp_lease_reclaims_total",] == 5
-    assert page["epp_redis_call_seconds_count", "script=admit"] == 1
-    assert page["epp_redis_call_items_sum", "script=admit"] == 8
-    assert page["epp_redis_errors_total", "kind=item", "script=settle"] == 1
-    assert page["epp_redis_errors_total", "kind=full", "script=settle"] == 0
-    assert page["epp_access_log_entries_total", "kind=ended"] == 6
+    assert {name: page[tuple(f"epp_{name}".split())] for name in expected} == expected
 
 
 def test_gauges_follow_the_state_and_series_of_removed_endpoints_end() -> None:
@@ -195,10 +185,8 @@ def test_the_text_parses_with_a_hostile_model_name(name: str) -> None:
 
 
 def test_the_documentation_names_the_same_families() -> None:
-    found = families(page_of(Metrics()).decode())
-    assert {name: kind for name, (kind, _) in found.items()} == {
-        name: row.kind for name, row in documented().items()
-    }
+    found = {name: kind for name, (kind, _) in families(page_of(Metrics()).decode()).items()}
+    assert found == {name: row.kind for name, row in documented().items()}
 
 
 async def test_the_text_is_rendered_once_a_second_for_all_readers() -> None:
@@ -298,21 +286,13 @@ def test_a_band_that_is_not_configured_has_series_while_it_is_in_use() -> None:
 def test_service_counts_for_ten_whole_seconds() -> None:
     clock = Clock()
     meter = ServiceMeter(clock)
-    meter.record(1, "a", 2.0)
-    meter.record(1, "a", 1.0)
-    meter.record(1, "b", 1.0)
-    meter.record(0, "a", 5.0)
+    for band, flow, cost in ((1, "a", 2.0), (1, "a", 1.0), (1, "b", 1.0), (0, "a", 5.0)):
+        meter.record(band, flow, cost)
     # The present second does not count yet.
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
-    report = {
-        "priorities": [(0, 5.0), (1, 4.0)],
-        "flows": [(0, "a", 5.0), (1, "a", 3.0), (1, "b", 1.0)],
-        "cut": False,
-    }
-    clock.now_s = 1.5
-    assert meter.report() == report
-    clock.now_s = 10.9
-    assert meter.report() == report
+    flows = [(0, "a", 5.0), (1, "a", 3.0), (1, "b", 1.0)]
+    for clock.now_s in (1.5, 10.9):
+        assert meter.report() == {"priorities": [(0, 5.0), (1, 4.0)], "flows": flows, "cut": False}
     clock.now_s = 11.0
     assert meter.report() == {"priorities": [], "flows": [], "cut": False}
 
