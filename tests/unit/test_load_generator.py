@@ -542,7 +542,7 @@ def test_the_terminal_shows_every_verdict(capsys: pytest.CaptureFixture[str]) ->
     show(evidence, check_promises(evidence))
     # One line a promise, and one that says what is broken and why.
     lines = capsys.readouterr().out.splitlines()
-    held = [line.split()[1] for line in lines if line.startswith("held")]
-    assert held[:2] == ["no-errors", "nothing-expires"]
+    kept = [line.split()[1] for line in lines if line.startswith("held")]
+    assert kept[:2] == ["no-errors", "nothing-expires"]
     assert any(line.startswith("broken") and "at-rest" in line for line in lines)
     assert any(line.startswith("BROKEN at-rest: after the load every count is exactly 0") for line in lines)

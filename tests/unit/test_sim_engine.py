@@ -7,6 +7,7 @@ import pytest
 from background import until
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import cases
 
 from picker_tools.simulator.answer import VOCABULARY, Words
 from picker_tools.simulator.engine import (
@@ -44,71 +45,59 @@ def test_a_completion_defaults_to_16_tokens_without_streaming() -> None:
     assert not chat(stream=True, stream_options={}).include_usage
 
 
-@pytest.mark.parametrize(
-    ("prompt", "tokens"),
-    [
-        *(("", 1), ("abc", 1), ("é" * 8, 4), ("x" * 400_000, 100_000), (["one text"], 2)),
-        *(([1, 2, 3], 3), ([[4, 5]], 2), ([7], 1)),
-    ],
-)
+PROMPTS = [("", 1), ("abc", 1), ("é" * 8, 4), ("x" * 400_000, 100_000), (["one text"], 2)]
+IDS = [([1, 2, 3], 3), ([[4, 5]], 2), ([7], 1)]
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [*PROMPTS, *IDS], ids=lambda value: str(value)[:20])
 def test_prompt_tokens_follow_its_bytes_or_ids(prompt: object, tokens: int) -> None:
     assert completion(prompt=prompt).prompt_tokens == tokens
 
 
 def test_chat_counts_the_text_of_every_message() -> None:
     parts = [{"type": "text", "text": "b" * 40}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    messages = [
-        {"role": "system", "content": "a" * 40},
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": None},
-    ]
-    request = chat(messages=messages)
-    assert b"a" * 40 in request.prompt
-    assert b"b" * 40 in request.prompt
+    contents = {"system": "a" * 40, "user": parts, "assistant": None}
+    request = chat(messages=[{"role": role, "content": content} for role, content in contents.items()])
+    assert all(text * 40 in request.prompt for text in (b"a", b"b"))
     assert request.prompt_tokens >= 20
     assert request.finish_reason == "stop"
 
 
 def test_either_name_limits_a_chat_and_the_newer_one_wins() -> None:
-    assert chat(max_tokens=3).max_tokens == 3
-    assert chat(max_completion_tokens=4).max_tokens == 4
-    assert chat(max_completion_tokens=4, max_tokens=9).max_tokens == 4
-    assert chat(max_tokens=None).max_tokens == 16
+    named = ({"max_tokens": 3}, {"max_completion_tokens": 4}, {"max_completion_tokens": 4, "max_tokens": 9})
+    assert [chat(**each).max_tokens for each in (*named, {"max_tokens": None})] == [3, 4, 4, 16]
     assert chat(max_tokens=3).finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        *((body, "not JSON") for body in (b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000)),
-        (b"[]", "must be a JSON object"),
-        *((body, "model must be") for body in (b'{"prompt": "x"}', b'{"model": 7, "prompt": "x"}')),
-        (b'{"model": "llama"}', "prompt must be"),
-        *(
-            (b'{"model": "llama", "prompt": %s}' % prompt, "prompt must be")
-            for prompt in (b"[]", b'["a", "b"]', b"[1, true]")
-        ),
-        *(
-            (b'{"model": "llama", "prompt": "x", "max_tokens": %s}' % limit, "max_tokens must be")
-            for limit in (b"0", b"-1", b"1.5", b'"8"', b"true")
-        ),
-        (b'{"model": "llama", "prompt": "x", "n": 2}', "n must be 1"),
-        (b'{"model": "llama", "prompt": "x", "stream": "yes"}', "stream must be"),
-        (b'{"model": "llama", "prompt": "x", "stream_options": 1}', "stream_options must be"),
-    ],
-)
-def test_a_malformed_completion_is_refused_and_the_key_is_named(body: bytes, message: str) -> None:
-    with pytest.raises(ApiError, match=message) as refused:
-        parse(body, chat=False, models={"llama"})
+# By what their refusal says: bodies, and keys of one that is good otherwise.
+MALFORMED: dict[str, list[bytes | dict[str, object]]] = {
+    "not JSON": [b"", b'{"model": "llama"', b"\xff\xfe", b"[" * 5000],
+    "must be a JSON object": [b"[]"],
+    "model must be": [b'{"prompt": "x"}', {"model": 7}],
+    "prompt must be": [b'{"model": "llama"}', *({"prompt": bad} for bad in ([], ["a", "b"], [1, True]))],
+    "max_tokens must be": [{"max_tokens": bad} for bad in (0, -1, 1.5, "8", True)],
+    "n must be 1": [{"n": 2}],
+    "stream must be": [{"stream": "yes"}],
+    "stream_options must be": [{"stream_options": 1}],
+}
+
+
+@cases("said, body", {
+    f"{said}, {str(body)[:40]}": (said, body) for said, bodies in MALFORMED.items() for body in bodies
+})  # fmt: skip
+def test_a_malformed_completion_is_refused_and_the_key_is_named(
+    said: str, body: bytes | dict[str, object]
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        completion(**body) if isinstance(body, dict) else parse(body, chat=False, models={"llama"})
     assert refused.value.status == 400
 
 
+BAD_CONTENTS = [{"role": "user", "content": content} for content in (7, ["x"], [{"text": 1}])]
+
+
 @pytest.mark.parametrize(
-    "messages",
-    [
-        *(None, [], "hi", ["hi"], [{"content": "hi"}], [{"role": "user", "content": 7}]),
-        *([{"role": "user", "content": [part]}] for part in ("x", {"text": 1})),
-    ],
+    "messages", [None, [], "hi", ["hi"], [{"content": "hi"}], *([m] for m in BAD_CONTENTS)]
 )
 def test_malformed_messages_are_refused(messages: object) -> None:
     with pytest.raises(ApiError) as refused:
@@ -198,9 +187,7 @@ def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> N
     assert engine.grow(new, 2) == 2
     # The preempted request keeps its tokens.
     assert engine.grow(old, 5) == 5
-    assert new.phase is Phase.WAITING
-    assert new.generated_tokens == 2
-    assert engine.load().preemptions == 1
+    assert (new.phase, new.generated_tokens, engine.load().preemptions) == (Phase.WAITING, 2, 1)
     engine.release(old)
     assert engine.schedule() == [new, waiting]
 
@@ -222,6 +209,13 @@ def test_the_newest_takes_the_free_memory_and_is_then_preempted() -> None:
     assert engine.grow(new, 7) == 7
 
 
+TOKENS = st.integers(1, 20)
+LIMITS = st.builds(
+    Limits, max_num_seqs=st.integers(1, 5), kv_blocks=st.integers(10, 20), block_size_tokens=st.just(4),
+    max_loras=st.integers(1, 2),
+)  # fmt: skip
+
+
 def test_a_waiting_request_can_be_released() -> None:
     engine = Engine(Limits(max_num_seqs=1))
     running, gone, next_one = submitted(engine, sequence(), sequence(), sequence())
@@ -233,16 +227,8 @@ def test_a_waiting_request_can_be_released() -> None:
 
 
 @given(
-    asks=st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 20), st.sampled_from([None, "a", "b", "c"])), max_size=30
-    ),
-    limits=st.builds(
-        Limits,
-        max_num_seqs=st.integers(1, 5),
-        kv_blocks=st.integers(10, 20),
-        block_size_tokens=st.just(4),
-        max_loras=st.integers(1, 2),
-    ),
+    asks=st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from([None, "a", "b", "c"])), max_size=30),
+    limits=LIMITS,
     stride=st.integers(1, 7),
     data=st.data(),
 )
@@ -271,32 +257,27 @@ def test_no_limit_is_passed_and_every_request_ends(
         assert needed <= blocks <= limits.kv_blocks
         assert load.kv_usage == pytest.approx(blocks / limits.kv_blocks)
     assert ended == len(everyone)
-    assert engine.load().waiting == 0
-    assert engine.load().kv_usage == 0
-    assert engine.load().running_adapters == ()
+    load = engine.load()
+    assert (load.waiting, load.kv_usage, load.running_adapters) == (0, 0, ())
 
 
 def test_a_prompt_with_a_common_beginning_hits_the_prefix_cache() -> None:
     engine = Engine(Limits(block_size_tokens=4))
     first = Sequence(17, 1, prompt_blocks=(b"1", b"2", b"3", b"4"))
-    submitted(engine, first)
-    engine.schedule()
-    assert first.cached_tokens == 0
-    engine.release(first)
     second = Sequence(20, 1, prompt_blocks=(b"1", b"2", b"3", b"5"))
-    submitted(engine, second)
-    engine.schedule()
-    assert second.cached_tokens == 12
+    for one in (first, second):
+        engine.submit(one)
+        engine.schedule()
+        engine.release(one)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 12)
     assert (engine.load().queried_tokens, engine.load().hit_tokens) == (37, 12)
 
 
 def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:
     cache = PrefixCache(4)
-    cache.use((b"a1", b"a2"))
-    cache.use((b"b1", b"b2"))
-    cache.use((b"a1", b"a2"))
+    for chain in ((b"a1", b"a2"), (b"b1", b"b2"), (b"a1", b"a2"), (b"c1",)):
+        cache.use(chain)
     # The end of a chain is dropped before its beginning.
-    cache.use((b"c1",))
     assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2")), len(cache)) == (2, 1, 4)
     cache.use((b"c1", b"c2"))
     assert (cache.cached((b"a1", b"a2")), cache.cached((b"b1", b"b2"))) == (2, 0)
