@@ -175,12 +175,6 @@ def _describe(app: FastAPI) -> tuple[bytes, bytes]:
 # Examples in the OpenAPI document; tests/unit/test_admin_queue_order.py compares them with real answers.
 
 _JSON, _PROBLEM = "application/json", "application/problem+json"
-_PATH_EXAMPLES = {
-    "flow": "gold",
-    "workload_id": "chat",
-    "request_id": "4f1d-9c",
-    "address": "10.0.0.1:8000",
-}
 # By status; or by status and path where another fault is more likely there.
 _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("400", ""): ("bad_cursor", str(BadCursor())),
@@ -233,28 +227,29 @@ def _add_examples(app: FastAPI) -> None:
         if app.openapi_schema is None:
             for path, methods in openapi()["paths"].items():
                 for method, call in methods.items():
-                    for parameter in call.get("parameters", ()):
+                    parameters = call.get("parameters", ())
+                    for parameter in parameters:
                         # Tools look for an example beside the schema, and some only there.
                         if parameter["name"] == "cursor":  # each list accepts its own only
                             parameter["example"] = EXAMPLE_CURSORS[path.rpartition("/")[2]]
                         else:
                             parameter["example"] = parameter["schema"]["examples"][0]
+                    instance = path.format(**{each["name"]: each["example"] for each in parameters})
                     for status, response in call["responses"].items():
                         content = response.get("content", {})
                         schema = content.get(_JSON, {}).get("schema", {})
                         if schema.get("$ref", "").endswith("/Problem"):
-                            example = _problem(status, method.upper(), path)
+                            example = _problem(status, method.upper(), path, instance)
                             content[_PROBLEM] = {**content.pop(_JSON), "example": example}
         return openapi()
 
     app.openapi = with_examples  # type: ignore[method-assign]
 
 
-def _problem(status: str, method: str, path: str) -> dict[str, Any]:
-    """The problem document of a fault of a route; 500 stands for `default`."""
+def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
+    """The problem document of a fault of a route, called at `instance`; 500 stands for `default`."""
     status = "500" if status == "default" else status
     code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
-    instance = path.format(**_PATH_EXAMPLES)
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(int(status)).phrase,

@@ -39,12 +39,8 @@ class Event(NamedTuple):
     data: BaseModel
 
     def encode(self) -> bytes:
-        return encode_event(self.name, self.data.model_dump_json())
-
-
-def encode_event(name: str, json: str) -> bytes:
-    """An event as it is sent; `json` is one line."""
-    return f"event: {name}\ndata: {json}\n\n".encode()
+        """As it is sent."""
+        return f"event: {self.name}\ndata: {self.data.model_dump_json()}\n\n".encode()
 
 
 class EventSource(Protocol):

@@ -25,6 +25,13 @@ from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueR
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
+# What a report may say, and of which types.
+_REPORTED: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("host", "admin", "grpc", "version"), (str,)),
+    "degraded": (bool,),
+    "waiting": (int,),
+    "up_s": (int, float),
+}
 # Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run
 # in the pauses. A decision takes some milliseconds; it is delayed by at most one chunk, rarely two.
 PAUSE_S = 0.01
@@ -56,38 +63,23 @@ class ReplicaReport:
     def parse(cls, row: ReplicaRow) -> "ReplicaReport":
         report: dict[str, Any] = {}
         for line in row.about.split("\n"):
-            try:
+            with contextlib.suppress(orjson.JSONDecodeError):
                 part = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
-            report |= part if isinstance(part, dict) else {}
-
-        def of_type(name: str, *types: type) -> Any:
-            value = report.get(name)
-            return value if type(value) in types else None
-
-        return cls(
-            row.id,
-            row.heartbeat_s_ago,
-            *(of_type("host", str), of_type("degraded", bool), of_type("waiting", int)),
-            *(of_type("admin", str), of_type("grpc", str), of_type("version", str)),
-            of_type("up_s", int, float),
-            *_served(report),
-        )
+                report |= part if isinstance(part, dict) else {}
+        fields = {name: report[name] for name, types in _REPORTED.items() if type(report.get(name)) in types}
+        return cls(row.id, row.heartbeat_s_ago, **fields, **_served(report))
 
 
-def _served(
-    report: Mapping[str, Any],
-) -> tuple[Mapping[tuple[int, str], float], Mapping[int, float], bool]:
+def _served(report: Mapping[str, Any]) -> dict[str, Any]:
     """Cost a second by flow and by band, as `ServiceMeter` reports them, and whether the list was
     truncated."""
     try:
         served = report["served"]
         bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
         flows = {(int(each), str(flow)): float(cost) / METER_WINDOW_S for each, flow, cost in served["flows"]}
-        return flows, bands, bool(served["cut"])
+        return {"served": flows, "served_bands": bands, "served_truncated": bool(served["cut"])}
     except (KeyError, TypeError, ValueError):
-        return {}, {}, False
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

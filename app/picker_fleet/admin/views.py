@@ -101,11 +101,12 @@ def finite_score(text: object) -> str:
     raise BadCursor
 
 
-def _next_cursor(
-    more: bool, name: str, rows: Sequence[_Row], position: Callable[[_Row], tuple[str | int, ...]]
-) -> str | None:
-    """Where the list `name` continues after the last of `rows`; None if there are no more."""
-    return encode_cursor(name, *position(rows[-1])) if more else None
+def _page(
+    name: str, rows: Sequence[_Row], limit: int, position: Callable[[_Row], tuple[str | int, ...]]
+) -> tuple[Sequence[_Row], str | None]:
+    """The first `limit` of `rows`, and where the list `name` continues; None if there are no more."""
+    page = rows[:limit]
+    return page, encode_cursor(name, *position(page[-1])) if len(rows) > limit else None
 
 
 class FleetView:
@@ -272,18 +273,14 @@ class FleetLists:
         fleet = await self._cache.get()
         queues, totals = fleet.page(limit + 1, group, after, priority), fleet.totals
         if queues is None:
-            page = await self._store.reads.flow_queues(
+            found = await self._store.reads.flow_queues(
                 limit + 1, group=group, behind=after, priority=priority
             )
-            queues, totals = page.queues, page.totals
-        queues, more = queues[:limit], len(queues) > limit
-        return models.Flows(
-            flows=self._flows(queues, fleet),
-            total=total(totals, priority),
-            cursor=_next_cursor(
-                more, "flows", queues, lambda last: (last.group, repr(last.start), last.name)
-            ),
+            queues, totals = found.queues, found.totals
+        page, following = _page(
+            "flows", queues, limit, lambda last: (last.group, repr(last.start), last.name)
         )
+        return models.Flows(flows=self._flows(page, fleet), total=total(totals, priority), cursor=following)
 
     async def flow(self, name: str) -> models.FlowDetail | None:
         queues = await self._store.reads.flow_queue(name)
@@ -322,15 +319,14 @@ class FleetLists:
                 if priority is None or each.priority == priority
             ]
             length = sum(each.queued for each in queues)
-        requests = predicted_order(queues, after, limit + 1)
-        requests, more = requests[:limit], len(requests) > limit
+        page, following = _page(
+            "queue",
+            predicted_order(queues, after, limit + 1),
+            limit,
+            lambda last: (last.queue.group, repr(last.tag), last.queue.name),
+        )
         return models.Queue(
-            requests=await self._queued(requests),
-            total=length,
-            cursor=_next_cursor(
-                more, "queue", requests, lambda last: (last.queue.group, repr(last.tag), last.queue.name)
-            ),
-            order=self._order(),
+            requests=await self._queued(page), total=length, cursor=following, order=self._order()
         )
 
     async def in_flight(self, limit: int, cursor: str | None) -> models.Inflight:
@@ -339,15 +335,10 @@ class FleetLists:
             lease_ms, request_id = decode_cursor(cursor, "inflight", str, str)
             after = (finite_score(lease_ms), str(request_id))
         found, total = await self._store.reads.in_flight(limit + 1, after)
-        found, more = found[:limit], len(found) > limit
+        page, following = _page("inflight", found, limit, lambda last: (last.lease_ms, last.entry.id))
         bands = self.bands
-        return models.Inflight(
-            requests=[
-                models.Running(**_placed(each.entry, bands), lease_in_s=each.lease_in_s) for each in found
-            ],
-            total=total,
-            cursor=_next_cursor(more, "inflight", found, lambda last: (last.lease_ms, last.entry.id)),
-        )
+        rows = [models.Running(**_placed(each.entry, bands), lease_in_s=each.lease_in_s) for each in page]
+        return models.Inflight(requests=rows, total=total, cursor=following)
 
     async def request(self, request_id: str) -> models.RequestStatus | None:
         explained = self._chooser.explain(request_id)
@@ -507,14 +498,7 @@ def _queued(entry: RequestRow, position: int | None, start_tag: float | None, ba
         deadline_in_s=entry.deadline_in_s,
         overdue=entry.overdue,
         overdue_in_s=entry.overdue_in_s,
-        score=None
-        if score is None
-        else models.Score(
-            wait=score.wait,
-            criticality=score.criticality,
-            rate=score.rate,
-            total=score.wait + score.criticality + score.rate,
-        ),
+        score=None if score is None else models.Score(**score._asdict(), total=sum(score)),
         start_tag=start_tag,
     )
 
@@ -535,16 +519,11 @@ def _request(entry: RequestRow, bands: Bands) -> dict[str, Any]:
 
 
 def _replica(report: ReplicaReport, *, this: str, silence_s: float) -> models.Replica:
+    names = ("id", "host", "degraded", "waiting", "admin", "grpc", "version")
     return models.Replica(
-        id=report.id,
+        **{name: getattr(report, name) for name in names},
         live=report.heartbeat_s_ago < silence_s,
         heartbeat_s_ago=round(report.heartbeat_s_ago, 3),
-        host=report.host,
-        degraded=report.degraded,
-        waiting=report.waiting,
-        admin=report.admin,
-        grpc=report.grpc,
-        version=report.version,
         started_s_ago=None if report.up_s is None else round(report.up_s + report.heartbeat_s_ago, 3),
         this=report.id == this,
     )
