@@ -102,7 +102,8 @@ class Bands:
 
     def _made(self, priority: int) -> Band:
         like = nearest(self._configured, priority)
-        criticality = nearest(filter(_is_named, self._configured), priority).criticality
+        named = (band for band in self._configured if band.is_named)
+        criticality = nearest(named, priority).criticality
         band = replace(like, priority=priority, name=str(priority), criticality=criticality)
         if len(self._by_priority) >= _MOST_REMEMBERED:
             self._by_priority = {each.priority: each for each in self._configured}
@@ -114,7 +115,3 @@ def nearest(bands: Iterable[Band], priority: int) -> Band:
     """The highest of `bands` at or below `priority`, or else the lowest."""
     found = sorted(bands, key=lambda band: -band.priority)
     return next((band for band in found if band.priority <= priority), found[-1])
-
-
-def _is_named(band: Band) -> bool:
-    return band.is_named

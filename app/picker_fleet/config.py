@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from picker_fleet import sections
 from picker_fleet.errors import ConfigError
 from picker_fleet.sections import Model, Objective, Section
-from picker_fleet.units import HostPort, split_host_port
+from picker_fleet.units import HostPort, repeated, split_host_port
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -29,6 +29,12 @@ Loc = tuple[str | int, ...]
 # What a process has once, however many pools it serves.
 OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
 MAX_POOLS: Final = 32  # each has connections to Redis and work at rest of its own
+# The keys that hold a file's path.
+_FILES: Final = (
+    ("discovery", "file"),
+    ("admin", "token_file"),
+    *((port, "tls", key) for port in ("extproc", "http") for key in sections.Tls.model_fields),
+)
 PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
 
 
@@ -90,16 +96,13 @@ class Settings(Section):
         if not isinstance(tree, Mapping) or not isinstance(pools, Mapping):
             return tree
         shared = {key: value for key, value in tree.items() if key != "pools"}
-        sections = {name: {} if section is None else section for name, section in pools.items()}
-        return {
-            **shared,
-            "pools": {
-                name: _PoolTree(section, {**shared, "pool": name})
-                if isinstance(section, Mapping)
-                else section
-                for name, section in sections.items()
-            },
+        own = {
+            name: _PoolTree(section or {}, {**shared, "pool": name})
+            if isinstance(section, Mapping | None)
+            else section
+            for name, section in pools.items()
         }
+        return {**shared, "pools": own}
 
     @model_validator(mode="after")
     def _pools_fit(self) -> Self:
@@ -125,10 +128,8 @@ class Settings(Section):
     @model_validator(mode="after")
     def _names_once(self) -> Self:
         for kind in ("models", "objectives"):
-            names = [entry.name for entry in getattr(self, kind)]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise ValueError(f"{kind} names {', '.join(twice)} more than once")
+            if twice := repeated(entry.name for entry in getattr(self, kind)):
+                raise ValueError(f"{kind} names {', '.join(sorted(twice))} more than once")
         return self
 
     @model_validator(mode="after")
@@ -243,27 +244,25 @@ def load(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of sections")
-    pools = tree.get("pools")
-    sections = [tree, *(pools.values() if isinstance(pools, dict) else ())]
-    for section, key in (("discovery", "file"), ("admin", "token_file")):
-        for each in sections:
-            keys = each.get(section) if isinstance(each, dict) else None
-            if path is not None and isinstance(keys, dict):
-                file = keys.get(key)
-                if isinstance(file, str) and file:
-                    keys[key] = str(path.parent / file)
-    for section in ("extproc", "http"):
-        keys = tree.get(section)
-        tls = keys.get("tls") if isinstance(keys, dict) else None
-        if path is not None and isinstance(tls, dict):
-            tls.update(
-                {key: str(path.parent / file) for key, file in tls.items() if isinstance(file, str) and file}
-            )
+    if path is not None:
+        _find_files(tree, path.parent)
     below = overlaid(defaults or {}, tree)
     variables = _overlay(below, environ)
     whole = overlaid(below, flags or {})
     _read_token(whole)
     return _validated(whole, variables)
+
+
+def _find_files(tree: dict[str, Any], folder: Path) -> None:
+    """Make the paths of a configuration file, which are relative to its `folder`, paths from here."""
+    pools = tree.get("pools")
+    for top in (tree, *(pools.values() if isinstance(pools, dict) else ())):
+        for *above, key in _FILES:
+            section = top
+            for name in above:
+                section = section.get(name) if isinstance(section, dict) else None
+            if isinstance(section, dict) and isinstance(file := section.get(key), str) and file:
+                section[key] = str(folder / file)
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from picker_fleet.units import (
     Number,
     Priority,
     Token,
+    repeated,
     starting_with,
 )
 
@@ -169,11 +170,8 @@ class StaticEndpoint(Section):
 
 def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
     """`endpoints` as they are. Raises ValueError if one address is listed twice."""
-    seen: set[str] = set()
-    for endpoint in endpoints:
-        if endpoint.address in seen:
-            raise ValueError(f"{endpoint.address} is listed twice")
-        seen.add(endpoint.address)
+    if twice := repeated(endpoint.address for endpoint in endpoints):
+        raise ValueError(f"{twice[0]} is listed twice")
     return endpoints
 
 
@@ -276,16 +274,7 @@ class PriorityBand(Section):
 
     def over(self, band: Band) -> Band:
         """`band` with what is given here; its name, priority and weight are this one's."""
-        return Band(
-            self.priority,
-            self.label,
-            band.weight if self.weight is None else self.weight,
-            band.preemptible if self.preemptible is None else self.preemptible,
-            band.guaranteed if self.guaranteed is None else self.guaranteed,
-            band.criticality,
-            band.capacity if self.capacity is None else self.capacity,
-            band.bytes if self.bytes is None else self.bytes,
-        )
+        return replace(band, name=self.label, **self.model_dump(exclude_none=True, exclude={"name"}))
 
 
 def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
@@ -328,9 +317,7 @@ class FairRequestQueue(Section):
     def _bands_once(cls, given: tuple[PriorityBand, ...]) -> tuple[PriorityBand, ...]:
         if len({band.label for band in given}) < len(given):
             raise ValueError("a name is given to two bands")
-        priorities = [band.priority for band in _configured(given).values()]
-        twice = sorted({each for each in priorities if priorities.count(each) > 1})
-        if twice:
+        if twice := repeated(band.priority for band in _configured(given).values()):
             raise ValueError(f"priority {twice[0]} is given to two bands")
         for band in given:
             if _INTEGER.fullmatch(band.label) and band.label != str(band.priority):
@@ -454,8 +441,7 @@ class Scheduling(Section):
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
-        names = [scorer.name for scorer in self.scorers]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := repeated(scorer.name for scorer in self.scorers):
             raise ValueError(f"scorer {twice[0]} is named twice")
         return self
 

@@ -1,15 +1,17 @@
 """Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, Criticality
 
+T = TypeVar("T")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
@@ -119,6 +121,11 @@ def file_path(value: object) -> Path:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("a file's path is needed")
     return Path(value)
+
+
+def repeated(values: Iterable[T]) -> list[T]:
+    """Those that occur more than once, each once."""
+    return [value for value, count in Counter(values).items() if count > 1]
 
 
 def starting_with(*prefixes: str) -> Callable[[str], str]:

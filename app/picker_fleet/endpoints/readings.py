@@ -54,6 +54,11 @@ class EndpointMetrics:
         """Requests that the endpoint has, running or waiting; None if one is unknown."""
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
+    def without_amounts(self) -> "EndpointMetrics":
+        """The same without loads and adapters."""
+        kept = {name: getattr(self, name) for name in ("fault", "failures", "interval_ms", "before")}
+        return EndpointMetrics(self.scraped_ms, **kept)
+
 
 class _Wire(msgspec.Struct, omit_defaults=True):
     """A reading as a JSON object, without what is unknown or empty. Further keys are a newer version's."""
@@ -250,21 +255,9 @@ class MetricsCache:
         age_s = max(0.0, now_s - worked.scraped_ms / 1000)
         if age_s <= self._stale_s(worked):
             return Reading(metrics, age_s, known=worked.fault is None)
-        return Reading(_without_amounts(metrics), age_s, known=False)
+        return Reading(metrics.without_amounts(), age_s, known=False)
 
     def _stale_s(self, newest: EndpointMetrics) -> float:
         if self._stale_after_s is not None:
             return self._stale_after_s
         return max(_INTERVALS * (newest.interval_ms or 0) / 1000, _SOONEST_STALE_S)
-
-
-def _without_amounts(newest: EndpointMetrics) -> EndpointMetrics:
-    return dataclasses.replace(
-        newest,
-        waiting=None,
-        running=None,
-        kv_utilisation=None,
-        max_adapters=None,
-        active_adapters=NONE,
-        waiting_adapters=NONE,
-    )

@@ -70,29 +70,16 @@ class Queueable(Protocol):
 
     due_ms: float
     flow_queue: str
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def flow(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def cost(self) -> float: ...
-    @property
-    def workload(self) -> str: ...
-    @property
-    def criticality(self) -> int: ...
-    @property
-    def arrived(self) -> float:
-        """In µs."""
-
-    @property
-    def deadline_ms(self) -> float: ...
-    @property
-    def body_bytes(self) -> int: ...
+    id: str
+    flow: str
+    priority: int
+    weight: float
+    cost: float
+    workload: str
+    criticality: int
+    arrived: float  # in µs
+    deadline_ms: float
+    body_bytes: int
 
 
 class WorkloadMetrics(Protocol):

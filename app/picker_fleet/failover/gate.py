@@ -99,13 +99,8 @@ _TRANSITIONS: Mapping[tuple[FailoverState, FailoverEvent], FailoverState] = {
 class Fleet(Protocol):
     """The fleet as of the last heartbeat."""
 
-    @property
-    def config(self) -> EffectiveConfig: ...
-
-    @property
-    def in_flight(self) -> Mapping[str, int]:
-        """Requests by endpoint."""
-        ...
+    config: EffectiveConfig
+    in_flight: Mapping[str, int]  # requests by endpoint
 
 
 @dataclass(slots=True)

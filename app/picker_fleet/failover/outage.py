@@ -156,6 +156,7 @@ class Resync:
     done: bool = False  # Redis has all that runs; other replicas may still resync
 
 
+@dataclass(eq=False)
 class Outage:
     """What one replica knows and owes from the loss of Redis until all replicas are back.
 
@@ -163,34 +164,29 @@ class Outage:
     picker: chooses their endpoints, and counts what runs where.
     transfer: gets budget from the other replicas while requests wait.
     journal: requests started and ended meanwhile, which go to Redis on resync, each once.
+    bound, share: of the stock in the whole fleet, and this replica's part of it.
+    clock: in seconds; `began_ms` is when it began by the clock of the shared state.
     resync: the present attempt; None while Redis is away.
     before: cost by id of what ran when it began, as far as this replica knows; `ended_before` are ids of
         requests whose end it had received by then. `initial_free` is what its budget began with.
     """
 
-    def __init__(
-        self,
-        gate: LocalGate,
-        picker: LocalPicker,
-        transfer: BudgetTransfer,
-        bound: float,
-        share: float,
-        clock: Callable[[], float],
-        *,
-        before: dict[str, float],
-        ended_before: frozenset[str],
-        began_ms: int,
-    ) -> None:
-        self.before, self.ended_before, self.initial_free = before, ended_before, gate.free
-        self.began_ms = began_ms  # by the clock of the shared state
-        self.bound, self.resync_attempted = bound, False
-        self.gate, self.picker, self.transfer = gate, picker, transfer
-        self.journal = OutageJournal(clock)
-        self.resync: Resync | None = None
-        self.began_s = clock()
-        self._clock = clock
-        self._share = share
-        self._placed = 0
+    gate: LocalGate
+    picker: LocalPicker
+    transfer: BudgetTransfer
+    bound: float
+    share: float
+    clock: Callable[[], float]
+    before: dict[str, float]
+    ended_before: frozenset[str]
+    began_ms: int
+    resync: Resync | None = None
+    resync_attempted: bool = False
+    placed: int = 0  # requests, in all
+
+    def __post_init__(self) -> None:
+        self.initial_free, self.began_s = self.gate.free, self.clock()
+        self.journal = OutageJournal(self.clock)
 
     @property
     def resynced(self) -> bool:
@@ -199,11 +195,11 @@ class Outage:
     def status(self, mode: str) -> OutageStatus:
         return OutageStatus(
             mode=mode,
-            since_s=round(self._clock() - self.began_s, 3),
+            since_s=round(self.clock() - self.began_s, 3),
             bound=self.bound,
-            share=self._share,
+            share=self.share,
             free=self.gate.free,
-            let_go=self._placed,
+            let_go=self.placed,
             in_flight=len(self.journal),
             queued=self.gate.waiting,
             queue_length=self.gate.lengths(),
@@ -213,10 +209,10 @@ class Outage:
         endpoint = placement.endpoints[0]
         token = placement.accounting_token
         self.journal.placed(
-            request_id, LocalPlacement(placement.attempt, token, endpoint, cost, self._clock())
+            request_id, LocalPlacement(placement.attempt, token, endpoint, cost, self.clock())
         )
         self.picker.began(endpoint)
-        self._placed += 1
+        self.placed += 1
 
     def withdraw(self, request_id: str) -> None:
         self.picker.ended(self.journal.endpoint_of(request_id))
@@ -248,11 +244,11 @@ class Outage:
             StateUnavailable: Redis is lost again.
             WritesRefused: it takes no writes for now.
         """
-        running = self.journal.in_flight(self._clock() - unseen_s(report_s))
+        running = self.journal.in_flight(self.clock() - unseen_s(report_s))
         for at in range(0, len(running), _CHUNK):
             answers = [
                 store.renew(
-                    each.id, each.attempt, each.served, each.accounting_token, self._clock() - each.seen_s
+                    each.id, each.attempt, each.served, each.accounting_token, self.clock() - each.seen_s
                 )
                 for each in running[at : at + _CHUNK]
             ]

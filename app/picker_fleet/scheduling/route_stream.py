@@ -19,7 +19,7 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -88,6 +88,7 @@ class RouteStream:
         self._is_retry = False  # what waits was tried once already
         self._pending = asyncio.Event()
         self._last_id = ""  # of the last entry read
+        self._resumed = False  # reading on after it
         self._caught_up = asyncio.Event()
 
     @property
@@ -114,26 +115,33 @@ class RouteStream:
     async def run(self) -> None:
         """Write and follow until cancelled, through any outage of Redis."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._write(), name="routes-write")
-            group.create_task(self._follow(), name="routes-follow")
+            group.create_task(self._repeat(self._write, _CALL_S, "written"), name="routes-write")
+            group.create_task(self._repeat(self._follow, _READ_S, "followed"), name="routes-follow")
 
-    async def _write(self) -> None:
-        client = CommandClient(self._url, self._stream, deadline_s=_CALL_S)
+    async def _repeat(
+        self, step: Callable[[CommandClient], Awaitable[None]], deadline_s: float, done: str
+    ) -> None:
+        """Take `step` again and again, with one line in the log for each time that it begins to fail."""
+        client = CommandClient(self._url, self._stream, deadline_s=deadline_s)
         failing = False
         try:
             while True:
-                await self._pending.wait()
                 try:
-                    await self._flush(client)
+                    await step(client)
                     failing = False
-                    await asyncio.sleep(FLUSH_S)
-                except StateUnavailable as error:
-                    if not failing:  # one line for each time that they begin to fail
-                        _log.warning("routes not written: %s", error)
+                except (StateUnavailable, TimeoutError) as error:
+                    raise_if_cancelled()
+                    if not failing:
+                        _log.warning("routes not %s: %s", done, str(error) or "no answer in time")
                     failing = True
                     await asyncio.sleep(_PAUSE_S)
         finally:
             await client.close()
+
+    async def _write(self, client: CommandClient) -> None:
+        await self._pending.wait()
+        await self._flush(client)
+        await asyncio.sleep(FLUSH_S)
 
     async def _flush(self, client: CommandClient) -> None:
         self._pending.clear()
@@ -158,24 +166,12 @@ class RouteStream:
             raise
         self._is_retry = False
 
-    async def _follow(self) -> None:
-        client = CommandClient(self._url, self._stream, deadline_s=_READ_S)
-        failing = False
-        try:
-            while True:
-                try:
-                    await self._resume(client)
-                    while True:
-                        await self._read(client)
-                        failing = False
-                except (StateUnavailable, TimeoutError) as error:
-                    raise_if_cancelled()
-                    if not failing:
-                        _log.warning("routes not followed: %s", str(error) or "no answer in time")
-                    failing = True
-                await asyncio.sleep(_PAUSE_S)
-        finally:
-            await client.close()
+    async def _follow(self, client: CommandClient) -> None:
+        resumed, self._resumed = self._resumed, False  # unless it can be read
+        if not resumed:
+            await self._resume(client)
+        await self._read(client)
+        self._resumed = True
 
     async def _resume(self, client: CommandClient) -> None:
         """Find where to read on: after the last entry read, or `LOOK_BACK_S` ago.

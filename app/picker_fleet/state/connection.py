@@ -357,12 +357,8 @@ class ConnectionMonitor:
         connect: Connect,
         on_tick: Callable[[], None],
     ) -> None:
-        self._watched, self._failure_detector, self._pause_detector = (
-            watched,
-            failure_detector,
-            pause_detector,
-        )
-        self._connect, self._on_tick = connect, on_tick
+        self._watched, self._connect, self._on_tick = watched, connect, on_tick
+        self._failure_detector, self._pause_detector = failure_detector, pause_detector
         self._loop = asyncio.get_running_loop()
         self._looked_s = self._loop.time()
         self._probes: deque[asyncio.Task[None]] = deque()
