@@ -248,8 +248,8 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
             await load.wait_for_served(_FILLING)
         before, began = await fleet.finished(), time.monotonic()
         for part in range(parts):
-            size = {"clients": options.clients, "think_s": options.think}
-            async with closed_loop(fleet.url, seed=part, make_request=_make_request, **size) as load:
+            pace = {"clients": options.clients, "think_s": options.think}
+            async with closed_loop(fleet.url, seed=part, make_request=_make_request, **pace) as load:
                 await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / parts - time.monotonic()))
             counts["asked"] += len(load.history)
             counts["served"] += load.served

@@ -5,6 +5,7 @@ is paused. The log must not show one broken promise. Writes bench/results/chaos.
 of `picker audit`.
 """
 
+import argparse
 import asyncio
 import random
 import subprocess
@@ -187,8 +188,7 @@ def main() -> int:
     here = describe_machine("bench.chaos", sys.argv[1:])
     with server() as redis:
         began = time.monotonic()
-        run = ChaosRun(redis.port, options.seed, options.replicas)
-        asyncio.run(run.run(options.requests))
+        actions = asyncio.run(_chaos(redis.port, options))
         lasted_s = time.monotonic() - began
         url = f"redis://{LOOPBACK}:{redis.port}/0"
         audit = subprocess.run(
@@ -198,9 +198,15 @@ def main() -> int:
             check=False,
             timeout=_AUDIT_S,
         )
-    write_page(options.out / "chaos.md", _page(here, options.replicas, lasted_s, run.actions, audit))
+    write_page(options.out / "chaos.md", _page(here, options.replicas, lasted_s, actions, audit))
     print(audit.stderr)
     return audit.returncode
+
+
+async def _chaos(port: int, options: argparse.Namespace) -> Actions:
+    run = ChaosRun(port, options.seed, options.replicas)
+    await run.run(options.requests)
+    return run.actions
 
 
 def _page(

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,10 +45,7 @@ _REPLICAS = 2
 _REPLACED_S = 600.0  # a tenth each minute: every pod within this time
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = (
-    "You are a helpful assistant. " * 70,
-    1500,
-)  # characters that all prompts begin with, and others
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # what prompts begin with; characters of their own
 _READY_S = 120.0
 _PAIRS = 12
 _NUMBERS = itertools.count(1)
@@ -147,8 +144,8 @@ async def opened(
     seat.spawn("servers", command)
     log = here / "servers.log"
 
-    async def listening() -> bool | None:
-        return "listening" in log.read_text() or None
+    async def listening() -> bool:
+        return "listening" in log.read_text()
 
     assert await until(listening, within_s=_READY_S), log.read_text()
     server.put_pool(name, [seat.port], {"app": name})
@@ -229,11 +226,12 @@ class Clients:
     """Closed loops over connections of their own: conversations that begin alike."""
 
     def __init__(self, dice: random.Random) -> None:
-        self._bodies = []
-        for number in range(_CONVERSATIONS):
-            words = f"Conversation {number}. " + "".join(dice.choices("abcdefgh ", k=_OWN))
-            prompt = _SHARED + words
-            self._bodies.append(json.dumps({"model": "llama", "prompt": prompt, "max_tokens": 1}).encode())
+        prompts = (
+            f"{_SHARED}Conversation {number}. {''.join(dice.choices('abcdefgh ', k=_OWN))}"
+            for number in range(_CONVERSATIONS)
+        )
+        trees = ({"model": "llama", "prompt": prompt, "max_tokens": 1} for prompt in prompts)
+        self._bodies = [json.dumps(tree).encode() for tree in trees]
         self._dice = dice
 
     async def run(self, port: int, requests: int) -> None:
@@ -335,8 +333,8 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
                 print(pair, flush=True)
 
 
-def ratios(costs: Sequence[tuple[Cost, Cost]], of: Callable[[Cost], float]) -> tuple[float, float, float]:
-    return interval([of(large) / of(small) for small, large in costs])
+def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, float]:
+    return interval([getattr(large, of) / getattr(small, of) for small, large in costs])
 
 
 def faults(found: Found) -> list[str]:
@@ -345,7 +343,7 @@ def faults(found: Found) -> list[str]:
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:
             missed.append(f"a replica at rest takes {max(at_rest.replicas):.1f} % ({name})")
-    if found.costs and (ratio := ratios(found.costs, lambda cost: cost.replica_us)[0]) > _MOST_OF_A_PICK:
+    if found.costs and (ratio := ratios(found.costs, "replica_us")[0]) > _MOST_OF_A_PICK:
         missed.append(f"a request costs {ratio:.2f} times that in the small pool")
     if found.hits and found.hits[0].share < _LEAST_HITS * found.hits[1].share:
         missed.append("too few prefix hits")
@@ -388,18 +386,15 @@ def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
         )
     if found.costs:
         rows = []
-        for what, of in (
-            ("replicas", lambda cost: cost.replica_us),
-            ("Valkey", lambda cost: cost.valkey_us),
-        ):
+        for what, of in (("replicas", "replica_us"), ("Valkey", "valkey_us")):
             mean, low, high = ratios(found.costs, of)
-            amounts = [fmean(map(of, each)) for each in zip(*found.costs, strict=True)]
+            amounts = [fmean(getattr(one, of) for one in each) for each in zip(*found.costs, strict=True)]
             rows.append([what, *(f"{each:.0f}" for each in amounts), f"{mean:.3f} ({low:.3f} to {high:.3f})"])
         parts.append(
             "## A request\n\nCPU in microseconds, without what is used at rest: means of "
             f"{len(found.costs)} rounds of {options.requests} requests in each pool, in turns; "
             f"{_CONNECTIONS} connections; prompts of {len(_SHARED) + _OWN} characters that begin alike; "
-            "`standard`, TLS, the scorers of a gateway's seat. The ratio is that of a round: geometric mean, "
+            "`standard`, TLS, the scorers of a chart's flags. The ratio is that of a round: geometric mean, "
             "and its 95 % interval.\n\n" + table(["CPU of", f"{small} pods", f"{large} pods", "ratio"], rows)
         )
     if found.hits:

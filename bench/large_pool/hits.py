@@ -20,7 +20,7 @@ from picker_fleet.scheduling.chooser import ScoringChooser, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
 from picker_fleet.scheduling.scheduler import Scheduler
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # those of a gateway's seat
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # those of a chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000

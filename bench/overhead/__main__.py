@@ -7,11 +7,11 @@ full-duplex mode (`constant`), or in `lean` with one message (`terse`), as the p
 import asyncio
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.overhead import measure
-from bench.overhead.measure import LARGE, LONG, SETUPS, SHORT, Case, Reading, Result
+from bench.overhead.measure import LARGE, LONG, SETUPS, SHORT, Case, Result
 from bench.rig.load import Driver, WrongAnswer
 from bench.rig.machine import Machine, describe_machine
 from bench.rig.page import options_parser, table, write_page
@@ -38,13 +38,12 @@ compared with the terse one in `lean`.
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the first table: `values` are one a round. `limit` is the most, or with `at_least` the
-    least."""
+    """A line of the first table: `values` are one a round, whose median must be as `sign` and `limit` say."""
 
     what: str
     limit: float
     values: list[float]
-    at_least: bool = False
+    sign: str = "≤"
 
     @property
     def measured(self) -> str:
@@ -54,32 +53,27 @@ class Row:
     @property
     def met(self) -> bool:
         middle = statistics.median(self.values)
-        return middle >= self.limit if self.at_least else middle <= self.limit
+        return middle >= self.limit if self.sign == "≥" else middle <= self.limit
 
 
-Figure = Callable[[Reading], float]
-
-
-def _cpu(reading: Reading) -> float:
-    return reading.picker_us
-
-
-def _cpu_with_valkey(reading: Reading) -> float:
-    return reading.picker_us + reading.valkey_us
-
-
-def _ratios(result: Result, case: Case, variant: str, baseline: str, figure: Figure) -> list[float]:
-    readings = result.readings[case.name]
-    return [figure(a) / figure(b) for a, b in zip(readings[variant], readings[baseline], strict=True)]
+def _ratios(
+    result: Result, case: Case, variant: str, baseline: str, *, with_valkey: bool = False
+) -> list[float]:
+    """CPU of `variant` by that of `baseline`."""
+    own, other = (
+        [each.picker_us + with_valkey * each.valkey_us for each in result.readings[case.name][name]]
+        for name in (variant, baseline)
+    )
+    return [a / b for a, b in zip(own, other, strict=True)]
 
 
 def _added(result: Result, variant: str, baseline: str) -> list[float]:
     """Added p50 of `variant` by that of `baseline`."""
     readings = result.readings[SHORT.name]
-    found = []
-    for own, other, none in zip(readings[variant], readings[baseline], readings["none"], strict=True):
-        found.append((own.p50_ms - none.p50_ms) / max(other.p50_ms - none.p50_ms, 1e-9))
-    return found
+    return [
+        (own.p50_ms - none.p50_ms) / max(other.p50_ms - none.p50_ms, 1e-9)
+        for own, other, none in zip(readings[variant], readings[baseline], readings["none"], strict=True)
+    ]
 
 
 # Mode, setup, variant, baseline, and what is compared: case, limit, limit with Valkey.
@@ -106,8 +100,8 @@ def rows(results: dict[str, Result], rates: Sequence[tuple[float, float]]) -> li
             continue
         for case, limit, limit_with_valkey in cases:
             what = f"`{mode}`, {case.name}: CPU by that of `{baseline}`"
-            found.append(Row(what, limit, _ratios(results[setup], case, variant, baseline, _cpu)))
-            values = _ratios(results[setup], case, variant, baseline, _cpu_with_valkey)
+            found.append(Row(what, limit, _ratios(results[setup], case, variant, baseline)))
+            values = _ratios(results[setup], case, variant, baseline, with_valkey=True)
             if limit_with_valkey is not None:
                 found.append(Row(f"{what}, with Valkey's", limit_with_valkey, values))
     for mode, setup, variant, baseline in _ADDED:
@@ -115,14 +109,14 @@ def rows(results: dict[str, Result], rates: Sequence[tuple[float, float]]) -> li
             values = _added(results[setup], variant, baseline)
             found.append(Row(f"`{mode}`: added p50 by that of `{baseline}`, calm", _ADDED_LIMIT, values))
     if "lean" in results:
-        values = _ratios(results["lean"], SHORT, "picker, scorers", "picker", _cpu)
+        values = _ratios(results["lean"], SHORT, "picker, scorers", "picker")
         found.append(Row(f"`lean`: CPU with {', '.join(measure.SCORERS)} by without", _SCORERS_LIMIT, values))
         for name, mode in (("picker", "lean"), ("picker, http", "http")):
             values = results["lean"].idle_ms[name]
             found.append(Row(f"`{mode}`: a replica at rest, ms of CPU a second", _REST_MS, values))
     if rates:
         what = f"requests/s of `http` by those of `standard` at {measure.BASE[:7]}, closed loop of 16"
-        found.append(Row(what, _THROUGHPUT_LIMIT, [new / old for old, new in rates], at_least=True))
+        found.append(Row(what, _THROUGHPUT_LIMIT, [new / old for old, new in rates], "≥"))
     return found
 
 
@@ -132,12 +126,7 @@ def page(
     """The page as Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     limits = [
-        [
-            row.what,
-            f"{'≥' if row.at_least else '≤'} {row.limit:g}",
-            row.measured,
-            "met" if row.met else "**missed**",
-        ]
+        [row.what, f"{row.sign} {row.limit:g}", row.measured, "met" if row.met else "**missed**"]
         for row in rows(results, rates)
     ]
     figures = []
@@ -154,8 +143,8 @@ def page(
                     added = [
                         f"{statistics.median(b - a for a, b in zip(low, high, strict=True)):.2f}"
                         for low, high in (
-                            ([each.p50_ms for each in none], [each.p50_ms for each in readings]),
-                            ([each.p99_ms for each in none], [each.p99_ms for each in readings]),
+                            [[getattr(each, what) for each in side] for side in (none, readings)]
+                            for what in ("p50_ms", "p99_ms")
                         )
                     ]
                 idle = f"{statistics.median(result.idle_ms[name]):.1f}"
@@ -180,16 +169,13 @@ def page(
 
 
 async def _measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Result], list[tuple[float, float]]]:
-    def log(line: str) -> None:
-        print(line, flush=True)
-
     async with Driver.started() as driver:
         results = {
-            setup.name: await measure.measure(setup, rounds, driver, log)
+            setup.name: await measure.measure(setup, rounds, driver)
             for setup in SETUPS
             if setup.name in names
         }
-        rates = await measure.throughput(rounds, driver, log) if _THROUGHPUT in names else []
+        rates = await measure.throughput(rounds, driver) if _THROUGHPUT in names else []
     return results, rates
 
 

@@ -9,12 +9,12 @@ import io
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.overhead.stack import CpuTime, Stack, Variant, model_servers, stack
-from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load, Outcome
+from bench.overhead.stack import Stack, Variant, model_servers, stack
+from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load
 from bench.rig.page import percentile
 from bench.versions import Fleet, running
 
@@ -105,14 +105,14 @@ class Result:
     idle_ms: Mapping[str, list[float]]
 
 
-async def measure(setup: Setup, rounds: int, driver: Driver, log: Callable[[str], None]) -> Result:
+async def measure(setup: Setup, rounds: int, driver: Driver) -> Result:
     """All cases of `setup`."""
     readings: dict[str, dict[str, list[Reading]]] = {
         case.name: {variant.name: [] for variant in setup.variants} for case in setup.cases
     }
     idle_ms: dict[str, list[float]] = {variant.name: [] for variant in setup.variants}
     for number in range(rounds):
-        log(f"{setup.name}: round {number + 1} of {rounds}")
+        print(f"{setup.name}: round {number + 1} of {rounds}", flush=True)
         async with contextlib.AsyncExitStack() as stacks:
             folder = Path(stacks.enter_context(tempfile.TemporaryDirectory(prefix="picker-bench-")))
             addresses = await stacks.enter_async_context(model_servers(folder, setup.itl_ms))
@@ -123,23 +123,25 @@ async def measure(setup: Setup, rounds: int, driver: Driver, log: Callable[[str]
             for case in setup.cases:
                 for target in found.values():
                     await _busy(driver, target, case, case.busy // _WARM_UP_SHARE)
-            before = {name: target.cpu() for name, target in found.items()}
+            before = {name: target.cpu_us()[0] for name, target in found.items()}
             await asyncio.sleep(_IDLE_S)
             for name, target in found.items():
-                idle_ms[name].append((target.cpu() - before[name]).picker_ns / 1e6 / _IDLE_S)
+                idle_ms[name].append((target.cpu_us()[0] - before[name]) / 1000 / _IDLE_S)
             for case in setup.cases:
                 for name, reading in (await _round(driver, found, case, number)).items():
                     readings[case.name][name].append(reading)
     return Result(readings, idle_ms)
 
 
-async def _busy(driver: Driver, target: Stack, case: Case, requests: int) -> tuple[Outcome, CpuTime]:
-    """Send `requests` at full speed; the outcome, and their CPU, access logs included."""
+async def _busy(driver: Driver, target: Stack, case: Case, requests: int) -> list[float]:
+    """Send `requests` at full speed: how many a second, and the CPU of one, access logs included, in µs of
+    pickers, Valkey and Envoy."""
     await driver.prepare(_load(target, case, case.connections, requests))
-    before = target.cpu()
+    before = target.cpu_us()
     outcome = await driver.go()
     await asyncio.sleep(_TAIL_S)
-    return outcome, target.cpu() - before
+    cpu_us = [(now - then) / requests for now, then in zip(target.cpu_us(), before, strict=True)]
+    return [requests / outcome.seconds, *cpu_us]
 
 
 async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number: int) -> dict[str, Reading]:
@@ -153,18 +155,10 @@ async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number
             load = _load(stacks[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS)
             await driver.prepare(load)
             calm_us[name] += (await driver.go()).first_us
-    return {name: _reading(outcome, cpu, calm_us[name]) for name, (outcome, cpu) in passes.items()}
-
-
-def _reading(outcome: Outcome, cpu: CpuTime, calm_us: list[int]) -> Reading:
-    return Reading(
-        requests_per_s=outcome.requests / outcome.seconds,
-        picker_us=cpu.picker_ns / 1000 / outcome.requests,
-        valkey_us=cpu.valkey_ns / 1000 / outcome.requests,
-        envoy_us=cpu.envoy_ns / 1000 / outcome.requests,
-        p50_ms=percentile(calm_us, 0.5) / 1000,
-        p99_ms=percentile(calm_us, 0.99) / 1000,
-    )
+    return {
+        name: Reading(*busy, *(percentile(calm_us[name], share) / 1000 for share in (0.5, 0.99)))
+        for name, busy in passes.items()
+    }
 
 
 def _load(target: Stack, case: Case, connections: int, requests: int) -> Load:
@@ -182,7 +176,7 @@ def _rotated(names: tuple[str, ...], by: int) -> tuple[str, ...]:
     return names[by % len(names) :] + names[: by % len(names)]
 
 
-async def throughput(rounds: int, driver: Driver, log: Callable[[str], None]) -> list[tuple[float, float]]:
+async def throughput(rounds: int, driver: Driver) -> list[tuple[float, float]]:
     """In each round, requests/s of BASE in `standard` and of this version in `http`, by `picker up` with one
     replica."""
     here = Path(__file__).parents[2]
@@ -193,7 +187,7 @@ async def throughput(rounds: int, driver: Driver, log: Callable[[str], None]) ->
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")
         for number in range(rounds):
-            log(f"throughput: round {number + 1} of {rounds}")
+            print(f"throughput: round {number + 1} of {rounds}", flush=True)
             async with (
                 running(Path(folder), 1, mode="standard", watermark=_THROUGHPUT_WATERMARK) as old,
                 running(here, 1, mode="http", watermark=_THROUGHPUT_WATERMARK) as new,

@@ -105,22 +105,6 @@ def _without_picker(bootstrap: str) -> str:
     return str(yaml.safe_dump(cleared(yaml.safe_load(bootstrap)), sort_keys=False))
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTime:
-    """CPU time since start, in nanoseconds, of each kind of process; Valkey's is 0 where there is none."""
-
-    picker_ns: int
-    valkey_ns: int
-    envoy_ns: int
-
-    def __sub__(self, earlier: "CpuTime") -> "CpuTime":
-        return CpuTime(
-            self.picker_ns - earlier.picker_ns,
-            self.valkey_ns - earlier.valkey_ns,
-            self.envoy_ns - earlier.envoy_ns,
-        )
-
-
 class Stack:
     """The processes of one variant."""
 
@@ -137,13 +121,11 @@ class Stack:
     def url(self) -> str:
         return self._envoy.url
 
-    def cpu(self) -> CpuTime:
-        pid = self._supervisor.pid
-        return CpuTime(
-            picker_ns=cpu_ns([pid(picker) for picker in self._pickers]),
-            valkey_ns=cpu_ns([pid(self._valkey)]) if self._valkey is not None else 0,
-            envoy_ns=cpu_ns([pid(self._envoy)]),
-        )
+    def cpu_us(self) -> tuple[float, float, float]:
+        """CPU time since start of pickers, Valkey (0 where there is none) and Envoy, in microseconds."""
+        kinds = (self._pickers, [self._valkey] if self._valkey is not None else [], [self._envoy])
+        picker, valkey, envoy = (cpu_ns(map(self._supervisor.pid, parts)) / 1000 for parts in kinds)
+        return picker, valkey, envoy
 
     async def wait_until_serving(self, endpoints: int) -> None:
         """Wait until Envoy has all endpoints and healthy pickers.
@@ -153,12 +135,12 @@ class Stack:
         """
         why = ""
 
-        async def probe() -> bool | None:
+        async def serves() -> bool:
             nonlocal why
             why = await self._envoy.missing(endpoints) or ""
-            return None if why else True
+            return not why
 
-        if await until(probe, within_s=_SERVING_S) is None:
+        if not await until(serves, within_s=_SERVING_S):
             raise StartupError(f"Envoy does not serve: {why}")
 
 

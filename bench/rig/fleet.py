@@ -112,8 +112,8 @@ async def picker_up(
             process = await start_process((*command, *arguments), output, environment)
         child = Child("picker up", log, process, 0)
 
-        async def ready() -> bool | None:
-            return state_file.exists() or None
+        async def ready() -> bool:
+            return state_file.exists()
 
         try:
             await child.until(ready, within_s=_READY_S, what="its state file")

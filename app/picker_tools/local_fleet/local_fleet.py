@@ -205,14 +205,14 @@ class LocalFleet:
     async def _until_it_serves(self) -> None:
         why = "nothing answered yet"
 
-        async def look() -> bool | None:
+        async def serves() -> bool:
             nonlocal why
             self._supervisor.check()
             missing = await self._missing()
             why = missing or why
-            return True if missing is None else None
+            return missing is None
 
-        if await until(look, within_s=_SERVES_S) is None:
+        if not await until(serves, within_s=_SERVES_S):
             raise StartupError(f"the parts are up, but the fleet does not serve: {why}")
 
     async def _missing(self) -> str | None:

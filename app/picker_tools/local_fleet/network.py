@@ -1,6 +1,7 @@
 """Ports of the loopback, and calls to parts with a deadline: HTTP GET, Redis PING."""
 
 import asyncio
+import contextlib
 import errno
 import http.client
 import json
@@ -118,13 +119,11 @@ async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> b
 
 
 async def until(ask: Callable[[], Awaitable[Answer | None]], *, within_s: float) -> Answer | None:
-    """The first answer of `ask` that is not None; None if `within_s` passes first."""
-    try:
+    """The first answer of `ask` that is true; None if `within_s` passes first."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while True:
-                answer = await ask()
-                if answer is not None:
+                if answer := await ask():
                     return answer
                 await asyncio.sleep(0.05)
-    except TimeoutError:
-        return None
+    return None

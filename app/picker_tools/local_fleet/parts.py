@@ -85,8 +85,8 @@ class Valkey:
         ]
 
     async def ready(self, child: Child) -> str:
-        async def answers() -> bool | None:
-            return await redis_answers(LOOPBACK, self._port) or None
+        async def answers() -> bool:
+            return await redis_answers(LOOPBACK, self._port)
 
         await child.until(answers, within_s=READY_S, what="an answer to PING")
         self._settled = True
@@ -125,10 +125,7 @@ class Simulator:
 
     async def ready(self, child: Child) -> str:
         async def listening() -> str | None:
-            for line in child.lines():
-                if match := _LISTENING.search(line):
-                    return match[1]
-            return None
+            return next((match[1] for line in child.lines() if (match := _LISTENING.search(line))), None)
 
         self._address = await child.until(listening, within_s=READY_S, what="its address")
         return f"http://{self._address}"

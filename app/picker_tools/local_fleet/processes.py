@@ -147,7 +147,7 @@ class Child:
     async def until(
         self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
     ) -> Found:
-        """Poll `look` until its answer is not None, and return that.
+        """Poll `look` until its answer is true, and return that.
 
         Raises:
             StartupError: the process ended before that, or `within_s` passed; the message names the part
@@ -155,12 +155,10 @@ class Child:
         """
         try:
             async with asyncio.timeout(within_s):
-                while True:
-                    found = await look()
-                    if found is not None:
-                        return found
+                while not (found := await look()):
                     self.check()
                     await asyncio.sleep(_POLL_S)
+                return found
         except TimeoutError:
             raise StartupError(self.fault(f"{what} did not come within {within_s:g} s")) from None
 

@@ -1,8 +1,8 @@
-"""`make bench-seat`: how soon changes of a cluster are in force; writes bench/results/seat.md.
+"""`make bench-cluster-changes`: how soon they are in force; writes bench/results/cluster-changes.md.
 
 A real API server, and around it what tests/kubernetes/seat.py has: pickers by the flags of a chart, an Envoy
 as gateways configure it, simulators as pods, clients in closed loops. `--go FILE` is a Go picker (cmd/epp of
-sigs.k8s.io/gateway-api-inference-extension) that is put into the same seat, in turns.
+sigs.k8s.io/gateway-api-inference-extension) that takes the same place, in turns.
 """
 
 import argparse
@@ -19,11 +19,10 @@ from changes import APP, HOSTS, Found, change_everything, started
 from seat import Seat, opened, publish
 
 from bench.rig.machine import Machine, describe_machine
-from bench.rig.page import table
+from bench.rig.page import options_parser, table, write_page
 from picker_tools.local_fleet.network import until
 from picker_tools.local_fleet.processes import picker_command
 
-_RESULTS = Path(__file__).parent / "results"
 _READY_S = 120.0
 _MOST_S = 1.0
 OURS, GO = "this picker, two replicas", "the Go picker"
@@ -53,9 +52,9 @@ async def measure(
 async def all_serve(here: Seat) -> None:
     """Wait until each model server has been asked."""
 
-    async def asked() -> bool | None:
+    async def asked() -> bool:
         await asyncio.gather(*(here.ask() for _ in range(8)))
-        return all([await here.received(host) > 0 for host in HOSTS]) or None
+        return all([await here.received(host) > 0 for host in HOSTS])
 
     assert await until(asked, within_s=_READY_S), "not every model server is asked"
 
@@ -78,7 +77,7 @@ def page(found: Mapping[str, Sequence[Found]], here: Machine, options: argparse.
         rows.append([what, *(f"{median(each):.2f} ({max(each):.2f})" for each in seconds)])
     rows.append(["errors", *(str(sum(len(each.errors) for each in runs)) for runs in found.values())])
     return (
-        "# In a gateway's seat: how soon changes are in force\n\n"
+        "# Behind a gateway: how soon changes of a cluster are in force\n\n"
         f"`{here.command}`, {here.date}, {here.cores} cores ({here.processor}), load {here.load:.1f} before "
         f"the run. Seconds until clients see a change, as the model servers notice it: median of "
         f"{options.rounds} runs, and the longest. Eight clients ask all the time; the API server is gone for "
@@ -90,13 +89,12 @@ def page(found: Mapping[str, Sequence[Found]], here: Machine, options: argparse.
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make bench-seat")
+    parser = options_parser("make bench-cluster-changes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--away", type=float, default=30.0, metavar="S", help="of the API server")
     parser.add_argument("--go", metavar="FILE", help="a Go picker")
-    parser.add_argument("--out", type=Path, default=_RESULTS)
     options = parser.parse_args(arguments)
-    here = describe_machine("bench.seat", ["--go FILE"] if options.go else [])
+    here = describe_machine("bench.cluster_changes", ["--go FILE"] if options.go else [])
     pickers: dict[str, tuple[Callable[..., list[str]], int]] = {OURS: (picker_command, 2)}
     if options.go:
         pickers[GO] = (lambda _, *flags: [options.go, *flags]), 1
@@ -107,9 +105,7 @@ def main(arguments: Sequence[str]) -> int:
                 run = Path(folder) / f"{number}-{replicas}"
                 found[name].append(asyncio.run(measure(run, server, launch, replicas, options.away)))
                 print(name, found[name][-1], flush=True)
-    text = page(found, here, options)
-    (options.out / "seat.md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(options.out / "cluster-changes.md", page(found, here, options))
     return 1 if faults(found) else 0
 
 
