@@ -27,7 +27,7 @@ from bench.vllm.engine import made_model
 
 _RESULT = Path(__file__).parent / "results" / "load-tools.md"
 _LOCUSTFILE = Path(__file__).parents[1] / "deploy" / "locust" / "locustfile.py"
-_GUIDELLM, _AIPERF, _INFERENCE_PERF = "0.8.1", "0.13.0", "0.7.0"
+_VERSIONS = {"guidellm": "0.8.1", "aiperf": "0.13.0", "inference-perf": "0.7.0"}
 _INFERENCE_PERF_MINOR = 12  # it needs Python 3.12
 _FLOW, _OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 _PROMPT_TOKENS, _TOKENS = 200, 40
@@ -82,16 +82,16 @@ class Skipped(Exception):
     """A tool cannot run on this machine; the message says why."""
 
 
-def guidellm(url: str, seconds: int, folder: Path) -> list[Job]:
-    program = environment("guidellm", _GUIDELLM, [f"guidellm=={_GUIDELLM}"]) / "bin" / "guidellm"
-    return [_guidellm(program, url, seconds, folder, tenant) for tenant in _TENANTS]
+def _program(name: str, python: str = sys.executable) -> str:
+    version = _VERSIONS[name]
+    return str(environment(name, version, [f"{name}=={version}"], python=python) / "bin" / name)
 
 
-def _guidellm(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
+def guidellm(url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
     out = folder / f"{tenant.name}.json"
     headers = ",".join(f"extras.headers.{name}={value}" for name, value in tenant.headers.items())
     command = (
-        *(str(program), "run", "--disable-progress", "--output", f"kind=json,path={out}"),
+        *(_program("guidellm"), "run", "--disable-progress", "--output", f"kind=json,path={out}"),
         *("--backend", f"kind=openai_http,target={url},model=llama,validate_backend=false,{headers}"),
         *("--tokenizer", f"kind=huggingface_auto,model={made_model(folder / 'model')}"),
         *("--data", f"kind=synthetic_text,prompt_tokens={_PROMPT_TOKENS},output_tokens={_TOKENS}"),
@@ -116,15 +116,20 @@ def _guidellm(program: Path, url: str, seconds: int, folder: Path, tenant: Tenan
     return Job(command, read)
 
 
-def aiperf(url: str, seconds: int, folder: Path) -> list[Job]:
-    program = environment("aiperf", _AIPERF, [f"aiperf=={_AIPERF}"]) / "bin" / "aiperf"
-    return [_aiperf(program, url, seconds, folder, tenant) for tenant in _TENANTS]
-
-
-def _aiperf(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
+def aiperf(url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
     out = folder / tenant.name
     command = (
-        *(str(program), "profile", "-m", "llama", "--url", url, "--endpoint-type", "chat", "--streaming"),
+        *(
+            _program("aiperf"),
+            "profile",
+            "-m",
+            "llama",
+            "--url",
+            url,
+            "--endpoint-type",
+            "chat",
+            "--streaming",
+        ),
         *("--tokenizer", str(made_model(folder / "model")), "--use-server-token-count", "--ui", "none"),
         *("--synthetic-input-tokens-mean", str(_PROMPT_TOKENS), "--output-tokens-mean", str(_TOKENS)),
         *("--concurrency", str(tenant.streams), "--benchmark-duration", str(seconds)),
@@ -149,18 +154,10 @@ def _aiperf(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant)
     return Job(command, read)
 
 
-def inference_perf(url: str, seconds: int, folder: Path) -> list[Job]:
+def inference_perf(url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
     python = find_python(_INFERENCE_PERF_MINOR)
     if python is None:
         raise Skipped(f"it needs Python 3.{_INFERENCE_PERF_MINOR}, and none is on the PATH or in pyenv")
-    packages = [f"inference-perf=={_INFERENCE_PERF}"]
-    program = (
-        environment("inference-perf", _INFERENCE_PERF, packages, python=python) / "bin" / "inference-perf"
-    )
-    return [_inference_perf(program, url, seconds, folder, tenant) for tenant in _TENANTS]
-
-
-def _inference_perf(program: Path, url: str, seconds: int, folder: Path, tenant: Tenant) -> Job:
     out = folder / tenant.name
     requests = round(seconds * tenant.streams * _ANSWERS_PER_S)
     stages = [{"concurrency_level": tenant.streams, "num_requests": requests}]
@@ -182,7 +179,8 @@ def _inference_perf(program: Path, url: str, seconds: int, folder: Path, tenant:
         "load.num_workers": "1",
         "storage.local_storage.path": str(out),
     }
-    command = (str(program), *(word for name, value in options.items() for word in (f"--{name}", value)))
+    program = _program("inference-perf", python)
+    command = (program, *(word for name, value in options.items() for word in (f"--{name}", value)))
 
     def read() -> list[Report]:
         found = json.loads((out / "summary_lifecycle_metrics.json").read_text(encoding="utf-8"))
@@ -202,7 +200,7 @@ def _inference_perf(program: Path, url: str, seconds: int, folder: Path, tenant:
     return Job(command, read)
 
 
-def locust(url: str, seconds: int, folder: Path) -> list[Job]:
+def locust(url: str, seconds: int, folder: Path) -> Job:
     """One process: a scenario of `picker load` has both tenants."""
     users = sum(tenant.streams for tenant in _TENANTS)
     command = (
@@ -227,12 +225,19 @@ def locust(url: str, seconds: int, folder: Path) -> list[Job]:
             if kind not in ("", "TTFT")
         ]
 
-    return [Job(command, read)]
+    return Job(command, read)
 
 
-_TOOLS = {"locust": locust, "guidellm": guidellm, "aiperf": aiperf, "inference-perf": inference_perf}
+_TOOLS = {"guidellm": guidellm, "aiperf": aiperf, "inference-perf": inference_perf}  # a process a tenant
+_NAMES = ("locust", *_TOOLS)
 _LOCUST_SEES = {("noisy", "Default"), ("quiet", "Default")}  # its scenario has flows and no objectives
 _SEES = {(tenant.name, tenant.band) for tenant in _TENANTS}
+
+
+def _jobs(name: str, url: str, seconds: int, folder: Path) -> list[Job]:
+    if name == "locust":
+        return [locust(url, seconds, folder)]
+    return [_TOOLS[name](url, seconds, folder, tenant) for tenant in _TENANTS]
 
 
 async def _run(job: Job, log: Path) -> None:
@@ -284,7 +289,7 @@ async def _measure(name: str, url: str, admin: str, seconds: int) -> tuple[list[
     seen = Seen(set())
     with tempfile.TemporaryDirectory(prefix="load-tools-") as place:
         folder = Path(place)
-        jobs = await asyncio.to_thread(_TOOLS[name], url, seconds, folder)
+        jobs = await asyncio.to_thread(_jobs, name, url, seconds, folder)
         watching = asyncio.create_task(_watch(admin, seen))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -309,15 +314,10 @@ def _faults(name: str, reports: Sequence[Report], seen: Seen) -> list[str]:
 
 def _section(name: str, reports: Sequence[Report], seen: Seen, faults: Sequence[str]) -> str:
     rows = [
-        [
-            each.tenant,
-            str(each.answers),
-            str(each.errors),
-            f"{each.per_s:.1f}",
-            *(f"{median:.0f} / {p95:.0f}" for median, p95 in (each.first_ms, each.whole_ms)),
-        ]
+        [each.tenant, f"{each.answers}", f"{each.errors}", f"{each.per_s:.1f}",
+         *(f"{median:.0f} / {p95:.0f}" for median, p95 in (each.first_ms, each.whole_ms))]
         for each in reports
-    ]
+    ]  # fmt: skip
     head = ["tenant", "answers", "errors", "requests/s", "TTFT p50 / p95, ms", "answer p50 / p95, ms"]
     bands = ", ".join(f"flow `{flow}` in band {band}" for flow, band in sorted(seen.pairs))
     verdict = "; ".join(f"**{fault}**" for fault in faults) or "no others"
@@ -330,11 +330,11 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="Envoy (default: %(default)s)")
     parser.add_argument("--admin", default="http://127.0.0.1:8081", help="admin API (default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=30, help="of load (default: %(default)s)")
-    parser.add_argument("--tool", choices=_TOOLS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--tool", choices=_NAMES, action="append", help="only this one; may be repeated")
     parser.add_argument("--out", type=Path, default=_RESULT, help="default: bench/results/load-tools.md")
     options = parser.parse_args()
     sections, failed = [], False
-    for name in options.tool or _TOOLS:
+    for name in options.tool or _NAMES:
         try:
             reports, seen = asyncio.run(_measure(name, options.url, options.admin, options.seconds))
         except Skipped as why:

@@ -1,18 +1,18 @@
 """The compose fleet from outside: through Envoy's listeners and the engine."""
 
 import asyncio
-import os
+import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 
 from bench.compose.engine import Engine
 from picker_tools.load.client_history import ClientRecord
+from picker_tools.local_fleet.network import until
 
 REQUESTS = "http://127.0.0.1:8080"
 ADMIN = "http://127.0.0.1:8081"
@@ -77,19 +77,11 @@ class Fleet:
             "print(u.urlopen('http://127.0.0.1:9901/clusters', timeout=5).read().decode())"
         )
         page = await asyncio.to_thread(self.engine.run, "exec", envoy, "python", "-c", read)
-        lines = [line.split("::") for line in page.splitlines()]
-        return sum(
-            line[0] == "picker" and line[2] == "health_flags" and line[3] == "healthy"
-            for line in lines
-            if len(line) == 4
-        )
+        return len(re.findall(r"(?m)^picker::[^:]+:\d+::health_flags::healthy$", page))
 
-    async def until(self, what: str, condition: Callable[[], Any]) -> None:
-        deadline_s = time.monotonic() + _WAIT_S
-        while not await condition():
-            if time.monotonic() > deadline_s:
-                raise Broken(f"not within {_WAIT_S:g} s: {what}")
-            await asyncio.sleep(0.2)
+    async def until(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
+        if not await until(condition, within_s=_WAIT_S):
+            raise Broken(f"not within {_WAIT_S:g} s: {what}")
 
     async def admin_api(self) -> str:
         """Reads every page, checks who may change something, and has `picker top` show the fleet."""
@@ -103,18 +95,13 @@ class Fleet:
             first = [line async for line in _lines(events, 2)]
         if "event: snapshot" not in first:
             raise Broken(f"the stream of events begins with {first}")
-        refused = await self._client.post(f"{ADMIN}/api/v1/pause")
-        if refused.status_code != 401:
-            raise Broken(f"a change without the token answers {refused.status_code}")
-        for change in ("pause", "resume"):
-            headers = {"authorization": f"Bearer {self._token}"}
+        token = {"authorization": f"Bearer {self._token}"}
+        for change, headers, status in (("pause", {}, 401), ("pause", token, 200), ("resume", token, 200)):
             done = await self._client.post(f"{ADMIN}/api/v1/{change}", headers=headers)
-            if done.status_code != 200:
-                raise Broken(f"{change} with the token answers {done.status_code}: {done.text[:200]}")
+            if done.status_code != status:
+                raise Broken(f"{change} answers {done.status_code}, not {status}: {done.text[:200]}")
         command = (sys.executable, "-m", "picker_fleet.cli", "top", "--admin", ADMIN, "--once")
-        top = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, text=True, timeout=60, env={**os.environ}
-        )
+        top = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
         if top.returncode:
             raise Broken(f"picker top: {top.stderr}")
         return "8 pages, dashboard, events, a change with the token (401 without), picker top"

@@ -9,7 +9,6 @@ import contextlib
 import json
 import random
 import string
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.vllm.engine import ADAPTERS, BASE, MAX_TOKENS, PLACES, Server
+from picker_tools.local_fleet.network import until
 
 _COMPLETIONS = "/v1/completions"
 _WAIT_S = 30.0
@@ -119,11 +119,8 @@ async def _all_ready(fleet: Fleet) -> bool:
 
 
 async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
-    end = time.monotonic() + _WAIT_S
-    while not await holds():
-        if time.monotonic() > end:
-            raise Failed(f"not within {_WAIT_S:.0f} s: {what}")
-        await asyncio.sleep(0.2)
+    if not await until(holds, within_s=_WAIT_S):
+        raise Failed(f"not within {_WAIT_S:.0f} s: {what}")
 
 
 @contextlib.asynccontextmanager
