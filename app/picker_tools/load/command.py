@@ -2,12 +2,10 @@
 
 import argparse
 import asyncio
-import math
 import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from picker_fleet.errors import ConfigError, PickerError
+from picker_tools.arguments import decimal, whole_number
 from picker_tools.load import target as targets
 from picker_tools.load.checks import Verdict, check_promises
 from picker_tools.load.client import Kind
@@ -29,7 +28,6 @@ from picker_tools.load.session import Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.processes import expected_error
-from picker_tools.local_fleet.up_command import whole_number
 
 _LINE_EVERY_S = 2.0
 
@@ -100,15 +98,8 @@ def _status_text(counts: Counts, state: Sample | None) -> str:
 
 _INTERRUPTED = 130
 _LONGEST_S = 600.0
+_SECONDS = decimal("number of seconds", _LONGEST_S)
 _MAX_REQUESTS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChoice:
-    """The fleet to load: the one that was `found`, or else (None) a new one of `size`."""
-
-    size: Size
-    found: Target | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=whole_number(1), metavar="N", help="of its own fleet (default: 3)")
     add("--endpoints", type=whole_number(1), metavar="N", help="of its own fleet (default: 4)")
     add("--mode", choices=MODES, help="of its own fleet (default: lean)")
-    add("--duration", type=_seconds, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
+    add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
     add(
         "--rate",
-        type=_rate,
+        type=decimal("rate", 10_000),
         metavar="N",
         help="requests a second in all (default: by what the fleet can serve)",
     )
@@ -144,8 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop there (%(default)s)",
     )
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
-    add("--slo-ttft", type=_seconds, metavar="S", help="promise: 95 %% of first tokens within S seconds")
-    add("--slo-latency", type=_seconds, metavar="S", help="promise: 95 %% of answers within S seconds")
+    add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
+    add("--slo-latency", type=_SECONDS, metavar="S", help="promise: 95 %% of answers within S seconds")
     add("--record", type=Path, metavar="FILE", help="also write the run's lines as an SVG that plays them")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
 
@@ -227,12 +218,12 @@ async def _load(
     sessions: list[Session],
     fleets: list[OwnFleet],
 ) -> RunResult:
-    choice = await _choose_fleet(args, plan)
-    if choice.found is not None:
-        shown.say(f"{plan.scenario.name}: against the fleet at {choice.found.url}")
-        sessions.append(Session(plan, choice.found, None, shown.show, shown.say))
+    found = await _found(args, plan)
+    if found is not None:
+        shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
+        sessions.append(Session(plan, found, None, shown.show, shown.say))
         return await sessions[0].run()
-    size = choice.size
+    size = Size(args.replicas or 3, args.endpoints or 4, args.mode or "lean", args.seed)
     shown.say(
         f"{plan.scenario.name}: starts a fleet of its own, {size.replicas} replicas and {size.endpoints} "
         f"simulated model servers, mode {size.mode}"
@@ -249,32 +240,25 @@ async def _load(
     return evidence
 
 
-async def _choose_fleet(args: argparse.Namespace, plan: Plan) -> FleetChoice:
+async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
+    """The running fleet that the load is for; None: one of its own is to be started."""
     own = args.own or args.replicas or args.endpoints or args.mode
     given = args.target or args.state_file
-    size = Size(args.replicas or 3, args.endpoints or 4, args.mode or "lean", args.seed)
     if own and (given or args.admin):
         raise ConfigError(
             "--own, --replicas, --endpoints and --mode are for a fleet of its own; "
             "--target, --state-file and --admin for one that runs"
         )
-    if plan.scenario.own_fleet_only:
-        if given or args.admin:
-            raise ConfigError(
-                f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
-                "leave --target, --state-file and --admin out"
-            )
-        return FleetChoice(size, None)
-    if own or not (given or await targets.default_fleet_answers()):
+    if plan.scenario.own_fleet_only and (given or args.admin):
+        raise ConfigError(
+            f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
+            "leave --target, --state-file and --admin out"
+        )
+    if plan.scenario.own_fleet_only or own or not (given or await targets.default_fleet_answers()):
         if args.admin:
             raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
-        return FleetChoice(size, None)
-    return FleetChoice(size, await _found(args, plan))
-
-
-async def _found(args: argparse.Namespace, plan: Plan) -> Target:
-    allow = args.allow_remote
-    url, admin = args.target, args.admin
+        return None
+    url, admin, allow = args.target, args.admin, args.allow_remote
     if url is None and args.state_file is not None:
         url = targets.url_from_state_file(args.state_file)
     if url is None:
@@ -301,24 +285,3 @@ def _report(evidence: RunResult, report: Path, recording: Recording | None, reco
     if any(promise.verdict is Verdict.BROKEN for promise in promises):
         return 1
     return _INTERRUPTED if evidence.interrupted else 0
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds up to {_LONGEST_S:g}")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: above 0, at most 10000 a second")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -7,7 +7,7 @@ A `Session` runs one `LoadGenerator`.
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
@@ -28,15 +28,8 @@ def completion_request(source: Source, model: str, number: int, seed: int) -> Ht
     """Request `number` of `source`. Each prompt is unique."""
     chance = Random(f"{seed}/{source.name}/{number}")
     streamed = chance.random() < source.streamed
-    tree = {
-        "model": model,
-        "prompt": f"{source.name} {number} {_text(source, chance)}",
-        "max_tokens": source.answer_tokens,
-        "stream": streamed,
-    }
-    return HttpRequest(
-        COMPLETIONS, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens
-    )
+    prompt = f"{source.name} {number} {_text(source, chance)}"
+    return _request(COMPLETIONS, source, model, streamed, prompt=prompt)
 
 
 def conversation_turn(
@@ -47,15 +40,12 @@ def conversation_turn(
     message = _text(source, chance)
     roles = ("user", "assistant")
     messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate((*history, message))]
-    tree: dict[str, Any] = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": source.answer_tokens,
-        "stream": streamed,
-    }
-    return HttpRequest(
-        CHAT, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens
-    ), message
+    return _request(CHAT, source, model, streamed, messages=messages), message
+
+
+def _request(path: str, source: Source, model: str, streamed: bool, **prompt: Any) -> HttpRequest:
+    tree = {"model": model, **prompt, "max_tokens": source.answer_tokens, "stream": streamed}
+    return HttpRequest(path, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens)
 
 
 def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
@@ -92,13 +82,12 @@ def rates_by_capacity(scenario: Scenario, lower: float, answers_s: Sequence[floa
     """For a fleet that dispatches while its stock is below `lower`, where an answer takes each source
     `answers_s` seconds. Dispatch stops with the request that reaches the bound.
     """
-    each = [_alone(scenario, source, lower) / answer_s for source, answer_s in _pairs(scenario, answers_s)]
-    return _load_rates(scenario, each)
+    return _load_rates(scenario, _alone_per_s(scenario, lower, answers_s))
 
 
 def rates_by_total(scenario: Scenario, rate_per_s: float, answers_s: Sequence[float]) -> LoadRates:
     """`rate_per_s` requests in all, mixed by the sources' loads."""
-    each = [_alone(scenario, source, 1e6) / answer_s for source, answer_s in _pairs(scenario, answers_s)]
+    each = _alone_per_s(scenario, 1e6, answers_s)
     total = sum(source.load * rate for source, rate in zip(scenario.sources, each, strict=True))
     return _load_rates(scenario, [rate * rate_per_s / total for rate in each])
 
@@ -113,13 +102,12 @@ def _load_rates(scenario: Scenario, alone_per_s: Sequence[float]) -> LoadRates:
     return LoadRates(tuple(arrivals), capacity)
 
 
-def _alone(scenario: Scenario, source: Source, lower: float) -> float:
-    """Requests of `source` in flight if it were alone."""
-    return lower / source.cost_tokens if scenario.in_tokens else math.ceil(lower)
-
-
-def _pairs(scenario: Scenario, answers_s: Sequence[float]) -> Iterable[tuple[Source, float]]:
-    return zip(scenario.sources, answers_s, strict=True)
+def _alone_per_s(scenario: Scenario, lower: float, answers_s: Sequence[float]) -> list[float]:
+    """The rate of each source if it were alone."""
+    return [
+        (lower / source.cost_tokens if scenario.in_tokens else math.ceil(lower)) / answer_s
+        for source, answer_s in zip(scenario.sources, answers_s, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +209,9 @@ class LoadGenerator:
     def now_s(self) -> float:
         """Seconds since the load began."""
         return time.perf_counter() - self.began
+
+    async def sleep_until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self.now_s))
 
     @property
     def is_stopped(self) -> bool:

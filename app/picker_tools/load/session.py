@@ -30,10 +30,8 @@ from picker_tools.load.result import (
 from picker_tools.load.scenarios import Fault, Plan
 from picker_tools.load.target import OwnFleet, Target
 
-_KILL_EVERY_S = (
-    5.0  # on average; never sooner than a part of it, so that each kill meets a fleet that has recovered
-)
-_LEAST_PART = 0.5
+# On average; never sooner than a part of it, so that each kill meets a fleet that has recovered.
+_KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
 # Parts of the duration: where Redis is all that is stopped, and where a replica is killed first.
 _OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3
 _FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
@@ -49,46 +47,6 @@ def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[floa
         if at_s >= 0.9 * duration_s:
             return moments or [(0.3 * duration_s, chance.randrange(replicas))]
         moments.append((at_s, chance.randrange(replicas)))
-
-
-async def inject_faults(
-    fault: Fault,
-    fleet: OwnFleet,
-    target: Target,
-    faults_injected: FaultsInjected,
-    *,
-    duration_s: float,
-    seed: int,
-    now_s: Callable[[], float],
-    say: Callable[[str], None],
-) -> None:
-    """Inject `fault` into `fleet` while the load runs, and record it in `faults_injected`."""
-    outage_at, outage_for = _OUTAGE_AT, _OUTAGE_FOR
-    kills: Sequence[tuple[float, int]] = ()
-    if fault is Fault.KILL_REPLICAS:
-        kills = kill_moments(duration_s, len(target.admins), seed)
-    elif fault is Fault.KILL_AND_STOP:
-        kills = [(_FIRST_KILL_AT * duration_s, seed % len(target.admins))]
-        outage_at, outage_for = _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR
-    for at_s, number in kills:
-        await asyncio.sleep(max(0.0, at_s - now_s()))
-        name = fleet.kill_replica(number)
-        if name is not None:
-            faults_injected.kills.append((now_s(), name))
-            say(f"{now_s():5.1f} s  kill -9 of {name}")
-    if fault.stops_redis:
-        await asyncio.sleep(max(0.0, outage_at * duration_s - now_s()))
-        faults_injected.log_audits.append(await asyncio.to_thread(read, target.redis))
-        began_s = now_s()
-        await fleet.stop_redis()
-        faults_injected.outages.append((began_s, None))
-        say(f"{now_s():5.1f} s  kill -9 of Redis: each replica serves alone, within its part of the bound")
-        try:
-            await asyncio.sleep(max(0.0, began_s + outage_for * duration_s - now_s()))
-        finally:
-            await fleet.start_redis()
-        faults_injected.outages[-1] = (began_s, now_s())
-        say(f"{now_s():5.1f} s  Redis is back, empty: the replicas fill it with what runs and waits")
 
 
 INTERVAL_S = 0.25
@@ -152,9 +110,8 @@ _PROBE_S = 30.0
 _LOG_S = 60.0
 
 
-Show = Callable[
-    [float, Counts, Sample | None], None
-]  # seconds since the load began, counts, the latest state
+# Seconds since the load began, counts, the latest state.
+Show = Callable[[float, Counts, Sample | None], None]
 
 
 class Session:
@@ -288,17 +245,45 @@ class Session:
             sampler.close()
 
     async def _inject_faults(self, faults_injected: FaultsInjected, generator: LoadGenerator) -> None:
-        if self._fleet is not None:
-            await inject_faults(
-                self._plan.scenario.fault,
-                self._fleet,
-                self._target,
-                faults_injected,
-                duration_s=self._plan.duration_s,
-                seed=self._plan.seed,
-                now_s=lambda: generator.now_s,
-                say=self._say,
-            )
+        """Inject the scenario's fault while the load runs, and record it in `faults_injected`."""
+        if self._fleet is None:
+            return
+        plan, replicas = self._plan, len(self._target.admins)
+        duration_s, fault = plan.duration_s, plan.scenario.fault
+        outage_at, outage_for = _OUTAGE_AT, _OUTAGE_FOR
+        kills: Sequence[tuple[float, int]] = ()
+        if fault is Fault.KILL_REPLICAS:
+            kills = kill_moments(duration_s, replicas, plan.seed)
+        elif fault is Fault.KILL_AND_STOP:
+            kills = [(_FIRST_KILL_AT * duration_s, plan.seed % replicas)]
+            outage_at, outage_for = _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR
+        for at_s, number in kills:
+            await generator.sleep_until(at_s)
+            name = self._fleet.kill_replica(number)
+            if name is not None:
+                faults_injected.kills.append((generator.now_s, name))
+                self._say(f"{generator.now_s:5.1f} s  kill -9 of {name}")
+        if fault.stops_redis:
+            await generator.sleep_until(outage_at * duration_s)
+            await self._stop_redis(faults_injected, generator, outage_for * duration_s)
+
+    async def _stop_redis(
+        self, faults_injected: FaultsInjected, generator: LoadGenerator, lasts_s: float
+    ) -> None:
+        assert self._fleet is not None
+        faults_injected.log_audits.append(await asyncio.to_thread(read, self._target.redis))
+        began_s = generator.now_s
+        await self._fleet.stop_redis()
+        faults_injected.outages.append((began_s, None))
+        what = "kill -9 of Redis: each replica serves alone, within its part of the bound"
+        self._say(f"{generator.now_s:5.1f} s  {what}")
+        try:
+            await generator.sleep_until(began_s + lasts_s)
+        finally:
+            await self._fleet.start_redis()
+        faults_injected.outages[-1] = (began_s, generator.now_s)
+        what = "Redis is back, empty: the replicas fill it with what runs and waits"
+        self._say(f"{generator.now_s:5.1f} s  {what}")
 
     async def _show_on(self, generator: LoadGenerator, sampler: Sampler) -> None:
         while True:

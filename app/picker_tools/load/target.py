@@ -198,12 +198,7 @@ class OwnFleet:
             endpoints=self._size.endpoints,
             mode=self._size.mode,
             redis=self._valkey.url,
-            port=0,
-            admin_port=0,
-            config=None,
             state_file=self._state_file,
-            restart=True,
-            debug_headers=False,
             sim=SimOptions(ttft_ms=speed.ttft_ms, itl_ms=speed.itl_ms, seed=self._size.seed),
         )
         self._fleet = LocalFleet(options, self.settings, self._folder, self._report)

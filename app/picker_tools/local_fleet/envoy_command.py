@@ -11,8 +11,8 @@ from picker_fleet import config
 from picker_fleet.allowlist import trusted, trusted_name
 from picker_fleet.errors import ConfigError
 from picker_fleet.units import split_host_port
+from picker_tools.arguments import whole_number
 from picker_tools.local_fleet.parts import MODES
-from picker_tools.local_fleet.up_command import whole_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -47,13 +47,12 @@ class UpOptions:
     endpoints: int
     mode: Mode
     redis: str | None
-    port: int
-    admin_port: int
-    config: Path | None
     state_file: Path | None
-    restart: bool
-    debug_headers: bool
     sim: SimOptions
+    port: int = 0
+    admin_port: int = 0
+    restart: bool = True
+    debug_headers: bool = False
 
 
 class LocalFleet:

@@ -2,17 +2,16 @@
 
 import argparse
 import asyncio
-import math
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from picker_fleet import config
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.errors import PickerError
+from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions
 from picker_tools.local_fleet.processes import Report
@@ -36,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
     add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
-    add("--port", type=_port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
-    add("--admin-port", type=_port, default=8081, metavar="N", help="the first replica's; others follow")
+    add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
+    add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others follow")
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--state-file", type=Path, metavar="FILE", help="written once the fleet is ready")
     add("--no-restart", dest="restart", action="store_false", help="leave what dies dead")
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
-    add("--sim-ttft", type=_milliseconds, metavar="MS", help="simulators' time to first token")
-    add("--sim-itl", type=_milliseconds, metavar="MS", help="simulators' time from token to token")
+    add("--sim-ttft", type=milliseconds, metavar="MS", help="simulators' time to first token")
+    add("--sim-itl", type=milliseconds, metavar="MS", help="simulators' time from token to token")
     add("--sim-max-num-seqs", type=whole_number(1), metavar="N", help="requests a simulator runs at once")
     add("--seed", type=int, metavar="N", help="of the simulators")
 
@@ -62,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         redis=args.redis,
         port=args.port,
         admin_port=args.admin_port,
-        config=args.config,
         state_file=args.state_file,
         restart=args.restart,
         debug_headers=args.debug_headers,
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         ),
     )
     asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
-    settings = config.load(options.config, os.environ, flags=asked)
+    settings = config.load(args.config, os.environ, flags=asked)
     folder = Path(tempfile.mkdtemp(prefix="picker-up-"))
     try:
         asyncio.run(_up(options, settings, folder))
@@ -123,32 +121,5 @@ async def _run(fleet: LocalFleet, report: Report, folder: Path) -> None:
     await fleet.watch()
 
 
-def whole_number(least: int, most: int = 100) -> Callable[[str], int]:
-    """A parser of arguments, for argparse's `type`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
 def _pools(text: str) -> list[str]:
     return list(dict.fromkeys(text.split(",")))
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of milliseconds")
-    return value

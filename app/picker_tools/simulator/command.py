@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import math
 import resource
 import signal
 import socket
@@ -14,6 +13,7 @@ import uvicorn
 import uvloop
 
 from picker_fleet.errors import PickerError, StartupError
+from picker_tools.arguments import decimal, milliseconds, port, whole_number
 from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.server import ModelServer, Profile
 
@@ -21,6 +21,8 @@ DRAIN_S = 2
 # Longer than Envoy keeps an idle upstream connection (1 h), so that it never reuses one being closed.
 KEEP_ALIVE_S = 2 * 3600
 _BACKLOG = 4096
+_SHARE = decimal("share", 1, zero=True)
+_COUNT = whole_number(1, 1_000_000_000)
 
 
 class _Server(uvicorn.Server):
@@ -86,17 +88,23 @@ def _allow_many_files() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     own, limits = Profile(), Limits()
     add = parser.add_argument
-    add("--port", type=_port, required=True, help="0 picks a free one")
+    add("--port", type=port, required=True, help="0 picks a free one")
     add("--host", default="127.0.0.1")
     add("--model", default=own.model, metavar="NAME", help="base model (default: %(default)s)")
-    add("--ttft", type=_milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
-    add("--itl", type=_milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
-    add("--max-num-seqs", type=_count, default=limits.max_num_seqs, metavar="N", help="requests run at once")
-    add("--kv-blocks", type=_count, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
-    add("--block-size", type=_count, default=limits.block_size_tokens, metavar="TOKENS")
+    add("--ttft", type=milliseconds, default=own.ttft_ms, metavar="MS", help="admission to first token")
+    add("--itl", type=milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
+    add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
+    add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
+    add("--block-size", type=_COUNT, default=limits.block_size_tokens, metavar="TOKENS")
     add("--loras", type=_names, default=(), metavar="A,B", help="adapters, asked for as models")
-    add("--max-loras", type=_count, default=None, metavar="N", help="adapters run at once (default: all)")
-    add("--failure-rate", type=_share, default=own.failure_rate, metavar="P", help="answered 500, 0 to 1")
+    add("--max-loras", type=_COUNT, default=None, metavar="N", help="adapters run at once (default: all)")
+    add(
+        "--failure-rate",
+        type=_SHARE,
+        default=own.failure_rate,
+        metavar="P",
+        help="answered 500, 0 to 1",
+    )
     add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
     add(
         "--always-usage",
@@ -141,42 +149,6 @@ def _profile(args: argparse.Namespace) -> Profile:
         always_usage=args.always_usage,
         prefix_caching=args.prefix_caching,
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
-    return int(text)
-
-
-def _milliseconds(text: str) -> float:
-    value = _number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is negative")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

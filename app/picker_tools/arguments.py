@@ -1,0 +1,34 @@
+"""Parsers of the commands' arguments, for argparse's `type`."""
+
+import argparse
+from collections.abc import Callable
+from contextlib import suppress
+
+
+def whole_number(least: int, most: int = 100) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+port = whole_number(0, 65535)
+
+
+def decimal(what: str, most: float, *, zero: bool = False) -> Callable[[str], float]:
+    """Of `what` above 0, or with `zero` from 0 on, up to `most`."""
+    valid = f"from 0 to {most:g}" if zero else f"above 0, up to {most:g}"
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            value = float(text)
+            if 0 < value <= most or (zero and value == 0):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what} {valid}")
+
+    return parse
+
+
+milliseconds = decimal("number of milliseconds", 1e9, zero=True)
