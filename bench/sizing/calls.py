@@ -15,6 +15,7 @@ import hiredis
 from bench.lifecycle.workload import SETTINGS
 from bench.rig.server import Server, arrival
 from bench.sizing.formula import Fleet, messages_a_second
+from picker_fleet.bands import MOST_PRIORITY
 from picker_fleet.state.batching import HEAD
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK
@@ -163,7 +164,7 @@ def view_costs(server: Server, replicas: int, calls: int) -> dict[str, float]:
 
     kinds: dict[str, Callable[[], object]] = {
         "state": lambda: pool.call("state", _NEVER_MS),
-        "flows": lambda: pool.call("view_flows", 0, "", "", 50, ""),
+        "flows": lambda: pool.call("view_flows", 0, MOST_PRIORITY, "", "", 50, ""),
         "replicas": lambda: pool.call("view_replicas", 256),
     }
     found = {}
