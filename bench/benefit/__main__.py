@@ -1,8 +1,9 @@
 """`python -m bench.benefit`: does the queue help? Writes bench/results/benefit.md and its picture."""
 
+import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -63,10 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     for load in _LOADS:
         for policy in POLICIES:
             runs[policy, load] = [simulation.run(policy, load, capacity, bound, seed) for seed in seeds]
-            print(
-                f"{load:.0%} {policy}: chat's median TTFT {_wait(runs[policy, load], 'chat', 0.5):.2f} s",
-                flush=True,
-            )
+            median_s = _wait(runs[policy, load], "chat", 0.5)
+            print(f"{load:.0%} {policy}: chat's median TTFT {median_s:.2f} s", flush=True)
     bounds = {
         each: [simulation.run("weighted-fair", _BOUNDS_AT, capacity, each, seed) for seed in seeds]
         for each in _IN_FLIGHT
@@ -80,39 +79,39 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _mean(runs: Sequence[Figures], of: Callable[[Figures], float]) -> float:
-    return statistics.fmean(map(of, runs))
+def _mean(runs: Sequence[Figures], name: str) -> float:
+    return statistics.fmean(getattr(run, name) for run in runs)
+
+
+def _in_time(runs: Sequence[Figures], kind: str) -> str:
+    return f"{statistics.fmean(run.in_time(kind) for run in runs):.1%}"
 
 
 def _wait(runs: Sequence[Figures], kind: str, q: float) -> float:
     return percentile([wait for run in runs for wait in run.waits_s(kind)], q)
 
 
-def _quantiles(found: list[float]) -> str:
-    return " / ".join(f"{percentile(found, q):.2f}" for q in (0.5, 0.95, 0.99))
+def _quantiles(found: Iterable[list[float]]) -> str:
+    times = list(itertools.chain(*found))
+    return " / ".join(f"{percentile(times, q):.2f}" for q in (0.5, 0.95, 0.99))
+
+
+_FIGURES = {"per_s": ".2f", "tokens_per_s": ".0f", "jain": ".3f", "recomputed": ".1%", "too_late": ".1%"}
 
 
 def _at_load(runs: Runs, load: float) -> str:
     head = ["policy", "answers/s", "tokens/s", "fair", "recomputed", "too late"]
     rows = [
-        [
-            policy,
-            f"{_mean(found, lambda run: run.per_s):.2f}",
-            f"{_mean(found, lambda run: run.tokens_per_s):.0f}",
-            f"{_mean(found, lambda run: run.jain):.3f}",
-            f"{_mean(found, lambda run: run.recomputed):.1%}",
-            f"{_mean(found, lambda run: run.too_late):.1%}",
-        ]
+        [policy, *(f"{_mean(runs[policy, load], name):{digits}}" for name, digits in _FIGURES.items())]
         for policy in POLICIES
-        if (found := runs[policy, load])
     ]
     times = [
         [
             policy,
             kind,
-            f"{_mean(found, lambda run, kind=kind: run.in_time(kind)):.1%}",  # type: ignore[misc]
-            _quantiles([wait for run in found for wait in run.waits_s(kind)]),
-            _quantiles([took for run in found for took in run.durations_s(kind)]),
+            _in_time(found, kind),
+            _quantiles(run.waits_s(kind) for run in found),
+            _quantiles(run.durations_s(kind) for run in found),
         ]
         for policy in POLICIES
         for kind in KINDS
@@ -127,20 +126,13 @@ First the servers alone, with always that many requests at each; then weighted-f
 {_BOUNDS_AT:.0%} of the capacity."""
     head = ["requests a server", "answers/s", "recomputed", "mean TTFT at the server"]
     head += ["with the queue: tokens/s", "recomputed", "chat's TTFT", "chat in time", "fair"]
-    rows = [
-        [
-            str(each),
-            f"{curve[each][0]:.2f}",
-            f"{curve[each][1]:.1%}",
-            f"{curve[each][2]:.2f}",
-            f"{_mean(found, lambda run: run.tokens_per_s):.0f}",
-            f"{_mean(found, lambda run: run.recomputed):.1%}",
-            _quantiles([wait for run in found for wait in run.waits_s("chat")]),
-            f"{_mean(found, lambda run: run.in_time('chat')):.1%}",
-            f"{_mean(found, lambda run: run.jain):.3f}",
-        ]
-        for each, found in bounds.items()
-    ]
+    rows = []
+    for each, found in bounds.items():
+        per_s, recomputed, first_s = curve[each]
+        alone = [f"{each}", f"{per_s:.2f}", f"{recomputed:.1%}", f"{first_s:.2f}"]
+        queued = [f"{_mean(found, 'tokens_per_s'):.0f}", f"{_mean(found, 'recomputed'):.1%}"]
+        chat = [_quantiles(run.waits_s("chat") for run in found), _in_time(found, "chat")]
+        rows.append([*alone, *queued, *chat, f"{_mean(found, 'jain'):.3f}"])
     return f"{text}\n\n{table(head, rows)}"
 
 
@@ -155,7 +147,7 @@ def _draw(runs: Runs, file: Path) -> None:
         loads = [100 * load for load in _LOADS]
         found = [runs[policy, load] for load in _LOADS]
         wait.plot(loads, [_wait(each, "chat", 0.95) for each in found], "o-", color=colour, markersize=3)
-        jains = [_mean(each, lambda run: run.jain) for each in found]
+        jains = [_mean(each, "jain") for each in found]
         fair.plot(loads, jains, "o-", color=colour, markersize=3, label=policy)
     wait.set_yscale("log")
     wait.set_title("chat: TTFT, p95, s", fontsize=10)

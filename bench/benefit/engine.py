@@ -52,7 +52,6 @@ class Engine:
     running: list[Job] = field(default_factory=list)
     used: int = 0
     recomputed: int = 0
-    preemptions: int = 0
     busy: bool = False
     _scheduled: list[tuple[Job, int]] = field(default_factory=list)
     _abandoned: bool = False
@@ -118,7 +117,6 @@ class Engine:
         last = self.running.pop()
         self.used -= last.computed
         self.recomputed += last.computed
-        self.preemptions += 1
         last.computed = 0
         self.waiting.appendleft(last)
 

@@ -96,7 +96,15 @@ class Queued:
     one get those of `chat`.
     """
 
-    def __init__(self, pool: Pool, *, fairness: str, ordering: str, bound: float, queues: int = 1) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        bound: float,
+        *,
+        fairness: str = "weighted-fair",
+        ordering: str = "fcfs",
+        queues: int = 1,
+    ) -> None:
         tree: Mapping[str, object] = {
             "discovery": {"static": [{"address": "10.0.0.1:8000"}]},
             "fair_request_queue": {"fairness": fairness, "ordering": ordering},

@@ -25,14 +25,10 @@ KINDS = ("chat", "urgent", "nightly")
 POLICIES: dict[str, Callable[[Pool, float], Policy]] = {
     "no queue (least request)": lambda pool, bound: Direct(pool, scored=False),
     "pick only": lambda pool, bound: Direct(pool, scored=True),
-    "fcfs": lambda pool, bound: Queued(pool, fairness="none", ordering="fcfs", bound=bound),
-    "weighted-fair": lambda pool, bound: Queued(pool, fairness="weighted-fair", ordering="fcfs", bound=bound),
-    "workload-aware": lambda pool, bound: Queued(
-        pool, fairness="weighted-fair", ordering="workload-aware", bound=bound
-    ),
-    "one queue a replica": lambda pool, bound: Queued(
-        pool, fairness="weighted-fair", ordering="fcfs", bound=bound, queues=4
-    ),
+    "fcfs": lambda pool, bound: Queued(pool, bound, fairness="none"),
+    "weighted-fair": Queued,
+    "workload-aware": lambda pool, bound: Queued(pool, bound, ordering="workload-aware"),
+    "one queue a replica": lambda pool, bound: Queued(pool, bound, queues=4),
 }
 
 
@@ -45,7 +41,6 @@ class Figures:
     tokens_per_s: float
     recomputed: float
     too_late: float
-    preemptions: int
 
     def of(self, kind: str) -> list[Job]:
         return [job for job in self.jobs if job.kind == kind]
@@ -169,9 +164,6 @@ def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> F
     def release(job: Job) -> None:
         events.at(events.now_s + RELEASE_S, lambda: gate.release(job, events.now_s))
 
-    def expire(job: Job) -> None:
-        gate.leave(job)  # nothing happens unless it still waits in the queue
-
     def leave(job: Job) -> None:
         if not (job.ended_s or job.refused):
             engines[job.server].abandon(job)
@@ -179,17 +171,17 @@ def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> F
 
     def arrive(job: Job) -> None:
         gate.arrive(job, events.now_s)
-        events.at(job.arrived_s + _QUEUE_TTL_S, lambda: expire(job))
+        # Nothing happens unless it still waits in the queue.
+        events.at(job.arrived_s + _QUEUE_TTL_S, lambda: gate.leave(job))
         events.at(job.arrived_s + DEADLINE_S, lambda: leave(job))
 
     events.ended = release
     jobs: list[Job] = []
     time_s = 0.0
     while (time_s := time_s + draw.expovariate(load * capacity)) < _END_S:
-        kind = (
-            "chat" if draw.random() < CHAT_LOAD / load else "urgent" if draw.random() < _URGENT else "nightly"
-        )
-        tenant = "chat" if kind == "chat" else "bulk"
+        tenant = kind = "chat"
+        if draw.random() >= CHAT_LOAD / load:
+            tenant, kind = "bulk", "urgent" if draw.random() < _URGENT else "nightly"
         job = Job(len(jobs), tenant, kind, *lengths(draw), time_s)
         jobs.append(job)
         events.at(time_s, functools.partial(arrive, job))
@@ -202,5 +194,4 @@ def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> F
         sum(job.answer for job in answered) / (_END_S - _WARM_S),
         sum(engine.recomputed for engine in engines) / spent,
         sum(job.spent for job in jobs if job.left) / spent,
-        sum(engine.preemptions for engine in engines),
     )

@@ -35,9 +35,10 @@ from seat import Seat
 
 from bench.large_pool.child import address
 from bench.large_pool.hits import Hits, measure_hits
+from bench.rig.http import Client
 from bench.rig.machine import Machine, cpu_ns, describe_machine
 from bench.rig.page import interval, options_parser, table, write_page
-from picker_tools.local_fleet.network import LOOPBACK, free_port, until
+from picker_tools.local_fleet.network import free_port, until
 from picker_tools.local_fleet.processes import picker_command
 
 SMALL, LARGE = 10, 1000
@@ -234,38 +235,28 @@ class Clients:
         self._bodies = [json.dumps(tree).encode() for tree in trees]
         self._dice = dice
 
-    async def run(self, port: int, requests: int) -> None:
-        left = requests
+    async def run(self, pool: Pool, requests: int) -> None:
+        assert pool.seat.gateway is not None
+        left, url = requests, str(pool.seat.gateway.base_url)
 
-        async def client() -> None:
+        async def ask() -> None:
             nonlocal left
-            reader, writer = await asyncio.open_connection(LOOPBACK, port)
+            client = await Client.connected(url)
             while left > 0:
                 left -= 1
-                body = self._dice.choice(self._bodies)
-                head = (
-                    "POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
-                    f"content-length: {len(body)}\r\n\r\n"
-                )
-                writer.write(head.encode() + body)
-                answer = await reader.readuntil(b"\r\n\r\n")
-                assert answer.startswith(b"HTTP/1.1 200"), answer
-                assert b"transfer-encoding: chunked" in answer, answer
-                await reader.readuntil(b"0\r\n\r\n")
-            writer.close()
+                status = await client.ask("gateway", body=self._dice.choice(self._bodies))
+                assert status == 200, status
+            client.close()
 
         async with asyncio.timeout(_READY_S), asyncio.TaskGroup() as group:
             for _ in range(_CONNECTIONS):
-                group.create_task(client())
+                group.create_task(ask())
 
 
 async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:
-    assert pool.seat.gateway is not None
-    port = pool.seat.gateway.base_url.port
-    assert port is not None
     replicas = [picker.process.pid for picker in pool.seat.pickers]
     before, valkey, began_s = cpu_ns(replicas), cpu_ns([pool.redis_pid]), time.monotonic()
-    await clients.run(port, requests)
+    await clients.run(pool, requests)
     lasted_s = time.monotonic() - began_s
     used_us = (cpu_ns(replicas) - before) / 1e3 - sum(idle.replicas) * 1e4 * lasted_s
     valkey_us = (cpu_ns([pool.redis_pid]) - valkey) / 1e3 - idle.valkey * 1e4 * lasted_s
@@ -323,7 +314,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
             idle = {pool.name: await rest(pool, 10) for pool in (small, large)}
             clients = Clients(dice)
             for pool in (small, large):
-                await clients.run(pool.seat.gateway.base_url.port, options.requests)  # type: ignore[union-attr, arg-type]
+                await clients.run(pool, options.requests)
             found.costs = []
             for number in range(_PAIRS):
                 pair = {}

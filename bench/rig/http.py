@@ -20,7 +20,10 @@ _ANSWER = json.dumps(
 
 
 class ModelServer(asyncio.Protocol):
-    """Serves one connection: a completion takes `served_s()`, all else, as a replica asks it, nothing."""
+    """Serves one connection: a completion takes `served_s()`; the answer to all else, as a replica asks it,
+    is `page` at once."""
+
+    page = b""
 
     def __init__(self, served_s: Callable[[], float]) -> None:
         self._served_s, self._path = served_s, b""
@@ -40,7 +43,7 @@ class ModelServer(asyncio.Protocol):
             self.arrived()
             asyncio.get_running_loop().call_later(self._served_s(), self._end)
         else:
-            self._answer(b"")
+            self._answer(self.page)
 
     def arrived(self) -> None:
         """A completion has come whole."""
@@ -98,10 +101,10 @@ class Client(asyncio.Protocol):
         if self._answered is not None and not self._answered.done():
             self._answered.set_exception(ConnectionError("Envoy closed a connection"))
 
-    async def ask(self, host: str, *headers: str) -> int:
+    async def ask(self, host: str, *headers: str, body: bytes = ASK) -> int:
         """Ask for a completion; the status of the answer."""
         self._answered = asyncio.get_running_loop().create_future()
-        fields = ("content-type: application/json", f"content-length: {len(ASK)}", *headers)
+        fields = ("content-type: application/json", f"content-length: {len(body)}", *headers)
         head = "\r\n".join((f"POST /v1/completions HTTP/1.1\r\nhost: {host}", *fields))
-        self._transport.write(head.encode() + b"\r\n\r\n" + ASK)
+        self._transport.write(head.encode() + b"\r\n\r\n" + body)
         return await self._answered

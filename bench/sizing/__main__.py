@@ -48,7 +48,7 @@ class Measured:
             for batch in batches
         }
         views = {
-            count: _medians(lambda count=count: list(view_costs(it, count, 200).values()))
+            count: _medians(lambda count=count: view_costs(it, count, 200))
             for count in sorted(_VIEWED_FITTED + _VIEWED_CHECKED)
         }
         self.dashboard_us = {count: sum(each) for count, each in views.items()}
