@@ -20,71 +20,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
-    add(
-        "--pool-listen",
-        type=_pool_listen,
-        action="append",
-        default=[],
-        metavar="NAME=HOST:PORT",
-        help="for clients of one of several pools; at --listen the host of a request names its pool",
-    )
+    about = "for clients of one of several pools; at --listen the host of a request names its pool"
+    add("--pool-listen", type=_pool_listen, action="append", default=[], metavar="NAME=HOST:PORT", help=about)
     add("--envoy-admin", type=_host_port, default=("127.0.0.1", 9901), metavar="HOST:PORT")
-    add(
-        "--picker",
-        type=_host_port,
-        action="append",
-        metavar="HOST:PORT",
-        help="a replica's gRPC address or a name that resolves to all; may be repeated",
-    )
-    add(
-        "--picker-http",
-        type=_host_port,
-        action="append",
-        metavar="HOST:PORT",
-        help="the same at the port of mode http (default: http.listen of the configuration)",
-    )
-    add(
-        "--admin-listen",
-        type=_host_port,
-        metavar="HOST:PORT",
-        help="for operators: the admin API and dashboard of any ready replica (default: no such listener)",
-    )
-    add(
-        "--picker-admin",
-        type=_host_port,
-        action="append",
-        metavar="HOST:PORT",
-        help="where that is at the replicas (default: admin.listen of the configuration)",
-    )
+    replicas = {
+        "--picker": "a replica's gRPC address or a name that resolves to all; may be repeated",
+        "--picker-http": "the same at the port of mode http (default: http.listen of the configuration)",
+        "--picker-admin": "the same at that of the admin API (default: admin.listen of the configuration)",
+    }
+    for flag, what in replicas.items():
+        add(flag, type=_host_port, action="append", metavar="HOST:PORT", help=what)
+    about = "for operators: the admin API and dashboard of any ready replica (default: no such listener)"
+    add("--admin-listen", type=_host_port, metavar="HOST:PORT", help=about)
     whose = {"ca": "authority of the replicas' certificates", "cert": "its own certificate", "key": "its key"}
-    for flag, what in whose.items():
-        add(
-            f"--picker-{flag}",
-            metavar="FILE",
-            help=f"where replicas speak TLS: {what}, as a path that Envoy reads",
-        )
-    add(
-        "--trust-headers",
-        type=_headers,
-        action="extend",
-        default=[],
-        metavar="NAME,…",
-        help="steering headers that clients may set (default: none; Envoy removes them)",
-    )
-    add(
-        "--max-connections",
-        type=whole_number(1, 10_000_000),
-        default=10_000,
-        metavar="N",
-        help="of clients (default: %(default)s)",
-    )
-    add(
-        "--max-heap-mib",
-        type=whole_number(1, 10_000_000),
-        default=1024,
-        metavar="N",
-        help="memory past which Envoy refuses requests; below its container's limit (default: %(default)s)",
-    )
+    for name, what in whose.items():
+        about = f"where replicas speak TLS: {what}, as a path that Envoy reads"
+        add(f"--picker-{name}", metavar="FILE", help=about)
+    about = "steering headers that clients may set (default: none; Envoy removes them)"
+    add("--trust-headers", type=_headers, action="extend", default=[], metavar="NAME,…", help=about)
+    limits = {
+        "--max-connections": (10_000, "of clients"),
+        "--max-heap-mib": (1024, "memory past which Envoy refuses requests; below its container's limit"),
+    }
+    for flag, (default, what) in limits.items():
+        about = f"{what} (default: %(default)s)"
+        add(flag, type=whole_number(1, 10_000_000), default=default, metavar="N", help=about)
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
 
 

@@ -2,7 +2,7 @@
 
 The only module that imports the package: it takes half a second, so only commands that configure Envoy
 import this; and its generated classes use a form that pydantic has deprecated, which is silenced here for the
-import alone.
+import alone. Others import the messages from here, so the linters let it have imports that it does not use.
 """
 
 import warnings
@@ -46,44 +46,6 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_v3
     from envoy_data_plane.envoy.type.metadata import v3 as metadata_v3
     from envoy_data_plane.google import protobuf
-
-__all__ = [
-    "OTHER_HOST_DRAWS",
-    "accesslog_v3",
-    "address",
-    "betterproto2",
-    "bootstrap_v3",
-    "cluster_v3",
-    "connections_v3",
-    "core_v3",
-    "early_mutation_v3",
-    "endpoint_v3",
-    "ext_authz_v3",
-    "ext_proc_v3",
-    "extension",
-    "fixed_heap_v3",
-    "grpc_access_log_v3",
-    "hcm_v3",
-    "json_parser_v3",
-    "json_rules_v3",
-    "least_request_v3",
-    "listener_v3",
-    "matcher_v3",
-    "metadata_v3",
-    "mutation_rules_v3",
-    "overload_v3",
-    "override_host_v3",
-    "packed",
-    "previous_hosts_v3",
-    "protobuf",
-    "route_v3",
-    "router_v3",
-    "seconds",
-    "sse_rules_v3",
-    "tls_v3",
-    "type_v3",
-    "upstream_http_v3",
-]
 
 # How often balancing draws again to find a host that a retry has not tried. A dead host has the fewest
 # streams, so of two hosts it is drawn three times in four: with five draws, one retry in six still goes to
