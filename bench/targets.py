@@ -18,7 +18,6 @@ from bench.rig.load import SMALL_BYTES, Driver, Load
 from bench.rig.machine import cpu_ns, describe_machine
 from bench.rig.page import T_95, interval, options_parser, percentile, table, write_page
 from bench.rig.server import Server, arrival, server
-from bench.sizing.calls import cpu_us_each
 from bench.soak import Fleet, running_fleet
 from picker_fleet.config import parse
 from picker_fleet.replica.live_config import shared_settings
@@ -96,9 +95,7 @@ def _score(it: Server) -> list[Row]:
         raise RuntimeError(f"{registered} workloads are registered, not {_WORKLOADS}")
 
     def loop_us(what: str) -> float:
-        return min(
-            cpu_us_each(it, _SCORES, lambda: call("score", _SCORES, what, _WORKLOADS)) for _ in range(5)
-        )
+        return min(it.cpu_us_of(lambda: call("score", _SCORES, what, _WORKLOADS)) for _ in range(5)) / _SCORES
 
     score_us = loop_us("score") - loop_us("nothing")
     return [

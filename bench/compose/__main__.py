@@ -23,7 +23,7 @@ import httpx
 
 from bench.compose.engine import BASE, ROOT, Engine, EngineFault, enter_namespace, find_engine, restrict
 from bench.compose.fleet import ADMIN, REQUESTS, Broken, Fleet, is_allowed
-from bench.compose.images import PROMETHEUS, REDIS, Quality, differences, examine, fetch_or_make
+from bench.compose.images import PROMETHEUS, REDIS, differences, examine, fetch_or_make
 from bench.rig.machine import describe_machine
 from picker_tools.load.client_history import ClosedLoop, closed_loop
 
@@ -82,7 +82,8 @@ def _images(engine: Engine, log: Log, *, twice: bool) -> None:
     with log.step("examine the images") as notes:
         for target, name in _IMAGES.items():
             quality = examine(engine, name, is_small=target == "picker")
-            notes.append(_described(target, quality))
+            above_mb = quality.above_base_bytes / 1e6
+            notes.append(f"{target} {above_mb:.0f} MB above the base, {quality.packages} packages")
             for fault in quality.faults[:10]:
                 log.fault(f"image {target}: {fault}")
     if twice:
@@ -93,10 +94,6 @@ def _images(engine: Engine, log: Log, *, twice: bool) -> None:
             notes.append(f"{len(differ)} files differ from the first build's")
             if differ:
                 log.fault(f"two builds differ in {len(differ)} files: {', '.join(differ[:10])}")
-
-
-def _described(target: str, quality: Quality) -> str:
-    return f"{target} {quality.above_base_bytes / 1e6:.0f} MB above the base, {quality.packages} packages"
 
 
 async def _under_load(fleet: Fleet, log: Log) -> None:
@@ -257,10 +254,6 @@ def _write(log: Log, engine: Engine) -> None:
     RESULT.write_text("\n".join(text).rstrip() + "\n")
 
 
-def _interrupted(number: int, _: object) -> None:
-    raise KeyboardInterrupt(number)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compose", description=__doc__)
     parser.add_argument(
@@ -278,7 +271,7 @@ def main() -> int:
     parser.add_argument("--no-build", action="store_true", help="with the images of a run before")
     args = parser.parse_args()
     enter_namespace()
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     log = Log()
     try:
         engine = find_engine(args.tools)

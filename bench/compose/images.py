@@ -149,13 +149,10 @@ def _listed(engine: Engine, image: str) -> set[str]:
     text = engine.run("run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", read)
     bom = json.loads(text)
     components = [*bom["components"], bom["metadata"]["component"]]
-    if bom["bomFormat"] != "CycloneDX" or not all(_hashes(each) for each in components):
+    has_hashes = all(each.get("hashes") or each.get("externalReferences") for each in components)
+    if bom["bomFormat"] != "CycloneDX" or not has_hashes:
         raise EngineFault(f"{image}: {_SBOM} is no CycloneDX with hashes")
     return {each["name"].lower().replace("-", "_").replace(".", "_") for each in components}
-
-
-def _hashes(component: dict[str, object]) -> bool:
-    return bool(component.get("hashes") or component.get("externalReferences"))
 
 
 def _has(engine: Engine, name: str) -> bool:

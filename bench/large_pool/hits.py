@@ -78,11 +78,10 @@ def _run(size: int) -> Hits:
     scheduler = Scheduler(with_in_flight(_SCORERS))
 
     def readings() -> Readings:
+        loads = {address: seen.get(address, 0) for address in addresses}
         pages = {
-            address: EndpointMetrics(
-                0, max(0, seen.get(address, 0) - _PLACES), kv_utilisation=_used(seen, address)
-            )
-            for address in addresses
+            address: EndpointMetrics(0, max(0, load - _PLACES), kv_utilisation=min(1.0, load / (2 * _PLACES)))
+            for address, load in loads.items()
         }
         return Readings(pages, lambda address: Reading(pages[address], 0.0, known=True))
 
@@ -113,10 +112,6 @@ def _run(size: int) -> Hits:
         if len(running) > _RUNNING:
             loads[running.popleft()] -= 1
     return Hits(had / asked, sum(found) / len(found), int(percentile(found, 0.99)))
-
-
-def _used(seen: dict[str, int], address: str) -> float:
-    return min(1.0, seen.get(address, 0) / (2 * _PLACES))
 
 
 def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:

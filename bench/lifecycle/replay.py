@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from bench.lifecycle.workload import BATCH, Size, Workload, upkeep
 from bench.rig.server import Server
@@ -59,11 +60,9 @@ def measure_lifecycle(
             state.run(requests)
             state.recording = None
         else:
-            cpu_us = (
-                _play(server, recording)
-                if size.ordering == "fcfs"
-                else _run_requests(server, state, requests)
-            )
+            is_replayed = size.ordering == "fcfs"
+            work = partial(_play, server, recording) if is_replayed else partial(state.run, requests)
+            cpu_us = server.cpu_us_of(work)
         longest.append(filling_us | server.slow_us())
         kinds.append(_upkeep_calls(state) if with_upkeep else {})
     upkeep_us = {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
@@ -124,19 +123,9 @@ def baseline(server: Server, calls: int) -> Baseline:
         raise RuntimeError(f"redis-benchmark failed: {output.stderr or output.stdout}") from None
 
 
-def _run_requests(server: Server, state: Workload, requests: int) -> float:
-    before = server.cpu_us()
-    state.run(requests)
-    return server.cpu_us() - before
-
-
-def _play(server: Server, commands: Sequence[bytes]) -> float:
-    """Send `commands`, a few at a time; the CPU they took, in microseconds.
-
-    RuntimeError if one fails, or serves another request than in the recording.
-    """
-    before = server.cpu_us()
+def _play(server: Server, commands: Sequence[bytes]) -> None:
+    """Send `commands`, a few at a time. RuntimeError if one fails, or serves another request than in the
+    recording."""
     for reply in server.replies(commands):
         if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):
             raise RuntimeError(f"the replay served other requests: {reply}")
-    return server.cpu_us() - before

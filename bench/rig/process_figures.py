@@ -13,12 +13,11 @@ _DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessFigures:
-    """`objects` that the garbage collector tracks, after a collection; `blocks` of Python's allocator; of the
-    C library's allocator the bytes it has, and those of them that are free."""
+    """`objects` that the garbage collector tracks, after a collection; `blocks` of Python's allocator; bytes
+    that the C library's allocator has and does not use."""
 
     objects: int
     blocks: int
-    c_heap_bytes: int
     c_free_bytes: int
 
 

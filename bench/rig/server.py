@@ -4,7 +4,7 @@ import contextlib
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,12 @@ class Server:
     def cpu_us(self) -> float:
         return cpu_ns([self.pid]) / 1000
 
+    def cpu_us_of(self, work: Callable[[], object]) -> float:
+        """CPU that the server takes while `work` runs."""
+        before = self.cpu_us()
+        work()
+        return self.cpu_us() - before
+
     def memory_bytes(self) -> int:
         return int(self.client.info("memory")["used_memory"])
 
@@ -70,7 +76,7 @@ class Server:
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
-            if _is_ours(command):
+            if command.startswith(b"FCALL"):
                 call = hash(command)
                 found[call] = max(found.get(call, 0), entry["duration"])
         return found
@@ -105,10 +111,6 @@ class Server:
 
     def forget_slow(self) -> None:
         self.client.slowlog_reset()
-
-
-def _is_ours(command: bytes) -> bool:
-    return command.startswith(b"FCALL")
 
 
 @contextlib.contextmanager

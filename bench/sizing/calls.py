@@ -106,13 +106,6 @@ class Pool:
         return len(self.recording) - before
 
 
-def cpu_us_each(server: Server, count: int, work: Callable[[], object]) -> float:
-    """CPU of the server for each of `count` pieces of `work`."""
-    before = server.cpu_us()
-    work()
-    return (server.cpu_us() - before) / count
-
-
 def request_costs(server: Server, batch: int, requests: int, *, queued: bool) -> tuple[float, float]:
     """Calls of a request, and its CPU in µs when Valkey is full."""
     server.forget()
@@ -123,8 +116,8 @@ def request_costs(server: Server, batch: int, requests: int, *, queued: bool) ->
     server.forget()
     again = Pool(server, "sizing", queued=queued)  # the same ids: the recording serves the same requests
     again.serve(batch, 200 // batch)
-    full_us = cpu_us_each(server, requests, lambda: _replay([server], [pool.recording]))
-    return calls / requests, full_us
+    full_us = server.cpu_us_of(lambda: _replay([server], [pool.recording]))
+    return calls / requests, full_us / requests
 
 
 def _replay(servers: list[Server], recordings: list[list[bytes]]) -> None:
@@ -171,7 +164,7 @@ def view_costs(server: Server, replicas: int, calls: int) -> list[float]:
     ):
         for _ in range(20):
             call()
-        found.append(cpu_us_each(server, calls, lambda call=call: [call() for _ in range(calls)]))
+        found.append(server.cpu_us_of(lambda call=call: [call() for _ in range(calls)]) / calls)
     return found
 
 

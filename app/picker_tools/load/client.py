@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from types import TracebackType
 from typing import Self, cast
 from urllib.parse import urlsplit
@@ -290,12 +291,10 @@ class Client:
                 return connection
             self._all.discard(connection)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(self._connection_made, self._host, self._port)
+        make = partial(Connection, self._count_surplus)
+        _, connection = await loop.create_connection(make, self._host, self._port)
         self._all.add(connection)
         return connection
-
-    def _connection_made(self) -> Connection:
-        return Connection(self._count_surplus)
 
     def _count_surplus(self) -> None:
         self.surplus_answers += 1

@@ -177,6 +177,9 @@ _MARK = {Verdict.KEPT: "✓ held", Verdict.BROKEN: "✗ broken", Verdict.UNKNOWN
 def page(summary: Mapping[str, Any], promises: Sequence[Promise], pictures: Mapping[str, str]) -> str:
     """The HTML page; `pictures` are SVG by name."""
     counts = {verdict: sum(each.verdict is verdict for each in promises) for verdict in Verdict}
+    figures = (
+        f'<figure role="img" aria-label="{escape(name)}">{svg}</figure>' for name, svg in pictures.items()
+    )
     body = [
         f"<h1>{escape(summary['scenario'])}: {_headline(counts)}</h1>",
         f"<p>{escape(summary['about'])}</p>",
@@ -185,7 +188,7 @@ def page(summary: Mapping[str, Any], promises: Sequence[Promise], pictures: Mapp
         "<h2>Promises</h2>",
         _promises(promises),
         "<h2>What was seen</h2>",
-        f'<div class="plots">{"".join(_figure(name, svg) for name, svg in pictures.items())}</div>',
+        f'<div class="plots">{"".join(figures)}</div>',
         "<h2>By source</h2>",
         _sources(summary),
         "<h2>How requests ended</h2>",
@@ -255,10 +258,6 @@ def _promises(promises: Sequence[Promise]) -> str:
         )
     head = "<tr><th>verdict</th><th>promise</th><th>what it says</th><th>evidence</th></tr>"
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
-
-
-def _figure(name: str, svg: str) -> str:
-    return f'<figure role="img" aria-label="{escape(name)}">{svg}</figure>'
 
 
 def _sources(summary: Mapping[str, Any]) -> str:

@@ -17,8 +17,8 @@ import threading
 import xml.etree.ElementTree as ElementTree
 
 
-def _c_heap() -> tuple[int, int]:
-    """Bytes that the C library's allocator has from the system, and those of them that are free."""
+def _c_free_bytes() -> int:
+    """Bytes that the C library's allocator has from the system and does not use."""
     libc = ctypes.CDLL(None)
     libc.fopen.restype = ctypes.c_void_p
     with tempfile.NamedTemporaryFile() as file:
@@ -27,20 +27,15 @@ def _c_heap() -> tuple[int, int]:
         libc.fclose(stream)
         root = ElementTree.fromstring(file.read())
     sizes = {each.get("type"): int(each.get("size", 0)) for each in root.findall("total")}
-    system = next(
-        int(each.get("size", 0)) for each in root.findall("system") if each.get("type") == "current"
-    )
-    return system + sizes.get("mmap", 0), sizes.get("fast", 0) + sizes.get("rest", 0)
+    return sizes.get("fast", 0) + sizes.get("rest", 0)
 
 
 def _figures() -> dict[str, int]:
     gc.collect()
-    has, free = _c_heap()
     return {
         "objects": len(gc.get_objects()),
         "blocks": sys.getallocatedblocks(),
-        "c_heap_bytes": has,
-        "c_free_bytes": free,
+        "c_free_bytes": _c_free_bytes(),
     }
 
 
