@@ -9,15 +9,15 @@ its id, so that any replica can send it again.
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import uvloop
 
-from bench.fairness.replica import Pipe, joined
+from bench.fairness.replica import joined
 from bench.fairness.scenarios import Job
-from bench.rig.child import lines_of_stdin
+from bench.rig.child import Orders
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import Bands
 from picker_fleet.errors import RequestError
@@ -122,62 +122,45 @@ def call_of(request_id: str) -> Call:
     )
 
 
-class Clients:
-    """Clients of one replica, until `end`."""
-
-    def __init__(self, gate: SharedGate, name: str, tasks: asyncio.TaskGroup) -> None:
-        self._gate = gate
-        self._ids = (f"{name}.{number}" for number in itertools.count())
-        self._tasks = tasks
-        self._ending = False
-
-    def start(self) -> None:
-        for _ in range(_CLIENTS):
-            self._tasks.create_task(self._call())
-
-    def adopt(self, request_id: str) -> None:
-        self._tasks.create_task(self._one(request_id))
-
-    def end(self) -> None:
-        self._ending = True
-
-    async def _call(self) -> None:
-        while not self._ending:
-            if not await self._one(next(self._ids)):
-                await asyncio.sleep(_AGAIN_S)
-
-    async def _one(self, request_id: str) -> bool:
-        """Whether it was served."""
-        call = call_of(request_id)
-        try:
-            async with asyncio.timeout(call.leaves_s):
-                await self._gate.admit(call.request, stream_owned=call.stream_owned)
-        except (RequestError, TimeoutError):
-            return False
-        await asyncio.sleep(call.service_s)
-        spent = (_PROMPT_TOKENS, call.tokens - _PROMPT_TOKENS)
-        seconds = (call.service_s, call.service_s)
-        self._gate.settle(Completion(request_id, Outcome.COMPLETED, 200, None, *spent, *seconds))
-        return True
+async def _served(gate: SharedGate, request_id: str) -> bool:
+    """Send the request; whether it was served."""
+    call = call_of(request_id)
+    try:
+        async with asyncio.timeout(call.leaves_s):
+            await gate.admit(call.request, stream_owned=call.stream_owned)
+    except (RequestError, TimeoutError):
+        return False
+    await asyncio.sleep(call.service_s)
+    spent = (_PROMPT_TOKENS, call.tokens - _PROMPT_TOKENS)
+    seconds = (call.service_s, call.service_s)
+    gate.settle(Completion(request_id, Outcome.COMPLETED, 200, None, *spent, *seconds))
+    return True
 
 
-async def work(job: Job, pipe: Pipe) -> None:
+async def _client(gate: SharedGate, ids: Iterator[str], ending: asyncio.Event) -> None:
+    while not ending.is_set():
+        if not await _served(gate, next(ids)):
+            await asyncio.sleep(_AGAIN_S)
+
+
+async def work(job: Job, orders: Orders) -> None:
+    ids, ending = (f"{job.replica}.{number}" for number in itertools.count()), asyncio.Event()
     async with joined(job) as gate:
-        pipe.send("ready")
+        print("ready", flush=True)
         async with asyncio.TaskGroup() as tasks:
-            clients = Clients(gate, job.replica, tasks)
-            clients.start()
-            while (order := await pipe.receive()) and order != "end":
+            for _ in range(_CLIENTS):
+                tasks.create_task(_client(gate, ids, ending))
+            while (order := await orders.next()) and order != "end":
                 for request_id in order.split()[1:]:
-                    clients.adopt(request_id)
-            clients.end()
-        pipe.send("done")
-        await pipe.receive()  # keeps its heartbeats until all replicas have ended
+                    tasks.create_task(_served(gate, request_id))
+            ending.set()
+        print("done", flush=True)
+        await orders.next()  # keeps its heartbeats until all replicas have ended
 
 
 async def main() -> None:
-    pipe = Pipe(await lines_of_stdin())
-    await work(Job.read(await pipe.receive()), pipe)
+    orders = await Orders.of_stdin()
+    await work(Job.read(await orders.next()), orders)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 import uvloop
 
 from bench.fairness.scenarios import Job, Source
-from bench.rig.child import lines_of_stdin
+from bench.rig.child import Orders
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.bands import NAMED
 from picker_fleet.config import parse
@@ -94,22 +94,6 @@ class Clients:
 
 
 _JOINS_S = 30.0
-_COMMAND_S = 600.0  # without a command for so long it ends
-
-
-class Pipe:
-    """Commands on stdin, answers on stdout."""
-
-    def __init__(self, commands: asyncio.StreamReader) -> None:
-        self._commands = commands
-
-    async def receive(self) -> str:
-        """The next command; '' at the end."""
-        async with asyncio.timeout(_COMMAND_S):
-            return (await self._commands.readline()).decode().strip()
-
-    def send(self, line: str) -> None:
-        print(line, flush=True)
 
 
 @contextlib.asynccontextmanager
@@ -133,10 +117,10 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
             task.cancel()
 
 
-async def work(job: Job, pipe: Pipe) -> None:
+async def work(job: Job, orders: Orders) -> None:
     async with joined(job) as gate, asyncio.TaskGroup() as tasks:
-        pipe.send("ready")
-        if await pipe.receive() != "go":
+        print("ready", flush=True)
+        if await orders.next() != "go":
             return
         asking = [
             tasks.create_task(
@@ -144,20 +128,20 @@ async def work(job: Job, pipe: Pipe) -> None:
             )
             for source in job.sources
         ]
-        await pipe.receive()
+        await orders.next()
         for task in asking:
             task.cancel()
 
 
 async def main() -> None:
-    pipe = Pipe(await lines_of_stdin())
+    orders = await Orders.of_stdin()
     fault = ""
-    while not fault and (line := await pipe.receive()):
+    while not fault and (line := await orders.next()):
         try:
-            await work(Job.read(line), pipe)
+            await work(Job.read(line), orders)
         except* (PickerError, OSError) as faults:
             fault = repr(faults.exceptions[0])
-        pipe.send(f"fault: {fault}" if fault else "done")
+        print(f"fault: {fault}" if fault else "done", flush=True)
 
 
 if __name__ == "__main__":

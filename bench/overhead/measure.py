@@ -210,4 +210,4 @@ async def _requests_per_s(driver: Driver, fleet: Fleet, requests: int) -> float:
     )
     await driver.prepare(load)
     outcome = await driver.go()
-    return outcome.requests / outcome.seconds
+    return requests / outcome.seconds

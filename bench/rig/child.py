@@ -5,6 +5,7 @@ import contextlib
 import sys
 
 _ENDS_S = 5.0
+_ORDER_S = 3600.0
 _LINE_BYTES = 16 * 1024 * 1024  # an outcome of a load has every latency
 
 
@@ -52,17 +53,14 @@ class Child:
         if (said := await self.line(within_s)) != wanted:
             raise ChildFailed(f"{self.name} printed {said!r} instead of {wanted!r}")
 
-    async def end(self) -> str:
-        """Close its stdin, which ends it; SIGKILL if it does not. Returns the rest of its output."""
-        assert self._process.stdout is not None
+    async def end(self) -> None:
+        """Close its stdin, which ends it; SIGKILL if it does not."""
         assert self._process.stdin is not None
-        last = asyncio.create_task(self._process.stdout.read())
         self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDS_S):
                 await self._process.wait()
         await self.kill()
-        return (await last).decode()
 
     async def kill(self) -> None:
         """SIGKILL, if it has not ended by itself; returns when it is gone."""
@@ -71,9 +69,20 @@ class Child:
         await self._process.wait()
 
 
-async def lines_of_stdin(limit: int = 1 << 24) -> asyncio.StreamReader:
-    """What a child reads of its commands, a line at a time."""
-    commands = asyncio.StreamReader(limit=limit)
-    protocol = asyncio.StreamReaderProtocol(commands)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-    return commands
+class Orders:
+    """What a child reads of its stdin, a line at a time."""
+
+    def __init__(self, lines: asyncio.StreamReader) -> None:
+        self._lines = lines
+
+    @classmethod
+    async def of_stdin(cls) -> "Orders":
+        lines = asyncio.StreamReader(limit=_LINE_BYTES)
+        protocol = asyncio.StreamReaderProtocol(lines)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+        return cls(lines)
+
+    async def next(self) -> str:
+        """The next order; '' at the end. TimeoutError if none comes for an hour."""
+        async with asyncio.timeout(_ORDER_S):
+            return (await self._lines.readline()).decode().strip()

@@ -18,13 +18,12 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
-from bench.rig.child import Child, ChildFailed, lines_of_stdin
+from bench.rig.child import Child, ChildFailed, Orders
 
 MODEL = "llama"
 SMALL_BYTES, LARGE_BYTES = 300, 400_000  # of a request's body
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
-_ORDERS_S = 3600.0  # without a command for so long it ends
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -51,13 +50,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`sent` includes the warm-up; `seconds` and the latencies do not.
+    """Without the warm-up. Latencies are in microseconds, one a request: to its answer's headers, and to its
+    last byte."""
 
-    Latencies are in microseconds, one a request: to its answer's headers, and to its last byte.
-    """
-
-    requests: int
-    sent: int
     seconds: float
     first_us: list[int]
     last_us: list[int]
@@ -185,7 +180,7 @@ def request_bytes(load: Load, number: int) -> bytes:
     return head.encode() + body
 
 
-async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
+async def serve_load(load: Load, orders: Orders) -> Outcome:
     """Connect, warm up, report readiness, wait for `go`, send the load."""
     loop = asyncio.get_running_loop()
     connections: list[Connection] = []
@@ -198,9 +193,8 @@ async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
             warm_up = Pass(_WARM_UP_PER_CONNECTION * load.connections)
             await warm_up.run(connections)
         print(json.dumps({"ready": True}), flush=True)
-        async with asyncio.timeout(_ORDERS_S):
-            if await orders.readline() != b"go\n":
-                raise WrongAnswer("no go came")
+        if await orders.next() != "go":
+            raise WrongAnswer("no go came")
         async with asyncio.timeout(load.limit_s):
             measured = Pass(load.requests)
             started = time.perf_counter()
@@ -209,22 +203,12 @@ async def serve_load(load: Load, orders: asyncio.StreamReader) -> Outcome:
     finally:
         for connection in connections:
             connection.close()
-    return Outcome(
-        requests=load.requests,
-        sent=load.requests + len(warm_up.last_us),
-        seconds=seconds,
-        first_us=measured.first_us,
-        last_us=measured.last_us,
-    )
+    return Outcome(seconds, measured.first_us, measured.last_us)
 
 
 async def main() -> None:
-    orders = await lines_of_stdin()
-    while True:
-        async with asyncio.timeout(_ORDERS_S):
-            line = await orders.readline()
-        if not line:
-            return
+    orders = await Orders.of_stdin()
+    while line := await orders.next():
         try:
             outcome = await serve_load(Load(**json.loads(line)), orders)
         except (WrongAnswer, OSError) as fault:  # OSError: TimeoutError too
