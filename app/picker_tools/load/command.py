@@ -8,12 +8,10 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from picker_fleet.errors import ConfigError, PickerError
 from picker_tools.arguments import decimal, whole_number
@@ -33,58 +31,42 @@ _LINE_EVERY_S = 2.0
 
 
 class ProgressView:
-    """A context manager: `say` prints a line, `show` the progress of the load towards `duration_s`."""
+    """`say` prints a line, `show` the progress of the load towards `duration_s`, on a terminal as a `bar`.
+    `recording` gets all lines."""
 
-    def __init__(self, duration_s: float, recording: Recording | None) -> None:
+    def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
-        self._recording = recording
-        self._console = Console(highlight=False)
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._next_s = 0.0
-        if sys.stdout.isatty():
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[status]}"), console=self._console)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.recording = Recording()
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self.bar = Progress(
+            *columns,
+            TextColumn("{task.fields[status]}"),
+            console=Console(highlight=False, emoji=False),
+            disable=not sys.stdout.isatty(),
+        )
+        self._task = self.bar.add_task("load", total=duration_s, status="", visible=False)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
-        if self._recording is not None:
-            self._recording.line(text)
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.console.print(text, markup=False, soft_wrap=True)
+        self.recording.line(text)
+        self.bar.console.print(text, markup=False, soft_wrap=True)
 
     def show(self, now_s: float, counts: Counts, state: Sample | None) -> None:
         status = _status_text(counts, state)
         if now_s >= self._next_s:
             self._next_s = now_s + _LINE_EVERY_S
             line = f"{now_s:5.1f} s  {status}"
-            if self._recording is not None:
-                self._recording.line(line)
-            if self._bar is None:
-                print(line, flush=True)
-        if self._bar is None:
-            return
-        if self._task is None:
-            self._task = self._bar.add_task("load", total=self._duration_s, status="")
-        over = now_s > self._duration_s
-        self._bar.update(
+            if self.bar.disable:
+                self.say(line)
+            else:
+                self.recording.line(line)
+        self.bar.update(
             self._task,
             completed=min(now_s, self._duration_s),
-            description="last answers, rest" if over else "load",
+            description="last answers, rest" if now_s > self._duration_s else "load",
             status=status,
+            visible=True,
         )
 
 
@@ -166,9 +148,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as fault:
         raise ConfigError(f"--report: {report} cannot be written: {fault.strerror}") from None
     folder = Path(tempfile.mkdtemp(prefix="picker-load-"))
-    recording = Recording() if args.record else None
+    shown = ProgressView(plan.duration_s)
     try:
-        with ProgressView(plan.duration_s, recording) as shown:
+        with shown.bar:
             evidence = uvloop.run(_run(args, plan, folder, shown))
     except PickerError as fault:
         if any(folder.glob("*.log")):
@@ -178,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     if evidence is None:
         return _INTERRUPTED
-    return _report(evidence, report, recording, args.record)
+    return _report(evidence, report, shown.recording, args.record)
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
@@ -270,14 +252,14 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
     return found
 
 
-def _report(evidence: RunResult, report: Path, recording: Recording | None, record: Path | None) -> int:
+def _report(evidence: RunResult, report: Path, recording: Recording, record: Path | None) -> int:
     """Write the report and the recording, print the verdicts; the exit status."""
     from picker_tools.load import report as reports
 
     promises = check_promises(evidence)
     reports.write(evidence, promises, report)
     reports.show(evidence, promises)
-    if recording is not None and record is not None:
+    if record is not None:
         recording.line("\n".join(reports.lines(promises)))
         recording.write(record)
         print(f"recording: {record}", flush=True)

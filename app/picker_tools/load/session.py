@@ -29,6 +29,7 @@ from picker_tools.load.result import (
 )
 from picker_tools.load.scenarios import Fault, Plan
 from picker_tools.load.target import OwnFleet, Target
+from picker_tools.local_fleet.network import until
 
 # On average; never sooner than a part of it, so that each kill meets a fleet that has recovered.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
@@ -104,7 +105,6 @@ class Sampler:
 
 _REST_S = 20.0  # a lease, and some for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_POLL_S = 0.05
 _PROBES = 3  # requests of each source, one at a time, to learn how long an answer takes
 _PROBE_S = 30.0
 _LOG_S = 60.0
@@ -292,17 +292,14 @@ class Session:
 
     async def _rest(self, sampler: Sampler, generator: LoadGenerator, within_s: float) -> Sample | None:
         since_s = generator.now_s
-        if not self._target.admins:
-            return None
-        try:
-            async with asyncio.timeout(within_s):
-                while True:
-                    last = sampler.samples[-1] if sampler.samples else None
-                    if last is not None and last.at_s > since_s and last.at_rest and not last.degraded:
-                        return last
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            return None
+
+        async def at_rest() -> Sample | None:
+            if not sampler.samples or sampler.samples[-1].at_s <= since_s:
+                return None
+            last = sampler.samples[-1]
+            return last if last.at_rest and not last.degraded else None
+
+        return await until(at_rest, within_s=within_s) if self._target.admins else None
 
     async def _log(self) -> tuple[LogAudit, ...]:
         if self._fleet is None:
