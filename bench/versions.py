@@ -80,13 +80,6 @@ class Fleet:
         return Cost(picker / 1000, valkey / 1000, envoy / 1000, calls, commands)
 
 
-def package_of(source: Path) -> tuple[str, Path]:
-    """The name of the product's package in the checkout `source`, and the folder to import it from."""
-    if (source / "app" / "picker_fleet").is_dir():
-        return "picker_fleet", source / "app"
-    return "app", source  # the layout of earlier versions
-
-
 def commit_of(checkout: Path) -> str:
     """The short name of its commit."""
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
@@ -102,7 +95,9 @@ async def running(
     Raises:
         StartupError: it does not become ready.
     """
-    package, path = package_of(source)
+    # In earlier versions the package itself was called `app`.
+    is_earlier = not (source / "app" / "picker_fleet").is_dir()
+    package, path = ("app", source) if is_earlier else ("picker_fleet", source / "app")
     command = (sys.executable, "-P", "-m", f"{package}.cli", "up")
     options = ("--replicas", str(replicas), "--mode", mode, *_SIMULATORS)
     config = {

@@ -55,10 +55,8 @@ class Entry:
 class Quality:
     """What was found of one image; `faults` in words, none if all is as it should be."""
 
-    image: str
     above_base_bytes: int
     packages: int
-    files: int
     faults: tuple[str, ...]
 
 
@@ -114,7 +112,6 @@ def differences(engine: Engine, one: str, other: str) -> list[str]:
 
 def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
     """Whether `image` is as docs/deployment.md says; `is_small` of the image of a replica."""
-    found = list(entries(engine, image))
     faults = []
     config = json.loads(engine.run("inspect", "--format", "{{json .Config}}", image))
     if config.get("User") != USER:
@@ -123,7 +120,7 @@ def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
     if is_small and above > MOST_ABOVE_BASE_BYTES:
         faults.append(f"{above / 1e6:.0f} MB above the base")
     packages = set()
-    for each in found:
+    for each in entries(engine, image):
         path = PurePosixPath(each.path)
         if path.name in _NO_TOOLS and path.parent.name in ("bin", "sbin"):
             faults.append(f"a tool to build or install: {path}")
@@ -140,7 +137,7 @@ def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
     listed = _listed(engine, image)
     if listed != packages:
         faults.append(f"the SBOM and the packages differ: {', '.join(sorted(listed ^ packages))}")
-    return Quality(image, above, len(packages), len(found), tuple(faults))
+    return Quality(above, len(packages), tuple(faults))
 
 
 def _listed(engine: Engine, image: str) -> set[str]:

@@ -128,16 +128,9 @@ def weights(grants: int) -> Scenario:
 
 def split_flows(grants: int) -> Scenario:
     """The same, but the fourth may choose its fairness id: 50 flows of weight 1."""
-    sources = tuple(
-        Source(
-            name,
-            weight=weight,
-            callers=200 if name == "split" else 64,
-            ids=SPLIT_IDS if name == "split" else 1,
-        )
-        for name, weight in WEIGHTS.items()
-    )
-    return Scenario("split", sources, _config(16, ordering="workload-aware"), (4, 20), grants)
+    same = weights(grants)
+    *others, split = (replace(source, workloads=0) for source in same.sources)
+    return replace(same, name="split", sources=(*others, replace(split, callers=200, ids=SPLIT_IDS)))
 
 
 def trickle(grants: int) -> Scenario:

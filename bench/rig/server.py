@@ -11,7 +11,7 @@ from typing import Any
 import hiredis
 import redis
 
-from bench.rig.machine import cpu_ns, resident_bytes
+from bench.rig.machine import cpu_ns
 from picker_fleet.state.schema import ARRIVAL_NUMBERS
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import pack_arrival
@@ -67,9 +67,6 @@ class Server:
 
     def memory_bytes(self) -> int:
         return int(self.client.info("memory")["used_memory"])
-
-    def resident_bytes(self) -> int:
-        return resident_bytes(self.pid)
 
     def slow_us(self) -> dict[int, float]:
         """Time of each slow call since the last `forget`, by its hash; of equal calls the longest."""

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from statistics import fmean
 
 import redis
 
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.machine import cpu_ns, resident_bytes
+from bench.rig.machine import cpu_ns
 from bench.sizing.formula import Fleet, Formula
 from picker_tools.local_fleet.processes import picker_command
 
@@ -56,20 +57,19 @@ async def run_whole(replicas: int) -> WholeFleet:
 
 def _watch(fleet: RunningFleet, started_s: float) -> WholeFleet:
     client, valkey = redis.Redis.from_url(fleet.redis_url), fleet.process("server").pid
-    pids = [replica.pid for replica in fleet.replicas]
     time.sleep(5)
     idle = _Watch(valkey)
     time.sleep(_IDLE_S)
     idle_cores, _ = idle.so_far()
     heartbeats_cores = _heartbeats_cores(client)
-    resident_mb = sum(map(resident_bytes, pids)) / len(pids) / 1e6
+    resident_mb = fmean(replica.memory_info().rss for replica in fleet.replicas) / 1e6
     load = ["load", "steady", "--state-file", str(fleet.state_file), "--rate", f"{_RATE}"]
     load += ["--duration", f"{_LOAD_S}", "--report", str(fleet.state_file.with_name("report"))]
     loaded = _Watch(valkey)
     said = _said("no-errors", *load)
     loaded_cores, seconds = loaded.so_far()
     return WholeFleet(
-        len(pids), started_s, resident_mb, idle_cores, loaded_cores, _RATE * _LOAD_S / seconds,
+        len(fleet.replicas), started_s, resident_mb, idle_cores, loaded_cores, _RATE * _LOAD_S / seconds,
         heartbeats_cores, said, _said("entries", "audit", "--redis", fleet.redis_url),
     )  # fmt: skip
 

@@ -92,9 +92,7 @@ def text(length: int, chance: random.Random = random.Random()) -> str:  # noqa: 
 
 
 @contextlib.asynccontextmanager
-async def fleet_up(
-    servers: list[Server], mode: str, folder: Path, *, bound: int = 12
-) -> AsyncIterator[Fleet]:
+async def fleet_up(servers: list[Server], mode: str, folder: Path) -> AsyncIterator[Fleet]:
     """A fleet of two replicas in `mode`; it ends with the block. StartupError as `picker_up` raises it."""
     endpoints = folder / f"endpoints-{mode}.yaml"
     addresses = [{"address": server.address} for server in servers]
@@ -103,7 +101,7 @@ async def fleet_up(
         "discovery": {"file": str(endpoints)},
         "scheduling": {"scorers": [{"name": name, "weight": 1} for name in SCORERS]},
         "scraping": {"interval": "300ms"},
-        "request_queue_controller": {"watermark_per_backend": bound},
+        "request_queue_controller": {"watermark_per_backend": 12},
         "fair_request_queue": {"queue_ttl": "60s"},
     }
     options = ("--replicas", "2", "--endpoints", "0", "--mode", mode, "--debug-headers")
