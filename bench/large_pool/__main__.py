@@ -24,11 +24,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import httpx
 import msgspec
-from api_server import NAMESPACE, PODS, TOKEN, ApiServer
+from api_server import NAMESPACE, PODS, ApiServer
 from api_server import started as started_api
 from redis_servers import redis_server
 from seat import Seat
@@ -76,62 +74,34 @@ class Pool:
         return f"{self.name}-{self._next}", host
 
 
-class Cluster:
-    """Writes pods, several calls at a time."""
+def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
+    """A pod with the fields that pods of model servers have; it runs, is not ready and then ready."""
+    environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
+    container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
+    spec = {"nodeName": "node", "containers": [container]}
+    server.call("POST", PODS, {"metadata": {"name": name, "labels": pool.labels}, "spec": spec})
+    for ready in (False, True):
+        server.set_ready(name, host, ready=ready)
 
-    def __init__(self, server: ApiServer) -> None:
-        self._api = httpx.AsyncClient(
-            base_url=server.url,
-            verify=False,
-            headers={"Authorization": f"Bearer {TOKEN}"},
-            timeout=30,
-            trust_env=False,
-        )
 
-    async def create(self, pool: Pool, name: str, host: str) -> None:
-        """A pod with the fields that pods of model servers have; it runs, is not ready and then ready."""
-        environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
-        container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
-        spec = {"nodeName": "node", "containers": [container]}
-        tree = {"metadata": {"name": name, "labels": pool.labels}, "spec": spec}
-        await self._call("POST", PODS, tree)
-        for ready in (False, True):
-            status = {
-                "phase": "Running",
-                "podIP": host,
-                "podIPs": [{"ip": host}],
-                "conditions": [{"type": "Ready", "status": str(ready)}],
-            }
-            await self._call("PATCH", f"{PODS}/{name}/status", {"status": status})
-
-    async def delete(self, name: str, grace_s: int) -> None:
-        await self._call("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": grace_s})
-
-    async def _call(self, method: str, path: str, tree: Any) -> None:
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        answer = await self._api.request(
-            method, path, content=json.dumps(tree), headers={"content-type": kind}
-        )
-        assert answer.is_success, answer.text[:500]
-
-    async def replace(self, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
-        """Replace pods until `stop`, one after the other, each by one at another address; all within
-        `_REPLACED_S`."""
-        pause_s = _REPLACED_S / pool.size
-        while not stop.is_set():
-            began_s = time.monotonic()
-            leaving = pool.pods.pop(dice.randrange(len(pool.pods)))
-            coming = pool.new_pod(pool.free.pop(0))
-            await self.delete(leaving[0], 30)
-            await self.create(pool, *coming)
-            await self.delete(leaving[0], 0)
-            pool.pods.append(coming)
-            pool.free.append(leaving[1])
-            await asyncio.sleep(max(0.0, began_s + pause_s - time.monotonic()))
+async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
+    """Replace pods until `stop`, one after the other, each by one at another address; all within
+    `_REPLACED_S`."""
+    pause_s = _REPLACED_S / pool.size
+    while not stop.is_set():
+        began_s = time.monotonic()
+        leaving = pool.pods.pop(dice.randrange(len(pool.pods)))
+        coming = pool.new_pod(pool.free.pop(0))
+        await asyncio.to_thread(server.delete_pod, leaving[0], grace_s=30)
+        await asyncio.to_thread(create_pod, server, pool, *coming)
+        await asyncio.to_thread(server.delete_pod, leaving[0], grace_s=0)
+        pool.pods.append(coming)
+        pool.free.append(leaving[1])
+        await asyncio.sleep(max(0.0, began_s + pause_s - time.monotonic()))
 
 
 async def opened(
-    stack: AsyncExitStack, folder: Path, server: ApiServer, cluster: Cluster, name: str, size: int, first: int
+    stack: AsyncExitStack, folder: Path, server: ApiServer, name: str, size: int, first: int
 ) -> Pool:
     """A pool with its pods, and its fleet, whose replicas know all of them."""
     here = folder / name
@@ -153,7 +123,8 @@ async def opened(
     pool.pods = [pool.new_pod(address(first + n)) for n in range(size)]
     pool.free = [address(first + size + n) for n in range(50)]
     for at in range(0, size, 20):
-        await asyncio.gather(*(cluster.create(pool, *pod) for pod in pool.pods[at : at + 20]))
+        pods = pool.pods[at : at + 20]
+        await asyncio.gather(*(asyncio.to_thread(create_pod, server, pool, *pod) for pod in pods))
     await start_replicas(pool, server, scraping=True)
     return pool
 
@@ -168,8 +139,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
     launch = picker_command if scraping else without_scraping
     pool.accounts = [f"{pool.name}-{next(_NUMBERS)}" for _ in range(_REPLICAS)]
     for account in pool.accounts:
-        grant(server, account)
-        config = server.kubeconfig(account, server.token_of(account))
+        config = server.put_account(account, [_RIGHTS])
         picker = await pool.seat.start_picker(config, pool.name, NAMESPACE, launch=launch)
         await pool.seat.ready(picker)
     ready = pool.size
@@ -181,18 +151,11 @@ def without_scraping(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "bench.large_pool.child", "replica", *arguments]
 
 
-def grant(server: ApiServer, account: str) -> None:
-    """A service account with the rights of the chart's."""
-    about = {"name": account, "namespace": NAMESPACE}
-    server.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": about})
-    groups = ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"]
-    kinds = ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"]
-    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": about}
-    rules = [{"apiGroups": groups, "resources": kinds, "verbs": ["list", "watch"]}]
-    server.apply({**role, "kind": "Role", "rules": rules})
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account}
-    subject = {"kind": "ServiceAccount", "name": account, "namespace": NAMESPACE}
-    server.apply({**role, "kind": "RoleBinding", "roleRef": reference, "subjects": [subject]})
+_RIGHTS = {
+    "apiGroups": ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"],
+    "resources": ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"],
+    "verbs": ["list", "watch"],
+}  # of the chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +247,9 @@ class Found:
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
     """Bring the parts that `options` ask for into `found`."""
     dice = random.Random(29)
-    cluster = Cluster(server)
     async with AsyncExitStack() as stack:
-        small = await opened(stack, folder, server, cluster, "small", options.small, 0)
-        large = await opened(stack, folder, server, cluster, "large", options.large, options.small + 50)
+        small = await opened(stack, folder, server, "small", options.small, 0)
+        large = await opened(stack, folder, server, "large", options.large, options.small + 50)
         if options.only in (None, "rest"):
             found.rest = {}
             for scraping in (True, False):
@@ -299,7 +261,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
                 found.rest[f"large, {name}"] = await rest(large, options.seconds)
                 stop = asyncio.Event()
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(cluster.replace(large, dice, stop))
+                    group.create_task(replace_pods(server, large, dice, stop))
                     await asyncio.sleep(3)
                     found.rest[f"large, {name}, replaced"] = await rest(large, options.seconds)
                     stop.set()

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -144,30 +144,41 @@ _OBJECTIVES: list[Mapping[str, Any]] = [
     {"name": "sheddable", "criticality": "Sheddable"},
 ]
 _LOW_TTL_S = 8.0
+_SHEDDABLE = Source("sheddable-1", 0.5, "sheddable-1", objective="sheddable", band=Band.SHEDDABLE)
+_NOISY_AND_QUIET = (Source("noisy", 1.5, "noisy"), Source("quiet", 0.2, "quiet"))
+
+
+_OUTAGE_PROMISES = (
+    "faults-happened", "outage-serves", "outage-bound", "shared-again", "only-overload-errors",
+)  # fmt: skip
+
+
+def _alike(load: float, wave: Wave | None = None) -> tuple[Source, ...]:
+    """Four clients of equal weight and `load`."""
+    return tuple(Source(f"client-{n}", load, f"client-{n}", wave=wave) for n in range(1, 5))
+
+
+def _scorers(weights: Mapping[str, float]) -> Mapping[str, Any]:
+    return {"scorers": [{"name": name, "weight": weight} for name, weight in weights.items()]}
+
 
 _ALL = (
     Scenario(
         name="steady",
         summary="Four clients of equal weight ask for 70 % of what the fleet can serve.",
-        sources=tuple(Source(f"client-{n}", 0.175, f"client-{n}") for n in range(1, 5)),
+        sources=_alike(0.175),
         promises=("no-errors", "nothing-expires"),
     ),
     Scenario(
         name="burst",
         summary="Four ask for 40 % of what can be served, and for 1.5 s of every 6 s four times that.",
-        sources=tuple(
-            Source(f"client-{n}", 0.1, f"client-{n}", wave=Wave(period_s=6, high_s=1.5, factor=4))
-            for n in range(1, 5)
-        ),
+        sources=_alike(0.1, Wave(period_s=6, high_s=1.5, factor=4)),
         promises=("no-errors", "nothing-expires", "queue-drains"),
     ),
     Scenario(
         name="noisy-neighbour",
         summary="One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %.",
-        sources=(
-            Source("noisy", 1.5, "noisy"),
-            Source("quiet", 0.2, "quiet"),
-        ),
+        sources=_NOISY_AND_QUIET,
         promises=("overloaded", "quiet-share", "quiet-wait", "quiet-not-refused"),
     ),
     Scenario(
@@ -176,8 +187,8 @@ _ALL = (
         sources=(
             Source("critical", 0.4, "critical", objective="critical", band=Band.CRITICAL),
             Source("default", 0.4, "default"),
-            Source("sheddable-1", 0.5, "sheddable-1", objective="sheddable", band=Band.SHEDDABLE),
-            Source("sheddable-2", 0.5, "sheddable-2", objective="sheddable", band=Band.SHEDDABLE),
+            _SHEDDABLE,
+            replace(_SHEDDABLE, name="sheddable-2", flow="sheddable-2"),
         ),
         promises=("overloaded", "critical-not-refused", "waits-by-band"),
         config={
@@ -195,14 +206,7 @@ _ALL = (
             Source("urgent-1", 0.7, "shared", workload="urgent-1", criticality=5),
             Source("urgent-2", 0.7, "shared", workload="urgent-2", criticality=5),
             Source("low", 0.04, "shared", workload="low", criticality=1, ttl_s=_LOW_TTL_S),
-            Source(
-                "sheddable",
-                0.03,
-                "background",
-                objective="sheddable",
-                band=Band.SHEDDABLE,
-                ttl_s=_LOW_TTL_S,
-            ),
+            replace(_SHEDDABLE, name="sheddable", load=0.03, flow="background", ttl_s=_LOW_TTL_S),
         ),
         promises=("overloaded", "low-not-starved"),
         config={
@@ -241,24 +245,22 @@ _ALL = (
         promises=("overloaded", "no-errors-but-overload", "short-share", "short-wait"),
         config={
             "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 16_000},
-            "scheduling": {
-                "scorers": [{"name": "kv-cache", "weight": 1}, {"name": "in-flight", "weight": 2}]
-            },
+            "scheduling": _scorers({"kv-cache": 1, "in-flight": 2}),
         },
         needs=(("request_queue_controller.unit", "tokens"),),
     ),
     Scenario(
         name="replica-crash",
         summary="Replicas are killed (SIGKILL) at random moments; 80 % of what can be served is asked for.",
-        sources=tuple(Source(f"client-{n}", 0.2, f"client-{n}") for n in range(1, 5)),
+        sources=_alike(0.2),
         promises=("faults-happened", "no-errors", "nothing-expires"),
         fault=Fault.KILL_REPLICAS,
     ),
     Scenario(
         name="redis-outage",
         summary="Redis is gone for a third of the run and comes back empty, while 80 % is asked for.",
-        sources=tuple(Source(f"client-{n}", 0.2, f"client-{n}") for n in range(1, 5)),
-        promises=("faults-happened", "outage-serves", "outage-bound", "shared-again", "only-overload-errors"),
+        sources=_alike(0.2),
+        promises=_OUTAGE_PROMISES,
         duration_s=24.0,
         fault=Fault.STOP_REDIS,
     ),
@@ -268,20 +270,8 @@ _ALL = (
             "One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %; a "
             "replica is killed, and later Redis."
         ),
-        sources=(
-            Source("noisy", 1.5, "noisy"),
-            Source("quiet", 0.2, "quiet"),
-        ),
-        promises=(
-            "overloaded",
-            "faults-happened",
-            "quiet-wait",
-            "quiet-not-refused",
-            "only-overload-errors",
-            "outage-serves",
-            "outage-bound",
-            "shared-again",
-        ),
+        sources=_NOISY_AND_QUIET,
+        promises=("overloaded", "quiet-wait", "quiet-not-refused", *_OUTAGE_PROMISES),
         duration_s=60.0,
         fault=Fault.KILL_AND_STOP,
     ),
@@ -295,14 +285,12 @@ _ALL = (
                 "talk",
                 prompt_bytes=(800, 1_600),
                 streamed=1.0,
-                conversation=Conversation(turns=5, think_s=1.0),
+                conversation=Conversation(5, 1.0),
             ),
         ),
         promises=("no-errors", "nothing-expires", "turns-stay"),
         config={
-            "scheduling": {
-                "scorers": [{"name": "prefix-affinity", "weight": 3}, {"name": "in-flight", "weight": 1}]
-            }
+            "scheduling": _scorers({"prefix-affinity": 3, "in-flight": 1}),
         },
     ),
 )

@@ -1,6 +1,7 @@
 """Envoy: the bootstrap it starts with (docs/protocol.md), and its process in a local fleet."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -164,10 +165,19 @@ class Envoy:
         self._pickers, self._http_pickers = pickers, http_pickers
         self._file = folder / "envoy.yaml"
         self._admin_file = folder / "envoy-admin-address"
-        self._debug_headers = debug_headers
-        self._trusted = tuple(trusted)
-        self._max_heap_bytes = max_heap_bytes
         self._edit = edit
+        self._bootstrap = partial(
+            build_bootstrap,
+            settings,
+            mode=mode,
+            pickers=pickers,
+            http_pickers=http_pickers,
+            picker_tls=PickerTls.of_local(settings.extproc.tls),
+            http_tls=PickerTls.of_local(settings.http.tls),
+            trusted=tuple(trusted),
+            max_heap_bytes=max_heap_bytes,
+            debug_headers=debug_headers,
+        )
 
     @property
     def url(self) -> str:
@@ -178,19 +188,7 @@ class Envoy:
         return f"http://{LOOPBACK}:{self._admin_port}"
 
     def command(self) -> list[str]:
-        bootstrap = build_bootstrap(
-            self._settings,
-            mode=self._mode,
-            listen=(LOOPBACK, self._port),
-            admin=(LOOPBACK, self._admin_port),
-            pickers=self._pickers,
-            http_pickers=self._http_pickers,
-            picker_tls=PickerTls.of_local(self._settings.extproc.tls),
-            http_tls=PickerTls.of_local(self._settings.http.tls),
-            trusted=self._trusted,
-            max_heap_bytes=self._max_heap_bytes,
-            debug_headers=self._debug_headers,
-        )
+        bootstrap = self._bootstrap(listen=(LOOPBACK, self._port), admin=(LOOPBACK, self._admin_port))
         self._file.write_text(self._edit(to_yaml(bootstrap)), encoding="utf-8")
         self._admin_file.unlink(missing_ok=True)
         return [
@@ -245,7 +243,5 @@ class Envoy:
         reply = await get(f"{self.admin}/listeners?format=json")
         if reply is None:
             return None
-        for bound in (reply.json() or {}).get("listener_statuses", []):
-            port = bound["local_address"]["socket_address"]["port_value"]
-            return int(port)
-        return None
+        bound = (reply.json() or {}).get("listener_statuses")
+        return int(bound[0]["local_address"]["socket_address"]["port_value"]) if bound else None
