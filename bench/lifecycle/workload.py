@@ -4,31 +4,20 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import hiredis
 
-from bench.rig.server import Server, arrival
+from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
 from picker_fleet.state.batching import MAX_BATCH
 
 BATCH = 16  # requests a call
 IN_FLIGHT = 4 * BATCH
 _FILL = 64
-_KEY = "epp:{bench}:pool"
-_NEVER_MS = 10_000_000
 _GRACE_MS = 60_000
 _OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
-SETTINGS: dict[str, Any] = {
-    "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": _NEVER_MS,
-    "silence_ms": _NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
-    "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair", "ordering": "fcfs",
-    "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
-    "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
-    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2,
-    "live_weight": 0.5,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +37,7 @@ class Size:
         return self.queued >= 100_000
 
 
-class Workload:
+class Workload(ScriptPool):
     """A steady state of one size on one server.
 
     `watched` records what each call took to fill the queue; `placed`: any endpoint will do, so grants place.
@@ -57,25 +46,18 @@ class Workload:
     def __init__(
         self, server: Server, size: Size, seed: int, *, watched: bool = False, placed: bool = True
     ) -> None:
-        self._server = server
+        super().__init__(server, "bench", _OWNER)
         self._placed = placed
         self._size = size
         self._random = random.Random(seed)
         self._made = self._swept = 0
         self._running: deque[str] = deque()
-        self.recording: list[bytes] | None = None  # commands are appended while it is a list
         # While it is a dict: server CPU in microseconds of each command, by its hash.
         self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
         for replica in (_OWNER, "silent"):
-            self._call("heartbeat", replica, "{}", _NEVER_MS)
-        per = IN_FLIGHT / size.endpoints
-        settings = {**SETTINGS, "ordering": size.ordering, "upper_per": per, "lower_per": per}
-        settings["wait_signal"] = size.wait_signal
-        hosts = [
-            x for i in range(size.endpoints) for x in (f"10.0.{i // 256}.{i % 256}:8000", _ENDPOINT_INFO)
-        ]
-        self._call("publish", _OWNER, "c", "e", json.dumps(settings), *hosts)
+            self.call("heartbeat", replica, "{}", NEVER_MS)
+        self.publish(size.endpoints, IN_FLIGHT, ordering=size.ordering, wait_signal=size.wait_signal)
         self.empty_bytes = server.memory_bytes()
         self._running.extend(self.admit(IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
@@ -85,8 +67,7 @@ class Workload:
         for _ in range(requests // BATCH):
             self.admit(BATCH, BATCH)
             ending = [self._running.popleft() for _ in range(BATCH)]
-            reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
-            self._acknowledge(reply[1])
+            self._go_on(self.settle(ending)[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Sweep until nothing is left to do, or `most` times."""
@@ -94,10 +75,10 @@ class Workload:
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
             self._swept += 1  # makes each call unique: the slow log is searched by command
-            more = bool(self._call("sweep", _OWNER, 0, _GRACE_MS, _NEVER_MS + self._swept, _NEVER_MS)[7])
+            more = bool(self.call("sweep", _OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
 
     def change_settings(self, **settings: Any) -> None:
-        self._call("tune", _OWNER, json.dumps(settings), "{}")
+        self.call("tune", _OWNER, json.dumps(settings), "{}")
 
     def set_bound(self, stock: float) -> None:
         """Let `stock` requests be in flight."""
@@ -105,31 +86,30 @@ class Workload:
 
     def expire_silent(self, silence_ms: int) -> None:
         """Replicas that were silent for `silence_ms` are gone; this one is not."""
-        self._call("heartbeat", _OWNER, "{}", silence_ms)
+        self.call("heartbeat", _OWNER, "{}", silence_ms)
         self.change_settings(silence_ms=silence_ms)
 
     def registry_bytes(self) -> int:
         """Memory of the workload registry."""
-        key = _KEY.replace("pool", "workloads")
-        return int(self._server.client.memory_usage(key, samples=0) or 0)
+        key = self.key.replace("pool", "workloads")
+        return int(self.server.client.memory_usage(key, samples=0) or 0)
 
     def queued(self) -> int:
-        return int(self._call("state", _NEVER_MS)[3])
+        return int(self.call("state", NEVER_MS)[3])
 
     def call_idle(self, calls: int) -> None:
         """Make `calls` that change nothing but dispatch what fits."""
         for at in range(calls):
-            self._call("settle", _OWNER, f"nobody-{at}", "completed", "", "")
+            self.settle([f"nobody-{at}"])
 
     def drain(self) -> None:
         """End every request that waits or runs."""
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
-            reply = self._call("settle", _OWNER, *(x for id in ending for x in (id, "completed", "", "")))
-            self._acknowledge(reply[1])
+            self._go_on(self.settle(ending)[1])
 
     def admit(
-        self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = _NEVER_MS, owner: str = _OWNER
+        self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = NEVER_MS, owner: str = _OWNER
     ) -> list[str]:
         """Admit `count` requests; returns those placed at once."""
         placed: list[str] = []
@@ -146,30 +126,27 @@ class Workload:
                 numbers = {"ttl_ms": ttl_ms, "priority": priority}
                 args.append(arrival(id, flow, workload=workload, candidates=candidates, **numbers))
                 ids.append(id)
-            replies = self._call("admit", owner, *args)[4:]
+            replies = self.call("admit", owner, *args)[4:]
             placed += [id for id, reply in zip(ids, replies, strict=True) if reply.startswith(b"placed")]
         return placed
 
-    def _acknowledge(self, grants: list[bytes]) -> None:
-        """Go on with what a call has granted: each is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
-        ids = [item.split()[-1].decode() for item in grants]
+    def _go_on(self, grants: Sequence[bytes]) -> None:
+        """Go on with what a call has granted."""
+        ids = granted_ids(grants)
         for at in range(0, len(ids) if self._placed else 0, BATCH):
-            self._call("acknowledge", _OWNER, *(x for id in ids[at : at + BATCH] for x in (id, 1)))
+            self.acknowledge(ids[at : at + BATCH])
         self._running.extend(ids)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        command = ("FCALL", self._server.library.function(name), 1, _KEY, *args)
-        if self.recording is not None:
-            self.recording.append(hiredis.pack_command(command))
-        before = 0.0 if self.took_us is None else self._server.cpu_us()
-        answer = self._server.client.execute_command(*command)
-        if self.took_us is not None:
-            self.took_us[hash(hiredis.pack_command(command))] = self._server.cpu_us() - before
+    def execute(self, command: Sequence[Any]) -> Any:
+        if self.took_us is None:
+            return super().execute(command)
+        before = self.server.cpu_us()
+        answer = super().execute(command)
+        self.took_us[hash(hiredis.pack_command(tuple(command)))] = self.server.cpu_us() - before
         return answer
 
 
 _FIRST = "10.0.0.0:8000"
-_ENDPOINT_INFO = '{"labels":{},"draining":false}'
 
 
 _CALLS = 150  # at most, of each kind of upkeep

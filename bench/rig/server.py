@@ -1,6 +1,7 @@
 """A Valkey or Redis of the benchmark's own, and its CPU time, memory and slow calls."""
 
 import contextlib
+import json
 import socket
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ import hiredis
 import redis
 
 from bench.rig.machine import cpu_ns
+from picker_fleet.state.keys import Keys
 from picker_fleet.state.schema import ARRIVAL_NUMBERS
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import pack_arrival
@@ -108,6 +110,58 @@ class Server:
 
     def forget_slow(self) -> None:
         self.client.slowlog_reset()
+
+
+NEVER_MS = 10_000_000
+_SETTINGS: dict[str, Any] = {
+    "upper_per": 0, "lower_per": 0, "total_capacity": 10**9, "flow_capacity": 10**9, "lease_ms": NEVER_MS,
+    "silence_ms": NEVER_MS, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
+    "band_policy": "strict", "band_weights": [70, 20, 10], "fairness": "weighted-fair", "ordering": "fcfs",
+    "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
+    "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
+    "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2,
+    "live_weight": 0.5,
+}  # fmt: skip
+
+
+class ScriptPool:
+    """Calls the scripts for one pool as its replica `owner`. Packed commands are appended to `recording` while
+    it is a list."""
+
+    def __init__(self, server: Server, name: str, owner: str) -> None:
+        self.server, self.key, self.owner = server, Keys.of(name).pool, owner
+        self.recording: list[bytes] | None = None
+
+    def call(self, name: str, *args: Any) -> Any:
+        command = ("FCALL", self.server.library.function(name), 1, self.key, *args)
+        if self.recording is not None:
+            self.recording.append(hiredis.pack_command(command))
+        return self.execute(command)
+
+    def execute(self, command: Sequence[Any]) -> Any:
+        return self.server.client.execute_command(*command)
+
+    def publish(self, endpoints: int, in_flight: float, **settings: Any) -> None:
+        """So many endpoints, with room for `in_flight` requests of cost 1 together."""
+        per = in_flight / endpoints
+        hosts = [
+            x
+            for n in range(endpoints)
+            for x in (f"10.0.{n // 256}.{n % 256}:8000", '{"labels":{},"draining":false}')
+        ]
+        text = json.dumps({**_SETTINGS, "upper_per": per, "lower_per": per, **settings})
+        self.call("publish", self.owner, "c", "e", text, *hosts)
+
+    def settle(self, ids: Sequence[str]) -> Any:
+        return self.call("settle", self.owner, *(x for id in ids for x in (id, "completed", "", "")))
+
+    def acknowledge(self, ids: Sequence[str]) -> None:
+        self.call("acknowledge", self.owner, *(x for id in ids for x in (id, 1)))
+
+
+def granted_ids(grants: Sequence[bytes]) -> list[str]:
+    """Of what a call has granted: each is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
+    return [item.split()[-1].decode() for item in grants]
 
 
 @contextlib.contextmanager

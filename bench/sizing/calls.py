@@ -12,16 +12,13 @@ from contextlib import contextmanager
 
 import hiredis
 
-from bench.lifecycle.workload import SETTINGS
-from bench.rig.server import Server, arrival
+from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
 from bench.sizing.formula import Fleet, messages_a_second
 from picker_fleet.bands import MOST_PRIORITY
 from picker_fleet.state.batching import HEAD
 from picker_fleet.state.keys import Keys
 from picker_tools.local_fleet.network import LOOPBACK
 
-_NEVER_MS = 10_000_000
-_SILENCE_MS = 5000
 _PLENTY = 100_000  # more requests in flight than are ever made
 _ENDPOINTS = 8
 _FLOWS = 10
@@ -43,67 +40,56 @@ def replica_info(number: int) -> str:
     return "\n".join(json.dumps(part, separators=(",", ":")) for part in (about, served))
 
 
-class Pool:
+class Pool(ScriptPool):
     """A pool on `server`. With `queued`, that many requests wait and each one waits its turn."""
 
     def __init__(self, server: Server, name: str, *, queued: bool = False, replicas: int = 1) -> None:
-        self._server, self._keys = server, Keys.of(name)
+        self.owners = [f"picker-6d5f7c9b8d-{n:05d}" for n in range(replicas)]
+        super().__init__(server, name, self.owners[0])
         self._made = 0
         self._running: deque[str] = deque()
-        self.recording: list[bytes] = []
-        self.owners = [f"picker-6d5f7c9b8d-{n:05d}" for n in range(replicas)]
         for number in range(replicas):
             self.beat(number)
-        per = (_IN_FLIGHT if queued else _PLENTY) / _ENDPOINTS
-        hosts = [x for n in range(_ENDPOINTS) for x in (f"10.0.0.{n}:8000", '{"labels":{},"draining":false}')]
-        settings = {**SETTINGS, "upper_per": per, "lower_per": per, "silence_ms": _NEVER_MS}
-        self.call("publish", self.owners[0], "c", "e", json.dumps(settings), *hosts)
+        self.publish(_ENDPOINTS, _IN_FLIGHT if queued else _PLENTY)
         if queued:
             self._running.extend(self.admit(_IN_FLIGHT))
             while self._made < _IN_FLIGHT + _QUEUED:
                 self.admit(16)
         self._queued = queued
-        self.recording.clear()
-
-    def call(self, name: str, *args: object) -> list[bytes]:
-        command = ("FCALL", self._server.library.function(name), 1, self._keys.pool, *args)
-        self.recording.append(hiredis.pack_command(command))  # type: ignore[arg-type]
-        reply: list[bytes] = self._server.client.execute_command(*command)
-        return reply
+        self.recorded: list[bytes] = []
+        self.recording = self.recorded
 
     def beat(self, number: int, *, changed: bool = True) -> None:
         """A heartbeat; with the replica info if that has `changed`."""
         info = replica_info(number) if changed else ""
-        self.call("heartbeat", self.owners[number], info, _NEVER_MS, "")
+        self.call("heartbeat", self.owners[number], info, NEVER_MS, "")
 
     def admit(self, count: int) -> list[str]:
         """The ids of `count` new requests."""
         ids = [f"{self._made + n:036d}" for n in range(count)]
         self._made += count
-        arrivals = [arrival(id, f"tenant-{int(id) % _FLOWS}", ttl_ms=_NEVER_MS) for id in ids]
-        self.call("admit", self.owners[0], *arrivals)
+        arrivals = [arrival(id, f"tenant-{int(id) % _FLOWS}", ttl_ms=NEVER_MS) for id in ids]
+        self.call("admit", self.owner, *arrivals)
         return ids
 
     def serve(self, batch: int, rounds: int) -> int:
         """Run `batch` requests a call, `rounds` times: as many arrive as end. Returns the calls made."""
-        before = len(self.recording)
+        before = len(self.recorded)
         for _ in range(rounds):
             arrived = self.admit(batch)
             if not self._queued:
                 self._running.extend(arrived)
             ending = [self._running.popleft() for _ in range(batch)]
-            ends = (x for id in ending for x in (id, "completed", "", ""))
-            reply = self.call("settle", self.owners[0], *ends)
+            reply = self.settle(ending)
             if any(not each.startswith(b"settled") for each in reply[HEAD:]):
                 raise RuntimeError(f"an end was not settled: {reply[HEAD:]!r}")
             if self._queued:
-                # Each is `placed ATTEMPT ENDPOINTS LOADS ID`.
-                granted = [item.split()[-1].decode() for item in reply[1]]
+                granted = granted_ids(reply[1])
                 if len(granted) != batch:
                     raise RuntimeError(f"{batch} ends granted {len(granted)} requests")
-                self.call("acknowledge", self.owners[0], *(x for id in granted for x in (id, 1)))
+                self.acknowledge(granted)
                 self._running.extend(granted)
-        return len(self.recording) - before
+        return len(self.recorded) - before
 
 
 def request_costs(server: Server, batch: int, requests: int, *, queued: bool) -> tuple[float, float]:
@@ -111,12 +97,12 @@ def request_costs(server: Server, batch: int, requests: int, *, queued: bool) ->
     server.forget()
     pool = Pool(server, "sizing", queued=queued)
     pool.serve(batch, 200 // batch)
-    pool.recording.clear()
+    pool.recorded.clear()
     calls = pool.serve(batch, requests // batch)
     server.forget()
     again = Pool(server, "sizing", queued=queued)  # the same ids: the recording serves the same requests
     again.serve(batch, 200 // batch)
-    full_us = server.cpu_us_of(lambda: _replay([server], [pool.recording]))
+    full_us = server.cpu_us_of(lambda: _replay([server], [pool.recorded]))
     return calls / requests, full_us / requests
 
 
@@ -143,7 +129,7 @@ def shard_costs(servers: list[Server], batch: int, requests: int) -> list[float]
         if not live:
             for pool in pools:
                 pool.serve(batch, requests // batch)
-            recordings = [pool.recording for pool in pools]
+            recordings = [pool.recorded for pool in pools]
     before = [server.cpu_us() for server in servers]
     _replay(hosts, recordings)
     each = requests * 2 / len(servers)
@@ -158,7 +144,7 @@ def view_costs(server: Server, replicas: int, calls: int) -> list[float]:
 
     found = []
     for call in (
-        lambda: pool.call("state", _NEVER_MS),
+        lambda: pool.call("state", NEVER_MS),
         lambda: pool.call("view_flows", 0, MOST_PRIORITY, "", "", 50, ""),
         lambda: pool.call("view_replicas", 256),
     ):
@@ -214,12 +200,12 @@ def simulate(server: Server, fleet: Fleet, seconds: int) -> float:
 
         def beat(number: int) -> None:
             pool.beat(number, changed=number % _INFO_EVERY_S == 0)
-            pool.call("state", _NEVER_MS)
+            pool.call("state", NEVER_MS)
 
         def rest(number: int) -> list[Callable[[], object]]:
             return [
                 lambda: beat(number),
-                lambda: pool.call("sweep", owners[number], 1000, _NEVER_MS, _NEVER_MS, _NEVER_MS),
+                lambda: pool.call("sweep", owners[number], 1000, NEVER_MS, NEVER_MS, NEVER_MS),
                 server.client.ping,
                 server.client.ping,
             ]
@@ -235,6 +221,6 @@ def simulate(server: Server, fleet: Fleet, seconds: int) -> float:
                 if (wait_s := began_s + at / len(work) - time.monotonic()) > 0:
                     time.sleep(wait_s)
                 call()
-                pool.recording.clear()
+                pool.recorded.clear()
             time.sleep(max(0.0, began_s + 1 - time.monotonic()))
         return (server.cpu_us() - before) / seconds / 1e6
