@@ -125,7 +125,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 class ScriptPool:
-    """Calls the scripts for one pool as its replica `owner`. Packed commands are appended to `recording` while
+    """Calls the scripts for one pool as its replica `owner`. Commands are appended to `recording` while
     it is a list."""
 
     def __init__(self, server: Server, name: str, owner: str) -> None:
