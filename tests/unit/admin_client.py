@@ -82,20 +82,11 @@ def api(
     """The API of a replica whose shared state is `store`."""
     settings = settings or Settings()
     membership = cast(Membership, CountingMembership())
-    pool = OperatedPool(
-        settings.pool,
-        cast(FleetView, view or View()),
-        lists or NO_LISTS,
-        FleetControls(cast(Store, store or ScriptedStore()), membership, settings),
-        events or Events(NoEvents()),
-    )
-    return create(
-        [pool],
-        MetricsPage([metrics or Metrics()]),
-        settings,
-        deadlines=deadlines or Deadlines(),
-        rate_limit=rate_limit,
-    )
+    controls = FleetControls(cast(Store, store or ScriptedStore()), membership, settings)
+    shown = cast(FleetView, view or View())
+    pool = OperatedPool(settings.pool, shown, lists or NO_LISTS, controls, events or Events(NoEvents()))
+    page = MetricsPage([metrics or Metrics()])
+    return create([pool], page, settings, deadlines=deadlines or Deadlines(), rate_limit=rate_limit)
 
 
 @asynccontextmanager

@@ -3,17 +3,21 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 from admin_client import STATE, api, asking, problem
 from background import running, until
+from clocks import Clock
 from pydantic import BaseModel
 
 from picker_fleet.admin import models
 from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener, SnapshotReader
 from picker_fleet.admin.server import serving
+from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.state.reads import Reads
 
 
 class Numbered(BaseModel):
@@ -64,20 +68,20 @@ async def first(stream: AsyncIterator[bytes], count: int) -> list[bytes]:
 
 
 async def test_the_state_is_read_only_while_somebody_listens(source: CountingSource) -> None:
-    async def turns() -> None:
+    async def reads() -> int:
+        """How often it has been read after a while."""
         for _ in range(50):
             await asyncio.sleep(0)
+        return source.reads
 
     events = Events(source, interval_s=0.0)
     async with running(events.run()):
-        await turns()
-        assert source.reads == 0
+        assert await reads() == 0
         listener = joined(events)
         await until(lambda: source.reads > 1)
         events.leave(listener)
         seen = source.reads
-        await turns()
-        assert source.reads <= seen + 1
+        assert await reads() <= seen + 1
 
 
 async def test_all_listeners_get_the_same_bytes(events: Events) -> None:
@@ -110,17 +114,15 @@ async def test_a_comment_keeps_a_silent_connection_open() -> None:
 async def test_when_the_replica_stops_streams_end_and_none_starts(source: CountingSource) -> None:
     events = Events(source, interval_s=3600.0)  # one read
     listener = joined(events)
-    reading = asyncio.create_task(events.run())
     async with asking(api(events=events)) as http, http.stream("GET", "/api/v1/events") as response:
         lines = response.aiter_lines()
         await anext(lines)
-        await until(lambda: source.reads == 1)
-        reading.cancel()
+        async with running(events.run()):
+            await until(lambda: source.reads == 1)
         async with asyncio.timeout(30):  # the server need not be forced
             assert [line async for line in lines][-1] == ""
             assert len([each async for each in listener.stream()]) == 2
         assert events.join() is None
-    await asyncio.gather(reading, return_exceptions=True)
 
 
 async def test_one_listener_too_many_is_refused_until_a_client_disconnects(events: Events) -> None:
@@ -139,39 +141,26 @@ async def test_one_listener_too_many_is_refused_until_a_client_disconnects(event
 async def test_a_client_that_never_reads_is_dropped(events: Events, source: CountingSource) -> None:
     source.name = "x" * 4_000_000  # more than a connection buffers
     async with serving(api(events=events), "127.0.0.1:0") as address:
-        host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await asyncio.open_connection(*address.split(":"), limit=1024)
         writer.write(b"GET /api/v1/events HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        for listening in (1, 0):
-            await until(lambda listening=listening: events.listening == listening)  # type: ignore[misc]
+        await until(lambda: events.listening == 1)
+        await until(lambda: events.listening == 0)
         writer.transport.abort()
 
 
 class LoggedDecisions:
     """A shared state with a decision log only."""
 
-    def __init__(self) -> None:
-        self.logged = 0
-        self.now_s = 0.0
+    logged = 0
 
-    def reader(self) -> SnapshotReader:
-        parts = cast(Any, self)
-        return SnapshotReader(parts, parts, parts, decision_log=True, clock=lambda: self.now_s)
-
-    async def state(self) -> models.State:
-        return models.State.model_validate(STATE)
-
-    async def endpoints(self) -> list[models.Endpoint]:
-        return []
-
-    async def flows(self, *_: Any) -> models.Flows:
-        return models.Flows(flows=[], total=0, cursor=None)
-
-    async def busiest(self, *_: Any) -> models.Workloads:
-        return models.Workloads(workloads=[], total=0, cursor=None)
-
-    async def replicas(self) -> models.Replicas:
-        return models.Replicas(replicas=[])
+    def reader(self, clock: Clock) -> SnapshotReader:
+        view, lists = AsyncMock(FleetView), AsyncMock(FleetLists)
+        view.state.return_value = models.State.model_validate(STATE)
+        view.endpoints.return_value = []
+        lists.flows.return_value = models.Flows(flows=[], total=0, cursor=None)
+        lists.busiest.return_value = models.Workloads(workloads=[], total=0, cursor=None)
+        lists.replicas.return_value = models.Replicas(replicas=[])
+        return SnapshotReader(view, lists, cast(Reads, self), decision_log=True, clock=clock)
 
     async def decisions(self, most: int) -> list[dict[str, str]]:
         entry = dict.fromkeys(("event", "request", "flow", "workload", "endpoint", "by", "note"), "")
@@ -188,14 +177,14 @@ def counted(events: list[Event]) -> tuple[int, int]:
 
 
 async def test_each_decision_is_sent_once_and_the_recent_ones_to_a_new_listener() -> None:
-    shared = LoggedDecisions()
-    reader = shared.reader()
+    shared, clock = LoggedDecisions(), Clock()
+    reader = shared.reader(clock)
     assert reader.recent() == []
     for logged, sent in ((3, (3, 0)), (5, (2, 0)), (205, (100, 100))):
         shared.logged = logged
         assert counted(await reader.read()) == sent
         assert counted(reader.recent()) == (min(logged, 100), 0)
     # Those made while nobody listened do not count as skipped.
-    shared.now_s, shared.logged = 3600.0, 5000
+    clock.now_s, shared.logged = 3600.0, 5000
     assert reader.recent() == []
     assert counted(await reader.read()) == (100, 0)

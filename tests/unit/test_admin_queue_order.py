@@ -22,9 +22,7 @@ SHARES = st.sampled_from([0.1, 1 / 3, 0.5, 1.0, 2.0, 7.0])
 FLOWS = ("", "a", "b", "c", "d")
 
 
-def flow_queue(
-    flow: str, group: int = 1, tag: float = 0.0, queued: int = 3, share: float = 1.0
-) -> FlowQueueRow:
+def flow_queue(flow: str, group: int = 1, tag: float = 0, queued: int = 3, share: float = 1) -> FlowQueueRow:
     return FlowQueueRow(group, flow, tag, queued, 1.0, 1.0, share, None)
 
 
@@ -52,13 +50,10 @@ def test_each_request_is_predicted_once_by_group_and_tag(found: list[FlowQueueRo
 
 
 def test_flows_are_predicted_by_their_weights() -> None:
-    found = [
-        flow_queue("gold", share=1 / 3, queued=6),  # weight 3
-        flow_queue("iron", queued=2),  # weight 1
-        flow_queue("low", group=2, queued=1),
-    ]
-    flows = [each.queue.name for each in predicted_order(found, None, 99)]
-    assert flows == ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
+    gold, iron = flow_queue("gold", share=1 / 3, queued=6), flow_queue("iron", queued=2)  # of weights 3 and 1
+    found = predicted_order([gold, iron, flow_queue("low", group=2, queued=1)], None, 99)
+    flows = ["gold", "iron", "gold", "gold", "gold", "iron", "gold", "gold", "low"]
+    assert [each.queue.name for each in found] == flows
 
 
 @given(queues(), st.integers(1, 5))
@@ -80,9 +75,9 @@ def test_a_page_continues_at_the_same_request_though_the_queue_was_served_meanwh
     first = predicted_order(found, None, 20)
     # Ten requests of each flow are served: tags grow and ranks fall.
     served = [each._replace(start=each.start + 10 * each.share, queued=40) for each in found]
-    rest = predicted_order(served, first[-1].position, 99)
+    rest, before = (predicted_order(each, first[-1].position, 99) for each in (served, found))
     assert [(each.queue.name, each.rank + 10) for each in rest] == [
-        (each.queue.name, each.rank) for each in predicted_order(found, first[-1].position, 99)
+        (each.queue.name, each.rank) for each in before
     ]
 
 
@@ -139,11 +134,9 @@ class NoRows:
         decode_cursor(str(cursor), "flows", int, str, str)
         return Flows(flows=[], total=0, cursor=None)
 
-    async def flow(self, name: str) -> None: ...
+    async def nothing(self, name: str) -> None: ...
 
-    async def workload(self, name: str) -> None: ...
-
-    async def request(self, request_id: str) -> None: ...
+    flow = workload = request = nothing
 
 
 @functools.cache
@@ -209,10 +202,8 @@ def test_every_field_of_a_schema_is_described_and_in_its_example(name: str) -> N
 @pytest.mark.parametrize("path", ["flows", "queue", "inflight", "workloads"])
 def test_the_example_of_a_cursor_is_a_cursor_of_its_list(path: str) -> None:
     kinds = {"inflight": (str, str), "workloads": (str, int)}.get(path, (int, str, str))
-    (parameter,) = [
-        each for each in described()["paths"][f"/api/v1/{path}"]["get"]["parameters"]
-        if each["name"] == "cursor"
-    ]  # fmt: skip
+    parameters = described()["paths"][f"/api/v1/{path}"]["get"]["parameters"]
+    (parameter,) = (each for each in parameters if each["name"] == "cursor")
     assert decode_cursor(parameter["example"], path, *kinds)
 
 

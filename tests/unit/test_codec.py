@@ -4,16 +4,10 @@ import json
 
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import PLACEMENT, headers, set_headers
+from extproc_client import PLACEMENT, echoed, headers, set_headers
 
-from picker_fleet.errors import (
-    BadRequest,
-    ExpiredTtl,
-    NoEndpoints,
-    PayloadTooLarge,
-    RequestError,
-    ShuttingDown,
-)
+from picker_fleet import errors
+from picker_fleet.errors import ExpiredTtl, RequestError
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.response import UsageTail
 
@@ -45,11 +39,7 @@ def test_answers_to_the_same_endpoints_do_not_mix() -> None:
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
 def test_a_body_is_echoed_in_chunks(size: int) -> None:
     body = bytes(index % 251 for index in range(size))
-    chunks = [
-        answer.request_body.response.body_mutation.streamed_response
-        for answer in map(message, codec.request_body(body))
-    ]
-
+    chunks = echoed([*map(message, codec.request_body(body))])
     assert b"".join(chunk.body for chunk in chunks) == body
     assert max(len(chunk.body) for chunk in chunks) <= codec.CHUNK_BYTES
     assert len(chunks) == max(1, -(-size // codec.CHUNK_BYTES))
@@ -57,11 +47,11 @@ def test_a_body_is_echoed_in_chunks(size: int) -> None:
 
 
 REFUSALS = [
-    (BadRequest("no model"), 503, 400, "0.50", ()),
-    (PayloadTooLarge("big"), 429, 413, "0.50", ()),
-    (NoEndpoints("none"), 429, 503, "0.50", ("1", "rejected-no-endpoints")),
+    (errors.BadRequest("no model"), 503, 400, "0.50", ()),
+    (errors.PayloadTooLarge("big"), 429, 413, "0.50", ()),
+    (errors.NoEndpoints("none"), 429, 503, "0.50", ("1", "rejected-no-endpoints")),
     (ExpiredTtl("late", retry_after_s=7), 429, 429, "1.00", ("7", "rejected-ttl-expired")),
-    (ShuttingDown("bye"), 503, 503, "0.50", ("1", "rejected-shutting-down")),
+    (errors.ShuttingDown("bye"), 503, 503, "0.50", ("1", "rejected-shutting-down")),
 ]
 
 

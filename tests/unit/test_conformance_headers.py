@@ -6,10 +6,8 @@ from dataclasses import replace
 import extproc_client as envoy
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from extproc_client import ScriptedGate, Talk, body, exchange_context, headers, set_headers
+from extproc_client import Talk, body, headers, set_headers
 
-from picker_fleet.config import parse
-from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.intake import selected_endpoints
 
 ASK = b'{"model": "m", "prompt": "p"}'
@@ -18,16 +16,11 @@ SERVED = "x-conformance-test-served-endpoint"
 POOL = ("10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.2:8000", "[fd00::1]:8000")
 
 
-class TestTalk(Talk):
+def conforming() -> Talk:
     """A talk with a replica under `extproc.conformance`."""
-
-    __test__ = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        context = exchange_context(self.gate, self.metrics, parse({"extproc": {"conformance": True}}))
-        self.here = replace(context, selected=lambda choice: selected_endpoints(choice, POOL))
-        self.exchange = Exchange(self.here)
+    talk = Talk(settings={"extproc": {"conformance": True}})
+    talk.here = replace(talk.here, selected=lambda choice: selected_endpoints(choice, POOL))
+    return talk.another()
 
 
 def asked(fields: Mapping[str, str], **more: object) -> list[ProcessingRequest]:
@@ -47,16 +40,16 @@ CHOICES = [
 
 @pytest.mark.parametrize(("choice", "subset"), CHOICES)
 async def test_the_header_chooses_endpoints(choice: str, subset: tuple[str, ...]) -> None:
-    talk = TestTalk()
+    talk = conforming()
     await talk.say(*asked({CHOICE: choice}))
     assert talk.gate.admitted[0][0].subset == subset
 
 
 async def test_without_the_header_any_endpoint_may_be_picked_and_a_hint_still_limits_the_choice() -> None:
-    talk = TestTalk()
+    talk = conforming()
     await talk.say(*asked({}))
     assert talk.gate.admitted[0][0].subset is None
-    talk = TestTalk()
+    talk = conforming()
     hint = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10.0.0.2:8000"]}}
     await talk.say(*asked({CHOICE: "10.0.0.1,10.0.0.2"}, metadata=hint))
     assert talk.gate.admitted[0][0].subset == ("10.0.0.2:8000",)
@@ -70,20 +63,20 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("answer", "told"), ANSWERS)
 async def test_the_answer_tells_who_served(answer: ProcessingRequest, told: str) -> None:
-    talk = TestTalk()
+    talk = conforming()
     said = await talk.say(*asked({}), answer)
     assert set_headers(said[-1].response_headers.response.header_mutation)[SERVED] == told
     talk.close()
 
 
 async def test_the_suite_may_ask_for_any_path() -> None:
-    talk = TestTalk()
+    talk = conforming()
     await talk.say(*asked({}, ask=("POST", "/primary-gateway-test")))
     assert len(talk.gate.admitted) == 1
 
 
 async def test_by_default_the_headers_mean_nothing() -> None:
-    talk = Talk(ScriptedGate())
+    talk = Talk()
     said = await talk.say(*asked({CHOICE: "10.0.0.1"}), envoy.response_headers(200, served="10.0.0.1:8000"))
     assert talk.gate.admitted[0][0].subset is None
     assert SERVED not in set_headers(said[-1].response_headers.response.header_mutation)

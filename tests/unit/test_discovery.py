@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import dns.rdatatype
 import dns.rrset
 import pytest
 from source_reports import Lines, watching
+from tables import cases
 
 from picker_fleet.config import parse
 from picker_fleet.endpoints.discovery import FileFault, FileSource, Source, endpoints_of, listed, source_of
@@ -24,28 +25,18 @@ from picker_fleet.errors import StartupError
 from picker_fleet.request import Endpoint
 
 
-class Reports:
-    """Receives a source's lists; `next` waits for one."""
-
-    def __init__(self) -> None:
-        self._lists: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
-
-    def __call__(self, endpoints: tuple[Endpoint, ...]) -> None:
-        self._lists.put_nowait(endpoints)
+class Reports(asyncio.Queue[tuple[Endpoint, ...]]):
+    """A source's lists; `next` waits for one."""
 
     async def next(self) -> list[str]:
         async with asyncio.timeout(20):
-            return [endpoint.address for endpoint in await self._lists.get()]
-
-    @property
-    def none_waiting(self) -> bool:
-        return self._lists.empty()
+            return [endpoint.address for endpoint in await self.get()]
 
 
 @asynccontextmanager
 async def reported(source: Source) -> AsyncIterator[Reports]:
     reports = Reports()
-    async with watching(source, reports):
+    async with watching(source, reports.put_nowait):
         yield reports
 
 
@@ -56,15 +47,15 @@ async def test_a_static_list_is_reported_once_and_without_discovery_an_empty_one
     settings = parse({"discovery": {"static": [{"address": "10.0.0.1:8000", "labels": {"gpu": "a"}}]}})
     async with reported(source_of(settings.discovery)) as reports:
         assert await reports.next() == ["10.0.0.1:8000"]
-        assert reports.none_waiting
+        assert reports.empty()
     async with reported(source_of(parse({}).discovery)) as reports:
         assert await reports.next() == []
 
 
-@pytest.mark.parametrize(
-    ("source", "kind"),
-    [({"file": "e.yaml"}, FileSource), ({"dns": {"name": "models", "port": 8000}}, DnsSource)],
-)
+KINDS = {"file": ({"file": "e.yaml"}, FileSource), "dns": ({"dns": {"name": "m", "port": 8000}}, DnsSource)}
+
+
+@cases("source, kind", KINDS)
 def test_the_configuration_chooses_the_source(source: dict[str, object], kind: type[Source]) -> None:
     assert isinstance(source_of(parse({"discovery": source}).discovery), kind)
 
@@ -126,20 +117,20 @@ async def test_a_file_that_breaks_keeps_its_last_good_list_and_is_logged(tmp_pat
         assert str(path) in await log.saying("'model-server:8000' is no ip:port")
         path.unlink()
         await log.saying("cannot be read")
-        assert reports.none_waiting
+        assert reports.empty()
         replace(path, entries("10.0.0.2:8000"))
         assert await reports.next() == ["10.0.0.2:8000"]
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [("e.yaml", None), ("e.yaml", ""), ("e.yaml", "- 7"), ("e.yaml", "{"), ("absent/e.yaml", None)],
-)
+UNUSABLE = [("e.yaml", None), ("e.yaml", ""), ("e.yaml", "- 7"), ("e.yaml", "{"), ("absent/e.yaml", None)]
+
+
+@pytest.mark.parametrize(("file", "content"), UNUSABLE)
 async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str, content: str | None) -> None:
     if content is not None:
         (tmp_path / file).write_text(content)
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
-        await FileSource(tmp_path / file).watch(Reports())
+        await FileSource(tmp_path / file).watch(Reports().put_nowait)
     assert content is not None or "cannot be read" in str(caught.value)
 
 
@@ -165,12 +156,9 @@ def test_a_wrong_list_is_refused_where_it_is_wrong(text: str, needle: str) -> No
 class Zone(asyncio.DatagramProtocol):
     """A name server for one name: `records` by type; None is a server failure, no key is no answer."""
 
-    def __init__(self) -> None:
-        self.records: dict[str, list[str] | None] = {}
-        self.port = 0
-        self._transport: Any = None
+    records: Mapping[str, list[str] | None] = {}
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self.port = transport.get_extra_info("sockname")[1]
 
@@ -216,26 +204,24 @@ async def test_records_of_both_families_are_followed(zone: Zone) -> None:
 
 
 Records = dict[str, list[str] | None]
-ONE: Records = {"A": ["10.0.0.1"], "AAAA": []}
-
-
-@pytest.mark.parametrize(
-    ("steps"),
-    [
-        # A server that fails keeps the last good list.
-        [
-            (ONE, ["10.0.0.1:8000"]),
-            ({"A": None, "AAAA": None}, None),
-            ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"]),
-        ],
-        # A family counts although the other fails, and also when it is emptied.
+NEITHER: Records = {"A": None, "AAAA": None}
+ONE: tuple[Records, list[str]] = ({"A": ["10.0.0.1"], "AAAA": []}, ["10.0.0.1:8000"])
+OTHER: tuple[Records, list[str]] = ({"A": ["10.0.0.9"]}, ["10.0.0.9:8000"])
+# What the name server answers, and the list that is reported; None is a failure that is logged.
+STEPS: dict[str, tuple[list[tuple[Records, list[str] | None]]]] = {
+    "the last good list": ([ONE, (NEITHER, None), OTHER],),
+    "the other family, also when it is emptied": (
         [({"A": ["10.0.0.1"], "AAAA": None}, ["10.0.0.1:8000"]), ({"A": [], "AAAA": None}, [])],
-        # Nothing is reported at the start until one family has endpoints or both have answered.
-        [({"A": None, "AAAA": []}, None), (ONE, ["10.0.0.1:8000"])],
-        [({"A": None, "AAAA": None}, None), (ONE, ["10.0.0.1:8000"])],
-    ],
-)
-async def test_what_a_failing_name_server_does_not_say_is_as_before(
+    ),
+    "nothing at the start while one family fails and the other is empty": (
+        [({"A": None, "AAAA": []}, None), ONE],
+    ),
+    "nothing at the start while both fail": ([(NEITHER, None), ONE],),
+}  # fmt: skip
+
+
+@cases("steps", STEPS)
+async def test_of_a_failing_name_server_is_kept(
     zone: Zone, log: Lines, steps: list[tuple[Records, list[str] | None]]
 ) -> None:
     zone.records = steps[0][0]
@@ -244,7 +230,7 @@ async def test_what_a_failing_name_server_does_not_say_is_as_before(
             zone.records = records
             if expected is None:
                 await log.saying("models.test. A failed")
-                assert reports.none_waiting
+                assert reports.empty()
             else:
                 assert await reports.next() == expected
 

@@ -47,8 +47,7 @@ async def subscribed(cell: SnapshotCell, *names: str) -> AsyncIterator[Any]:
 def asking(*names: str, after: Response | None = None, error: str = "") -> Request:
     request = Request(type_url=eds.TYPE_URL, resource_names=names)
     if after is not None:
-        request.response_nonce = after.nonce
-        request.version_info = after.version_info
+        request.response_nonce, request.version_info = after.nonce, after.version_info
     if error:
         request.error_detail.message = error
     return request
@@ -73,14 +72,15 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
     return Snapshot(version, tuple(Endpoint(one, draining=one == draining) for one in addresses))
 
 
-def filled(version: str, *addresses: str) -> SnapshotCell:
+def filled(*addresses: str) -> SnapshotCell:
+    """With version v1."""
     cell = SnapshotCell()
-    cell.publish(snapshot(version, *addresses))
+    cell.publish(snapshot("v1", *addresses))
     return cell
 
 
 async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
-    async with subscribed(filled("v1", "10.0.0.1:8000", "[fd00::1]:8001"), "pool") as call:
+    async with subscribed(filled("10.0.0.1:8000", "[fd00::1]:8001"), "pool") as call:
         response = await call.read()
     assert response.version_info == "v1"
     assert response.type_url == eds.TYPE_URL
@@ -89,17 +89,15 @@ async def test_envoy_receives_the_endpoints_of_the_pool() -> None:
 
 
 async def test_a_change_of_the_pool_is_pushed() -> None:
-    cell = filled("v1", "10.0.0.1:8000")
+    cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
         await call.write(asking("pool", after=first))
         cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000", draining="10.0.0.1:8000"))
         second = await call.read()
     assert second.nonce != first.nonce
-    assert read(second)["pool"] == {
-        "10.0.0.1:8000": health_check_pb2.DRAINING,
-        "10.0.0.2:8000": health_check_pb2.HEALTHY,
-    }
+    drained, healthy = health_check_pb2.DRAINING, health_check_pb2.HEALTHY
+    assert read(second)["pool"] == {"10.0.0.1:8000": drained, "10.0.0.2:8000": healthy}
 
 
 async def test_nothing_is_sent_before_the_first_snapshot() -> None:
@@ -113,12 +111,12 @@ async def test_nothing_is_sent_before_the_first_snapshot() -> None:
 
 
 async def test_an_unknown_cluster_has_an_empty_assignment() -> None:
-    async with subscribed(filled("v1", "10.0.0.1:8000"), "elsewhere") as call:
+    async with subscribed(filled("10.0.0.1:8000"), "elsewhere") as call:
         assert read(await call.read()) == {"elsewhere": {}}
 
 
 async def test_a_rejected_version_is_not_sent_again() -> None:
-    cell = filled("v1", "10.0.0.1:8000")
+    cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
         await call.write(asking("pool", after=first, error="no such thing"))
@@ -133,7 +131,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
 
 
 async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
-    cell = filled("v1", "10.0.0.1:8000")
+    cell = filled("10.0.0.1:8000")
     async with subscribed(cell, "pool") as call:
         first = await call.read()
         cell.publish(snapshot("v2", "10.0.0.2:8000"))
@@ -145,7 +143,7 @@ async def test_an_acknowledgement_of_an_older_version_changes_nothing() -> None:
 
 
 async def test_every_envoy_receives_a_change() -> None:
-    cell = filled("v1", "10.0.0.1:8000")
+    cell = filled("10.0.0.1:8000")
     async with serving(cell) as channel:
         one, other = await subscribe(channel, "pool"), await subscribe(channel, "pool")
         assert read(await one.read()) == read(await other.read())
@@ -154,7 +152,7 @@ async def test_every_envoy_receives_a_change() -> None:
 
 
 async def test_another_resource_type_is_refused_by_name() -> None:
-    async with subscribed(filled("v1"), "pool") as call:
+    async with subscribed(filled(), "pool") as call:
         await call.read()
         await call.write(Request(type_url="type.googleapis.com/envoy.config.cluster.v3.Cluster"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -164,7 +162,7 @@ async def test_another_resource_type_is_refused_by_name() -> None:
 
 
 async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
-    async with subscribed(filled("v1"), "pool") as call:
+    async with subscribed(filled(), "pool") as call:
         await call.read()
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
@@ -172,14 +170,14 @@ async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
 
 
 async def test_an_open_eds_stream_ends_when_the_server_stops() -> None:
-    async with subscribed(filled("v1"), "pool") as call:
+    async with subscribed(filled(), "pool") as call:
         await call.read()
     assert await call.code() is not grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("method", ["DeltaEndpoints", "FetchEndpoints"])
 async def test_other_methods_are_unimplemented(method: str) -> None:
-    async with serving(filled("v1")) as channel:
+    async with serving(filled()) as channel:
         call = channel.stream_stream(f"/{eds.SERVICE}/{method}")(timeout=10)
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

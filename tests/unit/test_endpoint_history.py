@@ -15,6 +15,7 @@ from picker_fleet.scheduling.endpoint_history import (
     BLOCK_BYTES,
     BYTES_PER_BLOCK,
     HOLDER_BYTES_PER_BLOCK,
+    LATENCY_WINDOW,
     MAX_PROMPT_BYTES,
     LatencyTracker,
     LatencyWindow,
@@ -22,6 +23,7 @@ from picker_fleet.scheduling.endpoint_history import (
     block_hashes,
     prompt_bytes,
 )
+from picker_fleet.scheduling.scorers import LatencyStats
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
 messages = st.lists(
@@ -45,6 +47,10 @@ def chat(*said: object, **more: object) -> dict[str, object]:
 def prompt_of(document: dict[str, object]) -> bytes:
     """The prompt of `document` as a body."""
     return prompt_bytes(Body(orjson.dumps(document)).values)
+
+
+def hashes_of(*said: object) -> tuple[bytes, ...]:
+    return block_hashes("m", prompt_of(chat(*said)))
 
 
 def user(text: str) -> dict[str, str]:
@@ -79,14 +85,11 @@ def test_different_prompts_differ(one: dict[str, object], other: dict[str, objec
 def test_a_body_without_a_prompt_has_no_blocks_and_a_strange_one_is_bytes_like_any_other() -> None:
     for document in ({}, {"prompt": ""}, {"messages": []}, {"prompt": None}):
         assert block_hashes("m", prompt_of(document)) == ()
-    strange: list[dict[str, object]] = [
-        {"messages": "text"},
-        {"messages": [None, 1, "x", {"content": 5}]},
-        {"messages": [{"role": {}, "content": "x"}]},
-        *({"prompt": prompt} for prompt in ({"a": [1]}, [1, "x", 2], 7)),
-        {"input": [[1, 2], [3]]},
-    ]
-    assert all(prompt_of(document) for document in strange)
+    for said in ("text", [None, 1, "x", {"content": 5}], [{"role": {}, "content": "x"}]):
+        assert prompt_of({"messages": said})
+    for prompt in ({"a": [1]}, [1, "x", 2], 7):
+        assert prompt_of({"prompt": prompt})
+    assert prompt_of({"input": [[1, 2], [3]]})
 
 
 HUGE = [
@@ -118,36 +121,35 @@ def chain(name: str, length: int) -> tuple[bytes, ...]:
 
 def test_a_match_is_the_common_beginning() -> None:
     index = PrefixIndex()
-    first = block_hashes("m", prompt_of(chat(SYSTEM, user("one " * 200))))
-    other = block_hashes("m", prompt_of(chat(SYSTEM, user("two " * 200))))
+    first = hashes_of(SYSTEM, user("one " * 200))
     index.add("a", first)
-    index.add("b", other)
-
-    turn = block_hashes("m", prompt_of(chat(SYSTEM, user("one " * 200), user("and then? " * 60))))
-
-    found = index.match(turn)
+    index.add("b", hashes_of(SYSTEM, user("two " * 200)))
+    found = index.match(hashes_of(SYSTEM, user("one " * 200), user("and then? " * 60)))
     assert found["a"] == len(first)
     assert found["b"] == len(SYSTEM["content"]) // BLOCK_BYTES
     assert index.match(chain("another model", 3)) == {}
     assert index.match(()) == {}
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=40
-    )
-)
+def served_by(addresses: str, max_size: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
+    paths = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+    return st.lists(st.tuples(st.sampled_from(addresses), paths), max_size=max_size)
+
+
+def links_of(path: list[int]) -> tuple[bytes, ...]:
+    """A chain of hashes, of which chains that begin alike have the same."""
+    return tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+
+
+@given(served_by("abc", max_size=40))
 def test_memory_is_the_latest_and_never_a_chain_without_its_head(served: list[tuple[str, list[int]]]) -> None:
     index = PrefixIndex(per_endpoint=12, in_total=24)
-    chains = []
-    for address, path in served:
-        links = tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
-        chains.append(links)
+    chains = [(address, links_of(path)) for address, path in served]
+    for address, links in chains:
         index.add(address, links)
-
         assert len(index) <= 24
         assert index.match(links)[address] == min(len(links), index.capacity)
-    for links in chains:
+    for _, links in chains:
         found = index.match(links)
         for address in index.addresses:
             kept = [address in index.match(links[at : at + 1]) for at in range(len(links))]
@@ -195,17 +197,12 @@ def test_no_holders_are_named_unless_asked_for() -> None:
     assert index.holders(chain("chat", 3), 8) == []
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcdefg"), st.lists(st.integers(0, 2), min_size=1, max_size=8)),
-        max_size=60,
-    )
-)
+@given(served_by("abcdefg", max_size=60))
 def test_who_is_named_as_a_holder_has_a_part_of_the_prompt(served: list[tuple[str, list[int]]]) -> None:
     index = PrefixIndex(per_endpoint=12, in_total=40)
     index.name_holders()
     for address, path in served:
-        links = tuple(bytes(path[:end]) for end in range(1, len(path) + 1))
+        links = links_of(path)
         index.add(address, links)
         found = index.match(links)
         holders = index.holders(links, 3)
@@ -233,18 +230,19 @@ def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) 
     assert used / blocks <= BYTES_PER_BLOCK + names_holders * HOLDER_BYTES_PER_BLOCK
 
 
+def stats_of(seconds: list[float], window: int = LATENCY_WINDOW) -> LatencyStats | None:
+    times_window = LatencyWindow(window)
+    for each in seconds:
+        times_window.add(each)
+    return times_window.stats
+
+
 times = st.lists(st.floats(min_value=0, max_value=3600), min_size=1, max_size=400)
 
 
 @given(times, st.integers(min_value=1, max_value=120))
 def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -> None:
-    times_window = LatencyWindow(window)
-
-    for one in seconds:
-        times_window.add(one)
-
-    last = seconds[-window:]
-    stats = times_window.stats
+    stats, last = stats_of(seconds, window), seconds[-window:]
     assert stats is not None
     assert stats.count == len(last)
     assert stats.mean_s == pytest.approx(statistics.fmean(last), abs=1e-6)
@@ -252,21 +250,13 @@ def test_statistics_are_those_of_the_window(seconds: list[float], window: int) -
 
 
 def test_a_small_spread_on_long_times_is_not_lost() -> None:
-    times_window = LatencyWindow()
-
-    for n in range(100_050):
-        times_window.add(3600.0 + (n % 2) * 0.001)
-
-    stats = times_window.stats
+    stats = stats_of([3600.0, 3600.001] * 50_025)
     assert stats is not None
     assert stats.std_s == pytest.approx(0.0005, rel=0.01)
 
 
 def test_what_is_no_time_is_left_out() -> None:
-    times_window = LatencyWindow()
-    for wrong in (float("nan"), float("inf"), -1.0):
-        times_window.add(wrong)
-    assert times_window.stats is None
+    assert stats_of([float("nan"), float("inf"), -1.0]) is None
 
 
 def test_of_endpoints_the_one_silent_longest_is_forgotten_and_those_that_left() -> None:
