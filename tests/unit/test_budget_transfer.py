@@ -1,9 +1,11 @@
 """Replicas ask each other for places, over real gRPC."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import psutil
@@ -14,7 +16,6 @@ from local_requests import rules, start, waiting
 
 from picker_fleet.extproc.budget_transfer import SERVICE, GrpcPeers, handlers
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.transport import Stream
 from picker_fleet.failover.local_gate import LocalGate
 from picker_fleet.failover.peers import BudgetTransfer, OutageCount
 from picker_fleet.sections import Tls
@@ -64,20 +65,13 @@ async def test_another_pool_or_a_malformed_request_gets_nothing() -> None:
     async with replica(gives) as address, peers("other") as strangers:
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
         amounts = (b'-1, "most": 2', b'3, "most": 2', b'"x", "most": 2', b'NaN, "most": NaN')
-        for question in (
-            *(b"", b"\xff", b"[]", b"[" * 100_000, b'{"pool": "p"}'),
-            *(b'{"pool": "p", "least": %s}' % each for each in amounts),
-        ):
+        wrong = [b'{"pool": "p", "least": %s}' % each for each in amounts]
+        for question in (b"", b"\xff", b"[]", b"[" * 100_000, b'{"pool": "p"}', *wrong):
             assert await raw(address, question) == b'{"given":0.0}', question
 
 
 async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_places_and_once() -> None:
-    given: list[float] = []
-
-    async def counts(least: float, most: float) -> float:
-        given.append(2.0)
-        return 2.0
-
+    counts = AsyncMock(return_value=2.0)
     async with replica(counts) as address, replica(gives) as other, peers(keys=Keyring()) as strangers:
         # A client without the fleet's key, and one with it.
         assert await strangers.ask(address, 1.0, 5.0) == 0.0
@@ -91,7 +85,7 @@ async def test_only_a_question_that_the_fleet_signed_for_this_replica_gets_place
         # The intended replica gives once, and says so again to who has missed the answer.
         assert await raw(address, question) == b'{"given":2.0}'
         assert await raw(address, question) == b'{"given":2.0}'
-        assert given == [2.0]
+        counts.assert_awaited_once()
 
 
 async def raw(address: str, question: bytes) -> bytes:
@@ -102,36 +96,25 @@ async def raw(address: str, question: bytes) -> bytes:
 
 
 async def test_what_a_late_answer_gives_is_not_lost() -> None:
-    calls = asked = 0
     open_ = asyncio.Event()
 
-    async def slow(least: float, most: float) -> float:
-        nonlocal asked
-        asked += 1
+    async def gives_late(least: float, most: float) -> float:
         await open_.wait()
         return 2.0
 
-    service = handlers("p", slow, KEYS, lambda: address)
-
-    async def counted(stream: Stream) -> bytes | None:
-        nonlocal calls
-        calls += 1
-        return await service[METHOD](stream)
-
+    slow = AsyncMock(side_effect=gives_late)
+    counted = AsyncMock(side_effect=handlers("p", slow, KEYS, lambda: address)[METHOD])
     async with serving_on({METHOD: counted}) as address, peers(margin_s=0.0) as them:
         answer = asyncio.create_task(them.ask(address, 1.0, 5.0))
-        await until(lambda: calls == 2)  # the first call has met its deadline
+        await until(lambda: counted.call_count == 2)  # the first call has met its deadline
         open_.set()
         assert await answer == 2.0
-    assert asked == 1
+    slow.assert_awaited_once()
 
 
 @pytest.mark.parametrize("said", [-1.0, 7.0, float("nan")])
 async def test_an_impossible_answer_is_ignored(said: float) -> None:
-    async def lies(least: float, most: float) -> float:
-        return said
-
-    async with replica(lies) as address, peers() as them:
+    async with replica(AsyncMock(return_value=said)) as address, peers() as them:
         assert not await them.ask(address, 1.0, 5.0)
 
 
@@ -183,10 +166,8 @@ def borrowing(gate: LocalGate, *addresses: str, **options: float) -> AbstractAsy
 async def test_a_waiting_request_is_admitted_with_the_budget_of_another_replica() -> None:
     rich, poor = (LocalGate(Metrics(), free, 10.0, rules()) for free in (2.0, 0.0))
 
-    async def transfer_budget(least: float, most: float) -> float:
-        return await rich.transfer_budget(least, most, 0.5)
-
-    async with replica(transfer_budget) as address, borrowing(poor, address):
+    give = functools.partial(rich.transfer_budget, wait_s=0.5)
+    async with replica(give) as address, borrowing(poor, address):
         tasks = [start(poor, str(n)) for n in range(3)]
         async with asyncio.timeout(30):
             await asyncio.gather(*tasks[:2])

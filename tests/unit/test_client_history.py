@@ -3,19 +3,20 @@
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from queue_simulator import Request, raw_entry
+from tables import cases
 
+from picker_tools.load import client_history
 from picker_tools.load.client_history import (
     ClientRecord,
     ClientRequest,
     check_history,
-    main,
     save_run,
     send_request,
 )
@@ -36,11 +37,8 @@ def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0) -> dic
 
 def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
     """A log in which r1 is admitted and ends once for each of `ends`."""
-    log: list[Mapping[str, str]] = []
-    for end in ends:
-        log.append(entry(len(log) + 1, "bypassed", stock=1))
-        log.append(entry(len(log) + 1, end))
-    return log
+    events = [event for end in ends for event in ("bypassed", end)]
+    return [entry(seq, event, stock=seq % 2) for seq, event in enumerate(events, start=1)]
 
 
 def served(request: str = "r1") -> ClientRecord:
@@ -49,9 +47,8 @@ def served(request: str = "r1") -> ClientRecord:
 
 def faults(history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
     """The faults without those of the audit, which has its own tests."""
-    return [
-        fault for fault in check_history(history, log, **options).faults if not fault.startswith(("G", "log"))
-    ]
+    found = check_history(history, log, **options).faults
+    return [fault for fault in found if not fault.startswith(("G", "log"))]
 
 
 FAULTY = [
@@ -87,9 +84,6 @@ def test_a_client_that_left_is_no_failure_and_a_cut_answer_is() -> None:
     assert replace(served(), whole=False).failed
 
 
-Server = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
 async def record_of_answer(answer: bytes, request: ClientRequest) -> ClientRecord:
     """The record of a request to a server that sends `answer` and hangs up."""
 
@@ -105,9 +99,8 @@ async def record_of_answer(answer: bytes, request: ClientRequest) -> ClientRecor
 
 
 def chunked(*pieces: bytes) -> bytes:
-    return (
-        HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces)
-    )
+    chunks = (b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"".join(chunks)
 
 
 ANSWERS = [
@@ -153,16 +146,15 @@ def test_excepted_promises_are_not_checked() -> None:
     assert check_history([], log, except_promises=("G1",)).faults == ()
 
 
-@pytest.mark.parametrize(("ends", "code"), [(("completed",), 0), (("completed", "completed"), 1), ((), 2)])
+EXITS = {"no fault": (("completed",), 0), "a fault": (("completed", "completed"), 1), "no run": ((), 2)}
+
+
+@cases("ends, code", EXITS)
 def test_the_command_exits_with_what_it_finds(
-    tmp_path: Path,
-    ends: tuple[str, ...],
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, ends: tuple[str, ...], code: int, monkeypatch: Any, capsys: Any
 ) -> None:
     if ends:
         save_run(tmp_path, [served()], lifecycle_log(*ends))
     monkeypatch.setattr(sys, "argv", ["client_history", str(tmp_path)])
-    assert main() == code
+    assert client_history.main() == code
     assert ("rules broken" in capsys.readouterr().out) is bool(ends)

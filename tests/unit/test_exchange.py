@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import logging
 from collections.abc import Sequence
 
 import extproc_client as envoy
@@ -403,30 +402,6 @@ async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptur
     assert (refused.status, refused.code) == (500, "internal_error")
     assert "a bug" not in refused.error["message"]
     assert "a bug" in caplog.text
-
-
-@with_body
-async def test_an_incomplete_body_is_not_admitted(mode: str) -> None:
-    talk = Talk()
-    await talk.say(headers(mode), body(b'{"model"', ended=False))
-    talk.close()
-    assert (talk.gate.admitted, talk.gate.withdrawn, talk.gate.settled) == ([], [], [])
-
-
-@every_mode
-async def test_a_client_that_leaves_while_waiting_cancels_the_wait(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    talk = Talk()
-    talk.gate.open.clear()
-    caplog.set_level(logging.INFO)
-    await talk.leave(*asks(mode, {"x-request-id": "made-1"}), once=talk.gate.asked)
-    assert talk.gate.cancelled == ["made-1"]
-    assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
-    # Metrics and log have 499, a client that left.
-    assert talk.metrics.answers == [(mode, "m", "client_gone")]
-    [line] = [record for record in caplog.records if record.getMessage() == "refused"]
-    assert (vars(line)["decision"], vars(line)["status"]) == ("client_gone", 499)
 
 
 @every_mode

@@ -18,9 +18,8 @@ from picker_fleet.extproc.context import NewFlowLimit
 
 ASK = b'{"model": "m", "prompt": "p"}'
 LIMIT = 2048
-LIMITS = {"extproc": {"max_body_bytes": 1024, "max_buffered_bytes": LIMIT}}
-SMALL: dict[str, Any] = LIMITS
-RENAMED = {**LIMITS, "models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
+SMALL: dict[str, Any] = {"extproc": {"max_body_bytes": 1024, "max_buffered_bytes": LIMIT}}
+RENAMED = {**SMALL, "models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 
 CHUNKS = st.sampled_from(
     [b"", ASK, ASK[:10], ASK[10:], b"x", b"{", ASK.ljust(600), ASK.ljust(1000), b" " * 1024]
@@ -184,9 +183,8 @@ async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -
     talk = Talk(settings={"fair_request_queue": {"new_flows_per_minute": 2}, "models": [{"name": "known"}]})
 
     def ask(model: str, source: str = "10.0.0.1") -> list[ProcessingRequest]:
-        fields, bodies = {"x-forwarded-for": source}, [body(b'{"model": "%s"}' % model.encode())]
-        metadata = {"picker.request": {"model": model}}
-        return [headers(mode, fields, metadata=metadata), *(bodies if mode != "headers" else [])]
+        first = headers(mode, {"x-forwarded-for": source}, metadata={"picker.request": {"model": model}})
+        return [first] if mode == "headers" else [first, body(b'{"model": "%s"}' % model.encode())]
 
     for n in range(2):
         await talk.another().say(*ask(f"invented-{n}"))

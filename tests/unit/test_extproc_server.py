@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -162,14 +163,6 @@ async def test_standard_lasts_as_long_as_the_answer() -> None:
         assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
 
 
-async def test_a_refusal_ends_the_stream() -> None:
-    async with replica() as fleet:
-        call = fleet.exchange()
-        [answer] = await talk(call, headers("lean"), body(b"{"), answers=1)
-        assert answer.immediate_response.status.code == 400
-        assert await call.code() is grpc.StatusCode.OK
-
-
 @pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(mode: str) -> None:
     clock = StoppedClock()
@@ -252,7 +245,10 @@ async def test_every_end_of_a_stream_releases_its_body(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-async def test_a_client_that_leaves_cancels_its_queued_request(mode: str) -> None:
+async def test_a_client_that_leaves_cancels_its_queued_request(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with replica() as fleet:
         fleet.gate.open.clear()
         first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
@@ -261,26 +257,21 @@ async def test_a_client_that_leaves_cancels_its_queued_request(mode: str) -> Non
 
         call.cancel()
         await until(lambda: fleet.gate.cancelled == ["made-1"])
+        # Metrics and log have 499, a client that left.
         await until(lambda: fleet.metrics.answers == [(mode, "m", "client_gone")])
         assert (fleet.gate.withdrawn, fleet.gate.settled) == ([], [])
+        [line] = [record for record in caplog.records if record.getMessage() == "refused"]
+        assert (vars(line)["decision"], vars(line)["status"]) == ("client_gone", 499)
 
 
-async def test_a_client_that_leaves_during_the_answer_is_settled() -> None:
+@pytest.mark.parametrize("mode", ["standard", "lean"])
+async def test_a_stream_that_ends_before_its_body_is_not_admitted(mode: str) -> None:
     async with replica() as fleet:
-        call = fleet.exchange()
-        await talk(call, headers("standard"), body(ASK), response_headers(), response_body(b"a"), answers=4)
-        call.cancel()
-        await until(lambda: fleet.gate.settled)
-        assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.CLIENT_GONE]
-
-
-async def test_a_stream_that_ends_before_its_body_is_not_admitted() -> None:
-    async with replica() as fleet:
-        call = await fleet.begin(headers("lean"), body(b"{", ended=False))
+        call = await fleet.begin(headers(mode), body(b"{", ended=False))
         await call.done_writing()
         assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
         assert await call.code() is grpc.StatusCode.OK
-        assert fleet.gate.admitted == []
+        assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
