@@ -85,6 +85,9 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 
 _DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|\u00b5s|ms|s|m|h)")
 
 
+Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name -> type and parameters
+
+
 @dataclass(slots=True)
 class Imported:
     """`tree` is a configuration of ours; `remarks` say what of the file has no counterpart in it."""
@@ -127,9 +130,8 @@ def imported(tree: Mapping[str, Any]) -> Imported:
         kind = plugins.get(str(parser.get("pluginRef")), ("", {}))[0]
         if kind != "openai-parser":
             result.remarks.append(f"parser: {kind or parser.get('pluginRef')} has no counterpart")
-    used = set(SCORERS) | set(BUILT_IN)
     for name, (kind, _) in plugins.items():
-        if kind not in used:
+        if kind not in SCORERS and kind not in BUILT_IN:
             result.remarks.append(f"plugins: {name} (type {kind}) has no counterpart")
     parse(result.tree)
     return result
@@ -152,8 +154,7 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _plugins(tree: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Type and parameters of each plugin by its name."""
+def _plugins(tree: Mapping[str, Any]) -> Plugins:
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for number, entry in enumerate(_list(tree, "plugins")):
         plugin = _mapping(entry, f"plugins.{number}")
@@ -167,9 +168,7 @@ def _plugins(tree: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]
     return found
 
 
-def _scorers(
-    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
-) -> None:
+def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
     profiles = _list(tree, "schedulingProfiles")
     if len(profiles) > 1:
         names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
@@ -209,9 +208,7 @@ def _scorers(
         ]
 
 
-def _saturation(
-    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
-) -> None:
+def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
     detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
     name = str(detector.get("pluginRef", ""))
     # Earlier versions had the parameters in place.
@@ -246,9 +243,7 @@ def _saturation(
     )
 
 
-def _flow_control(
-    tree: Mapping[str, Any], plugins: Mapping[str, tuple[str, Mapping[str, Any]]], result: Imported
-) -> None:
+def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
     control = _mapping(tree.get("flowControl"), "flowControl")
     if not control:
         return
@@ -319,11 +314,7 @@ def _limited_bands(
         yield {"priority": priority, "name": left, "bytes": most_bytes}
 
 
-def _named_once(
-    key: str,
-    bands: Iterable[Mapping[str, Any]],
-    plugins: Mapping[str, tuple[str, Mapping[str, Any]]],
-) -> list[str]:
+def _named_once(key: str, bands: Iterable[Mapping[str, Any]], plugins: Plugins) -> list[str]:
     """The types of the plugins that `bands` name under `key`, each once."""
     names = dict.fromkeys(str(band[key]) for band in bands if band.get(key))
     return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))

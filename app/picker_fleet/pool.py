@@ -104,11 +104,7 @@ class Pool:
             reads=read_limit(settings.extproc, clock),
             bodies=bodies,
             new_flows=new_flow_limit(settings, clock),
-            intake=Intake(
-                settings,
-                new_id=_new_id,
-                prefixes=parts.chooser,
-            ),
+            intake=Intake(settings, new_id=_new_id, prefixes=parts.chooser),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),
             variants=Variants(parts.store, lambda: parts.failover.outage is None),
@@ -269,9 +265,11 @@ def assemble(
     pause_detector = PauseDetector()
     failure_detector = FailureDetector(settings.redis.silence, settings.leases.inflight / 2)
     make_store: Callable[..., Store] = Store
-    gate_of: Callable[[Gate], Gate] = _as_it_is
+    traced_gate: Callable[[Gate], Gate] | None = None
     if traces is not None:
-        make_store, gate_of = _traced(traces)
+        from picker_fleet.admission.traced import TracedGate, TracedStore
+
+        make_store, traced_gate = partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
     store: Store = make_store(
         settings.redis.url,
         pool=settings.pool,
@@ -377,7 +375,7 @@ def assemble(
     )
     return Parts(
         metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, failover,
-        gate_of(failover), replica_info, membership, signing,
+        traced_gate(failover) if traced_gate else failover, replica_info, membership, signing,
     )  # fmt: skip
 
 
@@ -390,7 +388,7 @@ def _new_id() -> str:
 
 def _scheduler(settings: Settings) -> Scheduler | None:
     """What ranks endpoints under `settings`; None where no scorer does."""
-    weights = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
+    weights = settings.scheduling.weights
     return Scheduler(with_in_flight(weights)) if weights else None
 
 
@@ -403,14 +401,3 @@ def _tracing(settings: Settings, replica: str) -> "Traces | None":
     except ImportError as fault:
         raise StartupError(f"tracing needs picker-fleet[tracing], which is not installed: {fault}") from None
     return Traces.to_collector(settings.tracing, replica=replica, pool=settings.pool)
-
-
-def _traced(traces: "Traces") -> "tuple[Callable[..., Store], Callable[[Gate], Gate]]":
-    """What makes the store, and what is put around the gate, where requests are traced."""
-    from picker_fleet.admission.traced import TracedGate, TracedStore
-
-    return partial(TracedStore, traces=traces), partial(TracedGate, traces=traces)
-
-
-def _as_it_is(gate: Gate) -> Gate:
-    return gate

@@ -439,6 +439,11 @@ class Scheduling(Section):
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the scorers, by name."""
+        return {scorer.name: scorer.weight for scorer in self.scorers}
+
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         if twice := repeated(scorer.name for scorer in self.scorers):

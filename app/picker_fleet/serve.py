@@ -83,7 +83,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             **_services(pools, settings.pool),
         },
         certificates=certificates,
-        own_listeners=_own_listeners(settings),
+        own_listeners={name: pool.listen for name, pool in settings.pools.items() if pool.listen is not None},
     )
     stopping = _on_signal()
 
@@ -162,10 +162,6 @@ async def _no_pool(stream: Stream) -> None:
     raise RpcError(Status.NOT_FOUND, "no such pool is served here")
 
 
-def _own_listeners(settings: Settings) -> dict[str, str]:
-    return {name: pool.listen for name, pool in settings.pools.items() if pool.listen is not None}
-
-
 def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | None:
     return Certificates(tls, name, protocol) if tls is not None else None
 
@@ -224,9 +220,8 @@ def new_incarnation() -> str:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_LARGE_BLOCK_BYTES = (
-    512 * 1024
-)  # larger than most requests, smaller than the bodies that fill a replica's memory
+# Larger than most requests, smaller than the bodies that fill a replica's memory.
+_LARGE_BLOCK_BYTES = 512 * 1024
 _KEPT_BYTES = 8 * 1024 * 1024  # of free memory at the heap's end
 
 

@@ -55,15 +55,15 @@ do -- a chunk may have 200 locals
   end
 
   local function configured_priority(i) return configured[i].priority end
-  local function weight(i)
-    local number = weights[i] or 1
-    if number >= LEAST_WEIGHT and number <= MOST_WEIGHT then return number end
-    return number > MOST_WEIGHT and MOST_WEIGHT or LEAST_WEIGHT -- NaN: the least
+  function bands.clamp(number, least, most)
+    if number >= least and number <= most then return number end
+    return number > most and most or least -- NaN: the least
   end
 
   local function take_attributes(band, i)
     local attributes = configured[i]
-    BAND_WEIGHT[band], CAPACITY[band] = weight(i), attributes.capacity or math.huge
+    BAND_WEIGHT[band] = bands.clamp(weights[i] or 1, LEAST_WEIGHT, MOST_WEIGHT)
+    CAPACITY[band] = attributes.capacity or math.huge
     PREEMPTIBLE[band], GUARANTEED[band] = attributes.preemptible or false, attributes.guaranteed or false
     byte_limits[band] = attributes.bytes or math.huge
   end

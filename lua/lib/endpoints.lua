@@ -16,17 +16,22 @@ do -- a chunk may have 200 locals
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
   local SMALL = 8 -- least size of a window; one that is smaller has all endpoints, for any number of choices
 
-  -- The first of 'a,b,c'. The same lists come again and again, so the result is kept.
-  local firsts, firsts_known = {}, 0
-  function endpoints.first(list)
-    local first = firsts[list]
-    if not first then
-      if firsts_known >= 1000 then firsts, firsts_known = {}, 0 end
-      first = string.match(list, '^[^,]*')
-      firsts[list], firsts_known = first, firsts_known + 1
+  -- A function that keeps what `make` returns for a text, since the same ones come again and again.
+  local function memoized(make)
+    local results, known = {}, 0
+    return function(text)
+      local result = results[text]
+      if result == nil then
+        if known >= 1000 then results, known = {}, 0 end
+        result = make(text)
+        results[text], known = result, known + 1
+      end
+      return result
     end
-    return first
   end
+
+  -- The first of 'a,b,c'.
+  endpoints.first = memoized(function(list) return string.match(list, '^[^,]*') end)
 
   -- Read the loads of the first `named` addresses with one command.
   local asked_addresses = {} -- reused by each call
@@ -92,17 +97,8 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Whether a description says draining. The same ones are published again and again, so the result is kept.
-  local draining_by_text, texts_known = {}, 0
-  function endpoints.is_draining(description)
-    local draining = draining_by_text[description]
-    if draining == nil then
-      if texts_known >= 1000 then draining_by_text, texts_known = {}, 0 end
-      draining = cjson.decode(description).draining == true
-      draining_by_text[description], texts_known = draining, texts_known + 1
-    end
-    return draining
-  end
+  -- Whether a description says draining.
+  endpoints.is_draining = memoized(function(description) return cjson.decode(description).draining == true end)
 
   -- An endpoint is no longer published: it takes nothing new, and is forgotten when its last request ends.
   function endpoints.remove_published(address)

@@ -148,15 +148,11 @@ do -- a chunk may have 200 locals
       local number = counters[names[i]]
       if number ~= values[i] then values[i], changed = number, i end
     end
-    if changed == 0 and pool.touched and not unsaved then -- tells other libraries to read again
-      counters.moved, changed = counters.moved + 1, MOVED
-      values[MOVED] = counters.moved
-    end
+    local touched, clock_text = pool.touched, clock_change()
     pool.touched = false -- once, even if this is repeated
-    local clock_text = clock_change()
     if changed == 0 and not unsaved then
-      if not clock_text then return end
-      counters.moved, changed = counters.moved + 1, MOVED
+      if not (touched or clock_text) then return end
+      counters.moved, changed = counters.moved + 1, MOVED -- tells other libraries to read again
       values[MOVED] = counters.moved
     end
     unsaved = true

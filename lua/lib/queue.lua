@@ -269,10 +269,7 @@ end
 -- queue, so a request that leaves early leaves no gap. docs/fairness.md has the proofs.
 local reset_lengths
 do
-  local function clamp(number, least, most)
-    if number >= least and number <= most then return number end
-    return number > most and most or least -- NaN: the least
-  end
+  local clamp = bands.clamp
 
   -- What serving r costs its flow queue. Weights and costs of requests that an older version admitted are not checked,
   -- so they are clamped to numbers that the sums bear.

@@ -37,44 +37,36 @@ _HEALTH_RATE = 100.0  # health calls a second from one address, beside its other
 _Responses = dict[int | str, dict[str, Any]]
 _PROBLEM: dict[str, Any] = {"model": models.Problem}
 _ANY_FAULT: _Responses = {"default": {**_PROBLEM, "description": "a fault (application/problem+json)"}}
+_UNREADY_EXAMPLE = {**HEALTHY, "status": "unready", "components": {"redis": "no answer", "grpc": "ok"}}
 _UNREADY: _Responses = {
     503: {
         "model": models.Health,
         "description": "it is to get no traffic; `components` says why",
-        "content": {
-            "application/json": {
-                "example": {
-                    **HEALTHY,
-                    "status": "unready",
-                    "components": {"redis": "no answer", "grpc": "ok"},
-                }
-            }
-        },
+        "content": {"application/json": {"example": _UNREADY_EXAMPLE}},
     }
 }
+
+
+def _text(kind: str, description: str, example: str) -> dict[str, Any]:
+    """An answer that is no JSON."""
+    return {"description": description, "content": {kind: {"schema": {"type": "string"}, "example": example}}}
+
+
 _METRICS: _Responses = {
-    200: {
-        "description": "the Prometheus text format",
-        "content": {
-            "text/plain": {
-                "schema": {"type": "string"},
-                "example": "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
-                "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
-            }
-        },
-    }
+    200: _text(
+        "text/plain",
+        "the Prometheus text format",
+        "# HELP epp_stock_level What is in flight, fleet-wide, in the stock's unit.\n"
+        "# TYPE epp_stock_level gauge\nepp_stock_level 7.0\n",
+    )
 }
 _EVENTS: _Responses = {
-    200: {
-        "description": "Server-sent events: `snapshot` (the state, 50 flows and workloads, endpoints and"
+    200: _text(
+        "text/event-stream",
+        "Server-sent events: `snapshot` (the state, 50 flows and workloads, endpoints and"
         " replicas), `decisions` (while the decision log is on) and `unavailable`, each second.",
-        "content": {
-            "text/event-stream": {
-                "schema": {"type": "string"},
-                "example": 'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
-            }
-        },
-    },
+        'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
+    ),
     503: {**_PROBLEM, "description": "`too_many_listeners`: 64 listen to this replica already"},
 }
 _UNREACHABLE: _Responses = {

@@ -118,7 +118,7 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     for section, keys in patch.items():
         tree[section] = {**tree.get(section, {}), **keys}
     if scorers:
-        by_name = {scorer.name: scorer.weight for scorer in settings.scheduling.scorers} | scorers
+        by_name = settings.scheduling.weights | scorers
         named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
         tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
     try:
@@ -321,7 +321,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "paused": 0,
         "queue_enabled": int(controller.enabled),
         "queue_unready": int(queue.queue_without_endpoints),
-        "live_weight": Scheduler(with_in_flight(_scorers(settings))).live_weight,
+        "live_weight": Scheduler(with_in_flight(settings.scheduling.weights)).live_weight,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }
@@ -332,10 +332,6 @@ def _shared_band(band: Band) -> dict[str, object]:
     limits = {"capacity": band.capacity, "bytes": band.bytes}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     return {"priority": band.priority, **attributes, **given}
-
-
-def _scorers(settings: Settings) -> dict[str, float]:
-    return {scorer.name: scorer.weight for scorer in settings.scheduling.scorers}
 
 
 def _whole_ms(seconds: float | None) -> int:

@@ -211,21 +211,13 @@ class Scheduler:
         drawn = [(total, draw(), at) for at, total in enumerate(totals)]
         first = nlargest(limit, drawn) if len(drawn) > _SORT_LIMIT else sorted(drawn, reverse=True)[:limit]
         live, live_scores = self.live_weight, parts.get(IN_FLIGHT)
+        excluded, waived = filtered.excluded, filtered.waived
         best: list[Candidate] = []
         for total, _, at in first:
             score = total if total < 1.0 else 1.0  # rounding may bring a sum slightly above 1
             base = score if live_scores is None else total - live * live_scores[at]
             best.append(Candidate(eligible[at].address, score, base if base > 0.0 else 0.0))
-        return Ranking(
-            tuple(best),
-            eligible,
-            totals,
-            parts,
-            self.weights,
-            filtered.excluded,
-            filtered.waived,
-            self.live_weight,
-        )
+        return Ranking(tuple(best), eligible, totals, parts, self.weights, excluded, waived, live)
 
     def _score_fixed(self, pick: PickRequest, eligible: Sequence[EndpointState]) -> None:
         """Score `eligible` by the scorers that ignore the request."""
@@ -234,12 +226,9 @@ class Scheduler:
             for name, scorer in self._scorers
             if name in REQUEST_INDEPENDENT_SCORERS
         }
-        totals: list[float] = []
+        totals = [0.0] * len(eligible)
         for name, scores in fixed.items():
             weight = self.weights[name]
-            if totals:
-                totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
-            else:
-                totals = [weight * score for score in scores]
-        self._fixed_totals = totals or [0.0] * len(eligible)
+            totals = [total + weight * score for total, score in zip(totals, scores, strict=True)]
+        self._fixed_totals = totals
         self._fixed_scores, self._eligible = fixed, eligible
