@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from script_fleet import SETTINGS
+from script_fleet import settings_with
 
 from picker_fleet.bands import NAMED
 from picker_fleet.state.scripts import Library, load_library
@@ -63,9 +63,8 @@ class DirectPool:
     def publish(
         self, *addresses: str, version: str = "e", library: Library | None = None, **settings: Any
     ) -> list[bytes]:
-        bounds = {"lower_per": settings["upper_per"]} if "upper_per" in settings else {}
-        text = json.dumps({**SETTINGS, **bounds, **settings})
         listed = (part for address in addresses for part in (address, OPEN))
+        text = json.dumps(settings_with(settings))
         reply: list[bytes] = self.call("publish", "a", "c", version, text, *listed, library=library)
         return reply
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from decision_ledger import Ledger
@@ -37,6 +37,12 @@ SETTINGS: Mapping[str, Any] = {
     "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2, "live_weight": 0.5,
 }  # fmt: skip
 _COUNTED = itertools.count(1)
+
+
+def settings_with(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """SETTINGS with `changes` in their place; the lower bound is the upper one's, unless it is given."""
+    bounds = {"lower_per": changes["upper_per"]} if "upper_per" in changes else {}
+    return {**SETTINGS, **bounds, **changes}
 
 
 def addresses(count: int) -> tuple[str, ...]:
@@ -87,12 +93,22 @@ async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> A
     raise AssertionError(f"never became true: {condition}")
 
 
+async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+    """Wait until `call` answers what is wanted."""
+
+    async def is_wanted() -> bool:
+        return await call() == wanted
+
+    await until(is_wanted)
+
+
+async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """Make `call` when the loop comes to it, which puts it into one message with its neighbours."""
+    return await call(*args)
+
+
 def _candidates(subset: tuple[str, ...] | None) -> str:
     return "*" if subset is None else ",".join(subset)
-
-
-def _bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"lower_per": settings["upper_per"]} if "upper_per" in settings else {}
 
 
 class PatientPauseDetector(PauseDetector):
@@ -151,10 +167,7 @@ class Replica:
         listed = [Endpoint(each) if isinstance(each, str) else each for each in endpoints]
         version = f"v{next(_COUNTED)}"
         await self.store.publish(
-            {**SETTINGS, **_bounds(settings), **settings},
-            listed,
-            config_version="test",
-            endpoints_version=version,
+            settings_with(settings), listed, config_version="test", endpoints_version=version
         )
         self.cell.publish(Snapshot(version, tuple(listed)))
 
@@ -206,11 +219,10 @@ class Fleet:
 
     async def until_queued(self, count: int) -> None:
         """Wait until so many requests wait in the queue."""
+        await until_is(self.queued, count)
 
-        async def are_queued() -> bool:
-            return (await self.counts())[1] == count
-
-        await until(are_queued)
+    async def queued(self) -> int:
+        return (await self.state()).queued
 
     async def until_logged(self, event: str, request_id: str) -> None:
         """Wait until the decision log has `event` of the request."""
@@ -229,8 +241,18 @@ class Fleet:
         """Whether every count is exactly 0 (G6)."""
         state = await self.state()
         counts = (state.stock, state.queued, state.leases, state.active_flows)
-        waiting = [await self.redis.exists(self.keys.prefix + name) for name in ("requests", "timers")]
+        waiting = [await self.has(name) for name in ("requests", "timers")]
         return not any(counts) and not any(waiting) and not any(state.in_flight.values())
+
+    async def ends(self, replica: Replica, *request_ids: str) -> None:
+        """They end, as this replica hears, and nothing is left."""
+        for each in request_ids:
+            replica.gate.settle(ended(each))
+        await until(self.at_rest)
+
+    async def has(self, key: str) -> bool:
+        """Whether the pool has a key of that name."""
+        return bool(await self.redis.exists(self.keys.prefix + key))
 
     async def now_ms(self) -> float:
         """The server's clock, the only one that counts."""
@@ -275,17 +297,6 @@ class Fleet:
         return found
 
 
-def _client(url: str, pool: str) -> Redis:
-    return client(
-        url,
-        Keys.of(pool).pool,
-        decode_responses=True,
-        encoding_errors="surrogateescape",
-        socket_timeout=DEADLINE_S,
-        socket_connect_timeout=DEADLINE_S,
-    )
-
-
 OpenFleet = Callable[..., contextlib.AbstractAsyncContextManager[Fleet]]
 
 
@@ -316,7 +327,12 @@ async def running(
         settings = {"upper_per": 1, **settings}
     through = through or {}
     patience_s = dict.fromkeys(through, silence_s)
-    async with _client(url, pool) as redis, asyncio.TaskGroup() as tasks:
+    timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), DEADLINE_S)
+    reading = {"decode_responses": True, "encoding_errors": "surrogateescape"}
+    async with (
+        client(url, Keys.of(pool).pool, **timeouts, **reading) as redis,
+        asyncio.TaskGroup() as tasks,
+    ):
         replicas = tuple(
             Replica(through.get(name, url), pool, name, silence_s=patience_s.get(name, SILENCE_S))
             for name in names
@@ -328,23 +344,21 @@ async def running(
                 await replicas[0].publish(*addresses(endpoints), **settings)
                 for replica in replicas:
                     await replica.beat()
-            for replica in replicas:
-                if joined is not None:
-                    background.append(tasks.create_task(_join(replica, joined, endpoints)))
-                if listening:
-                    channel = fleet.keys.wake(replica.name)
-                    # A connection that a busy machine keeps silent must not be given up: some tests have no
-                    # heartbeat that would make up for wake-ups missed.
-                    wakeups = listen(url, channel, replica.on_notification, check_s=DEADLINE_S)
-                    background.append(tasks.create_task(wakeups))
-            if joined is not None:
-                await until(lambda: all(replica.membership for replica in replicas))
-                for replica in replicas:
-                    async with asyncio.timeout(DEADLINE_S):
-                        assert replica.membership is not None
-                        await replica.membership.known()
             if listening:
+                # A connection that a busy machine keeps silent must not be given up: some tests have no
+                # heartbeat that would make up for wake-ups missed.
+                background += [
+                    tasks.create_task(
+                        listen(url, fleet.keys.wake(each.name), each.on_notification, check_s=DEADLINE_S)
+                    )
+                    for each in replicas
+                ]
                 await until(lambda: _listen(fleet))
+            if joined is not None:
+                members = [_member(replica, joined, endpoints) for replica in replicas]
+                background += [tasks.create_task(member.run()) for member in members]
+                async with asyncio.timeout(DEADLINE_S):
+                    await asyncio.gather(*(member.known() for member in members))
             if full:
                 assert (await replicas[-1].admit("runs")).status == "placed"
             yield fleet
@@ -356,13 +370,14 @@ async def running(
                 task.cancel()
 
 
-async def _join(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> None:
-    replica.membership = Membership(
+def _member(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> Membership:
+    member = Membership(
         replica.store, replica.gate, parse(joined), endpoints=replica.cell, metrics=replica.metrics,
         replica_info={"host": "test"},
     )  # fmt: skip
-    replica.membership.discovered([Endpoint(address) for address in addresses(endpoints)])
-    await replica.membership.run()
+    member.discovered([Endpoint(address) for address in addresses(endpoints)])
+    replica.membership = member
+    return member
 
 
 async def _listen(fleet: Fleet) -> bool:
