@@ -206,7 +206,6 @@ class PoolModel:
             return "expired" if limited else "refused no-endpoints 1"
         # Back to its place, uncharged. The flow queue waits until one of the flow's requests ends, or an
         # endpoint has room. Where none has room nobody is served, and the flow queue keeps its turns.
-        assert r.tag is not None
         self._give_back(r)
         self.workloads.sent_back(r.workload)
         r.any_endpoint = candidates == "*"

@@ -229,8 +229,6 @@ class World:
             _run(gate.tombstones.publish())
             self._reported[who] = True
         elif step.what == "restore":
-            assert gate.outage is not None
-            assert gate.outage.resync is not None
             _run(gate.outage.restore_running(cast(Store, self.pool), _ANY_TIME_S))
             gate.finish_resync(gate.outage, gate.outage.resync)
         elif step.what == "return":

@@ -39,6 +39,16 @@ SETTINGS: Mapping[str, Any] = {
 _COUNTED = itertools.count(1)
 
 
+def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[str, Any]:
+    """The configuration of replicas that join, with a decision log and so many requests an endpoint."""
+    return {
+        "leases": {"heartbeat": heartbeat},
+        "decision_log": {"enabled": True},
+        "request_queue_controller": {"watermark_per_backend": watermark},
+        **sections,
+    }
+
+
 def settings_with(changes: Mapping[str, Any]) -> dict[str, Any]:
     """SETTINGS with `changes` in their place; the lower bound is the upper one's, unless it is given."""
     bounds = {"lower_per": changes["upper_per"]} if "upper_per" in changes else {}

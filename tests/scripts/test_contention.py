@@ -4,37 +4,28 @@ import asyncio
 import random
 from collections import Counter
 
-from script_fleet import OpenFleet, ask, ended, until
-
-CONFIG = {
-    "leases": {"heartbeat": "100ms"},
-    "decision_log": {"enabled": True},
-    "request_queue_controller": {"watermark_per_backend": 2},
-    "fair_request_queue": {"flow_capacity": 300},
-}
+from script_fleet import OpenFleet, ask, config, ended, until
 
 
 async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet: OpenFleet) -> None:
     # Three replicas, four endpoints and a watermark of 2 each.
-    async with fleet("a", "b", "c", endpoints=4, joined=CONFIG, listening=True) as it:
+    joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
+    async with fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)
         served: Counter[str] = Counter()
 
         async def one(number: int) -> None:
             name, flow = f"r{number}", f"flow{number % 5}"
             here, there = chance.sample(it.replicas, 2)
-            placement = await here.gate.admit(
-                ask(name, flow=flow, workload=flow), stream_owned=number % 2 == 0
-            )
+            owned = number % 2 == 0
+            placement = await here.gate.admit(ask(name, flow=flow, workload=flow), stream_owned=owned)
             served[placement.endpoints[0]] += 1
             for _ in range(chance.randrange(4)):
                 await asyncio.sleep(0)
-            (here if number % 2 == 0 else there).gate.settle(ended(name))
+            (here if owned else there).gate.settle(ended(name))
 
         # 300 come at once.
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(300):
-                tasks.create_task(one(number))
+        await asyncio.gather(*map(one, range(300)))
         await until(it.at_rest)
         # Each has lived once, every rule of the ledger has held, and each endpoint had its part.
         ledger = await it.ledger()

@@ -1,13 +1,12 @@
 """Replicas that lose Redis and come back, on real servers: what has ended stays ended (G6, G8)."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from failover_bench import gate_over
-from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, ended, until
+from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 
 from picker_fleet.config import parse
 from picker_fleet.failover.gate import FailoverState
@@ -16,26 +15,20 @@ from picker_fleet.request import Alive, Endpoint, Placement
 from picker_fleet.state.connection import FailureDetector
 
 (E1,) = addresses(1)
-CONFIG: Mapping[str, Any] = {
-    "request_queue_controller": {"watermark_per_backend": 8},
-    "leases": {"heartbeat": "200ms"},
-    "decision_log": {"enabled": True},
-}
 
 
 class FailoverReplica:
     """A replica with the gate and the membership that leave Redis and return."""
 
     def __init__(self, replica: Replica) -> None:
-        settings = parse(CONFIG)
         trigger = HeartbeatTrigger()
         self.gate = gate_over(
             replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(1.0, 8.0),
             trigger, replica.name,
         )  # fmt: skip
         self.membership = Membership(
-            replica.store, replica.gate, settings, endpoints=replica.cell, metrics=replica.metrics,
-            replica_info=lambda: {"host": "test"}, failover=self.gate,
+            replica.store, replica.gate, parse(config(8, "200ms")), endpoints=replica.cell,
+            metrics=replica.metrics, replica_info=lambda: {"host": "test"}, failover=self.gate,
             heartbeat_now=trigger,
         )  # fmt: skip
         self.membership.discovered([Endpoint(E1)])

@@ -112,7 +112,6 @@ async def _use_all_scripts(
         assert names == dict(zip(ids, pairs, strict=True))
         for request_id in ids:
             place = await store.reads.request(request_id)
-            assert place is not None
             assert (place.entry.id, place.entry.owner) == (request_id, replica)
         running_now, _ = await store.reads.in_flight(9)
         assert [each.entry.flow for each in running_now] == [flows[0]]
@@ -120,7 +119,6 @@ async def _use_all_scripts(
         assert {row.id for row in registered} == set(workloads)
         for workload in workloads:
             row = await store.reads.workload(workload)
-            assert row is not None
             assert row.id == workload
         assert [row.id for row in await store.reads.replicas()] == [replica]
         # and when one leaves, another is turned away, and the others are served by turns, nothing is left

@@ -98,7 +98,6 @@ async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_
     async with running(valkey_url, pool, "a", "b", endpoints=3, joined={}) as (it, a, b):
         whole: list[object] = []
         for each in (a, b):
-            assert each.membership is not None
             await until(lambda each=each: len(each.cell.current.endpoints) == 3)
 
             async def listed(store: Store = each.store) -> tuple[Endpoint, ...]:

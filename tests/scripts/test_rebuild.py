@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import redis
-from decision_ledger import order_of
-from script_fleet import Fleet, OpenFleet, addresses, ask, ended, until
+from decision_ledger import events_of, order_of
+from script_fleet import Fleet, OpenFleet, addresses, ask, config, ended, until, until_is
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
 from picker_fleet.errors import StateUnavailable
@@ -17,13 +17,9 @@ from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
 # Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.
-CONFIG: dict[str, Any] = {
-    "leases": {"heartbeat": "50ms"},
-    "decision_log": {"enabled": True},
-    "request_queue_controller": {"watermark_per_backend": 2},
-}
+CONFIG = config(2)
 # Seconds in which a replica joins only by its own doing: the test decides when it beats.
-SLOW: dict[str, Any] = {**CONFIG, "leases": {"heartbeat": "2s"}}
+SLOW = config(2, "2s")
 BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server for a tenth of a second or so
 
 
@@ -42,21 +38,26 @@ async def filled(
 
 async def all_served(it: Fleet, streams: int, waiting: "Sequence[asyncio.Task[Placement]]") -> None:
     """The streams end, each waiter has its turn and ends, and nothing is left."""
+    (first, *_) = it.replicas
 
-    async def one(name: str, task: "asyncio.Task[Placement] | None" = None) -> None:
-        if task is not None:
-            await task
-        it.replicas[0].gate.settle(ended(name))
+    async def served(name: str, task: "asyncio.Task[Placement]") -> None:
+        await task
+        first.gate.settle(ended(name))
 
     for number in range(streams):
-        await one(f"s{number}")
-    await asyncio.gather(*(one(f"q{number}", task) for number, task in enumerate(waiting)))
+        first.gate.settle(ended(f"s{number}"))
+    await asyncio.gather(*(served(f"q{number}", task) for number, task in enumerate(waiting)))
     await until(it.at_rest)
 
 
-async def _accounted(it: Fleet, count: int) -> bool:
-    stock, queued, loads = await it.counts()
-    return stock + queued == count and sum(loads) <= stock
+async def until_accounted(it: Fleet, count: int) -> None:
+    """Wait until so many requests run or wait."""
+
+    async def are_accounted() -> bool:
+        stock, queued, loads = await it.counts()
+        return stock + queued == count and sum(loads) <= stock
+
+    await until(are_accounted)
 
 
 async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) -> None:
@@ -66,7 +67,7 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
         # Everything is lost.
         await it.redis.flushall()
         # Without a word from anyone, all thirteen are accounted for again.
-        await until(lambda: _accounted(it, 13))
+        await until_accounted(it, 13)
         assert not any(task.done() and task.exception() for task in waiting)
         # And as the streams end, every waiter has its turn, and nothing is left.
         await all_served(it, 4, waiting)
@@ -77,7 +78,7 @@ async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=2, joined=CONFIG) as (it, _):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
-        await until(lambda: _accounted(it, 9))
+        await until_accounted(it, 9)
         await all_served(it, 4, waiting)
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
 
@@ -95,7 +96,7 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
 
         monkeypatch.setattr(a.store, "admit", paused)
         await it.redis.flushall()
-        await until(lambda: _accounted(it, 9))
+        await until_accounted(it, 9)
         await all_served(it, 4, waiting)
         assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
 
@@ -134,19 +135,13 @@ async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFlee
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
-        await until(lambda: _accounted(it, 0))
-
-        async def published() -> bool:
-            return (await it.state()).ready_backends == 2
-
-        await until(published)
+        await until_is(it.counts, (0, 0, [0, 0]))
         # When its periodic entry comes to another replica, it is counted where it runs.
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
-        await until(lambda: _accounted(it, 1))
+        await until_accounted(it, 1)
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
         # And its final entry ends it
-        a.gate.settle(ended("r"))
-        await until(it.at_rest)
+        await it.ends(a, "r")
 
 
 async def test_waiters_that_could_not_be_registered_are_registered_with_the_next_beat(
@@ -156,46 +151,40 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 2, 3)
         real = a.store.admit
-        failures = 0
+        failures = [StateUnavailable("gone again") for _ in range(3)]
 
         async def failing(*of_it: Any) -> Decision:
-            nonlocal failures
-            if failures < 3:
-                failures += 1
-                raise StateUnavailable("gone again")
+            if failures:
+                raise failures.pop()
             return await real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", failing)
         # The state is lost.
         await it.redis.flushall()
         # A later beat registers them.
-        await until(lambda: _accounted(it, 5))
-        assert failures == 3
+        await until_accounted(it, 5)
+        assert not failures
         await all_served(it, 2, waiting)
 
 
 async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
     # A stream and a waiter of a replica that the others have given up.
-    async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
+    async with fleet("a", endpoints=1, joined=CONFIG) as (it, _):
         _, (waiter,) = await filled(it, 2, 1)
         await it.redis.zadd(it.keys.replicas, {"a": 1})
 
         async def held_again() -> bool:
-            events = [entry.event for entry in await it.log() if entry.request == "q0"]
-            return events[-1] in ("adopted", "queued")
+            return events_of(await it.log(), "q0")[-1] in ("adopted", "queued")
 
         # When it beats again, its waiter is back in the queue, and served.
         await until(held_again)
-        a.gate.settle(ended("s0"))
-        a.gate.settle(ended("s1"))
-        assert (await waiter).endpoints == addresses(1)
+        await all_served(it, 2, (waiter,))
+        assert waiter.result().endpoints == addresses(1)
 
 
 async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFleet) -> None:
     # Two replicas with the same configuration.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
-        assert a.membership is not None
-        assert b.membership is not None
         await until(lambda: len(b.cell.current.endpoints) == 2)
         # When the one that does not lead discovers more, nothing changes.
         b.membership.discovered([])
@@ -245,9 +234,7 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
-def test_a_request_given_up_without_a_report_is_restored_by_its_renewal_and_ends_once(
-    server: TimedPool,
-) -> None:
+def test_a_request_given_up_unreported_is_restored_by_its_renewal_and_ends_once(server: TimedPool) -> None:
     server.admit("r")
     # A request that nobody could report for a lease.
     server.calm(LEASE_MS + SECOND_MS)
@@ -277,9 +264,7 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Ti
     assert not server.client.exists(f"{server.prefix}unheard")
 
 
-def test_a_damaged_record_of_a_running_request_is_restored_from_its_accounting_token(
-    server: TimedPool,
-) -> None:
+def test_a_damaged_record_is_restored_from_the_accounting_token_of_its_request(server: TimedPool) -> None:
     server.admit("r")
     server.damage("r")
     assert server.report("r", TOKEN) == "restored"

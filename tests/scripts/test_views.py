@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import pytest
-from pydantic import BaseModel
 from script_fleet import Fleet, OpenFleet, Replica, addresses, until
 
 from picker_fleet.admin import models
@@ -30,9 +29,8 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
     # Three bands with waiting flows, one flow that has been served, and one at its limit.
     async with fleet("a", upper_per=1) as (it, a):
-        await queued_behind_one(
-            it, ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
-        )
+        waiting = ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
+        await queued_behind_one(it, *waiting)
         await a.settle("runs")
         await a.admit("c1", flow="limited", band=0, limit=1)
         await a.store.place("d1", 1, "*")
@@ -60,10 +58,8 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
         # The flow that was served is behind by its share, which its weight made small.
-        assert [(each.priority, each.name, each.start, each.queued) for each in queues] == [
-            (0, "iron", 0.0, 1),
-            (0, "gold", 0.25, 1),
-        ]
+        rows = [(each.priority, each.name, each.start, each.queued) for each in queues]
+        assert rows == [(0, "iron", 0.0, 1), (0, "gold", 0.25, 1)]
         iron, gold = queues
         assert (gold.weight, gold.share, iron.weight, iron.share) == (4.0, 0.25, 1.0, 1.0)
         assert min(iron.oldest_s, gold.oldest_s) >= 0.02
@@ -80,21 +76,20 @@ async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
     # 230 flows in two bands, whose tags are all 0.
     async with fleet("a", total_capacity=1000, full=True) as (_, a):
         names = [f"flow-{i:03d} é" for i in range(115)]
+        expected = [(each, name) for each in (7, -3) for name in names]
         await asyncio.gather(
-            *(a.admit(f"{each}-{name}", flow=name, priority=each) for each in (7, -3) for name in names)
+            *(a.admit(f"{each}-{name}", flow=name, priority=each) for each, name in expected)
         )
         # When they are read page by page, and the one at which a page ended leaves in between
-        seen: list[tuple[int, str]] = []
-        group, behind = 0, None
-        while True:
-            found = (await a.store.reads.flow_queues(page, group=group, behind=behind)).queues
-            seen += [(each.priority, each.name) for each in found]
-            if len(found) < page:
-                break
-            group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
-            await a.store.cancel(f"{found[-1].priority}-{found[-1].name}", 1, "cancelled")
+        found = seen = (await a.store.reads.flow_queues(page)).queues
+        while len(found) == page:
+            last = found[-1]
+            await a.store.cancel(f"{last.priority}-{last.name}", 1, "cancelled")
+            behind = (repr(last.start), last.name)
+            found = (await a.store.reads.flow_queues(page, group=last.group, behind=behind)).queues
+            seen = seen + found
         # Each came exactly once, in order.
-        assert seen == [(each, name) for each in (7, -3) for name in names]
+        assert [(each.priority, each.name) for each in seen] == expected
 
 
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
@@ -102,18 +97,16 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
     # Two flow queues, one of them longer than a call may read.
     async with fleet("a", ordering=ordering, full=True) as (_, a):
         # By arrival, and by deadline
-        await asyncio.gather(
-            *(a.admit(f"q{i:03d}", workload="w", criticality=4, ttl_s=60 + i) for i in range(230))
-        )
+        names = [f"q{i:03d}" for i in range(230)]
+        asked = (a.admit(each, workload="w", criticality=4, ttl_s=60 + i) for i, each in enumerate(names))
+        await asyncio.gather(*asked)
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
         # When stretches of them are read, one of them past the end
-        long, short, past = await a.store.reads.queued(
-            [RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)]
-        )
+        ranges = RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)
+        long, (other,), past = await a.store.reads.queued(ranges)
         # All of their requests come, in the flow queue's order.
-        assert [each.id for each in long] == [f"q{i:03d}" for i in range(10, 220)]
+        assert [each.id for each in long] == names[10:220]
         assert past == []
-        (other,) = short
         assert (other.state, other.owner, other.flow, other.priority) == ("queued", "a", "other", -10)
         assert (other.model, other.cost, other.limit, other.workload) == ("llama", 3.0, 2, "")
         assert other.endpoints == ()
@@ -123,7 +116,6 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
         # And scores are found where they count
         score = long[0].score
         if ordering == "workload-aware":
-            assert score is not None
             assert score.criticality == pytest.approx(0.32)
             assert 0 <= score.wait < 0.4
             assert score.rate == pytest.approx(-0.2 * min(230 / 60 / 100, 1), rel=0.01)
@@ -151,19 +143,15 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
         await a.admit("q2")
         await a.settle("r000", "r001")
         # They are read in pages.
-        seen = []
-        behind = None
-        while True:
-            page, total = await a.store.reads.in_flight(60, behind)
+        seen, total = await a.store.reads.in_flight(60)
+        while len(seen) % 60 == 0:
+            page, again = await a.store.reads.in_flight(60, (seen[-1].lease_ms, seen[-1].entry.id))
             seen += page
-            assert total == 230
-            if len(page) < 60:
-                break
-            behind = (page[-1].lease_ms, page[-1].entry.id)
+            assert (again, len(page) <= 60) == (total, True)
+        assert total == 230
         # Each comes once, with its state, endpoints and lease.
-        assert sorted(each.entry.id for each in seen) == sorted(
-            [f"r{i:03d}" for i in range(2, 230)] + ["q1", "q2"]
-        )
+        placed = [f"r{i:03d}" for i in range(2, 230)]
+        assert sorted(each.entry.id for each in seen) == ["q1", "q2", *placed]
         states = {each.entry.id: (each.entry.state, each.entry.endpoints) for each in seen}
         assert states["q1"] == ("granted", ())
         assert states["r002"] == ("placed", (E1,))
@@ -178,21 +166,16 @@ async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
-        assert found is not None
-        assert found.queue is not None
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.overdue_rank, found.lease_in_s) == (1, None)
         # Placed: with its lease
         runs = await a.store.reads.request("runs")
-        assert runs is not None
         assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
         # Granted, then held by a silent replica's name, then gone
         await a.admit("first", flow="f", candidates=E1)  # else it is placed when it is granted
         await a.settle("runs")
-        granted = await b.store.reads.request("first")
-        assert granted is not None
-        assert granted.entry.state == "granted"
+        assert (await b.store.reads.request("first")).entry.state == "granted"
         assert await a.store.reads.request("runs") is None
 
 
@@ -202,8 +185,7 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i % 230}") for i in range(460)))
         await a.settle("r7")
         # They are read in pages of 40.
-        seen = []
-        cursor: tuple[str, int] | None = ("0", 0)
+        seen, cursor = [], ("0", 0)
         while cursor is not None:
             page, total, cursor = await a.store.reads.workloads(40, *cursor)
             assert total == 230
@@ -212,7 +194,6 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
         # Each comes once.
         assert sorted(each.id for each in seen) == sorted(f"w{i}" for i in range(230))
         seven = await a.store.reads.workload("w7")
-        assert seven is not None
         assert (seven.total, seven.active, seven.dispatched) == (2, 1, 2)
         assert seven.rate == pytest.approx(2 / 60, rel=0.2)
         assert seven.average_wait_s == 0
@@ -227,8 +208,8 @@ async def test_replicas_and_decisions_are_listed(fleet: OpenFleet) -> None:
         assert found["a"].heartbeat_s_ago < 60 < found["b"].heartbeat_s_ago
         assert found["a"].about == '{"host":"test"}'
         await a.admit("r")
-        last = await a.store.reads.decisions(1)
-        assert [(each["event"], each["request"]) for each in last] == [("bypassed", "r")]
+        (last,) = await a.store.reads.decisions(1)
+        assert (last["event"], last["request"]) == ("bypassed", "r")
         assert [each["event"] for each in await a.store.reads.decisions(50)][-1] == "bypassed"
 
 
@@ -250,32 +231,25 @@ async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> Non
         assert await it.redis.keys("*") == []
 
 
-CONFIG: dict[str, Any] = {
-    "fair_request_queue": {"total_capacity": 5000, "flow_capacity": 5000, "queue_ttl": "600s"},
-    "request_queue_controller": {"watermark_per_backend": 1, "lower_bound_per_backend": 1,
-                                 "upper_bound_per_backend": 1},
-}  # fmt: skip
+QUEUE = {"total_capacity": 5000, "flow_capacity": 5000, "queue_ttl": "600s"}
+BOUNDS = dict.fromkeys(("watermark_per_backend", "lower_bound_per_backend", "upper_bound_per_backend"), 1)
+CONFIG = {"fair_request_queue": QUEUE, "request_queue_controller": BOUNDS}
 
 
 def lists_of(replica: Replica, max_flows: int = MAX_FLOWS) -> FleetLists:
-    assert replica.membership is not None
-    cache = FleetStateCache(replica.store, 60.0, max_flows)
-    return FleetLists(
-        replica.store, replica.membership, cache, LeastLoadedChooser(replica.cell), replica.name
-    )
+    cache, chooser = FleetStateCache(replica.store, 60.0, max_flows), LeastLoadedChooser(replica.cell)
+    return FleetLists(replica.store, replica.membership, cache, chooser, replica.name)
 
 
 async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    cursor = None
-    while True:
-        page = (await call(limit, cursor, **fields)).model_dump()
-        found += page[rows]
+    cursor: str | None = ""
+    while cursor is not None:
+        page = (await call(limit, cursor or None, **fields)).model_dump()
+        found, cursor = found + page[rows], page["cursor"]
         assert len(page[rows]) <= limit
-        cursor = page["cursor"]
-        if cursor is None:
-            assert page["total"] == len(found)
-            return found
+    assert page["total"] == len(found)
+    return found
 
 
 @contextlib.asynccontextmanager
@@ -286,14 +260,13 @@ async def listed(
     `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
         assert (await a.admit("runs")).status == "placed"
-        for at in range(0, len(requests), 200):
-            verdicts = await asyncio.gather(
-                *(
-                    a.admit(request_id, flow=flow, band=band, weight=weights.get(flow, 1.0))
-                    for request_id, flow, band in requests[at : at + 200]
-                )
+        verdicts = await asyncio.gather(
+            *(
+                a.admit(request_id, flow=flow, band=band, weight=weights.get(flow, 1.0))
+                for request_id, flow, band in requests
             )
-            assert {verdict.status for verdict in verdicts} == {"queued"}
+        )
+        assert {verdict.status for verdict in verdicts} == {"queued"}
         yield a, lists_of(a)
 
 
@@ -313,14 +286,12 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
         places = [([band.name for band in NAMED].index(each["band"]), each["start_tag"]) for each in found]
         assert places == sorted(places)
         # And in a flow by arrival
-        assert [each["id"] for each in found if each["flow"] == "f07"] == [
-            request_id for request_id, flow, *_ in asked if flow == "f07"
-        ]
+        of_one = [request_id for request_id, flow, _ in asked if flow == "f07"]
+        assert [each["id"] for each in found if each["flow"] == "f07"] == of_one
         # And one asked for by id has the same position
         for each in (found[0], found[777], found[-1]):
-            found = await lists.request(each["id"])
-            assert found is not None
-            assert (found.position, found.start_tag) == (each["position"], each["start_tag"])
+            one = await lists.request(each["id"])
+            assert (one.position, one.start_tag) == (each["position"], each["start_tag"])
         # And flows come once, and share by their weights
         flows = await pages(lists.flows, "flows", limit, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
@@ -330,18 +301,16 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
     # Requests that run and wait, of workloads and of none, of a flow with a limit and without.
-    policy = {**CONFIG["fair_request_queue"], "ordering": ordering}
-    async with valkey_fleet("a", joined={**CONFIG, "fair_request_queue": policy}) as (_, a):
+    joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
+    async with valkey_fleet("a", joined=joined) as (_, a):
         assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert (await a.admit(f"q{number}", **kind)).status == "queued"
         lists = lists_of(a)
         # Each list's pages hold what their description says, each field of it and no other.
-        kinds: tuple[tuple[type[BaseModel], Any, str], ...] = (
-            (models.Flows, lists.flows(2, None, None), "flows"),
-            (models.Flows, lists.flows(200, None, None), "flows"),
-            (models.Queue, lists.queue(2, None, None, None), "requests"),
-            (models.Queue, lists.queue(200, None, None, None), "requests"),
+        kinds = (
+            *((models.Flows, lists.flows(limit, None, None), "flows") for limit in (2, 200)),
+            *((models.Queue, lists.queue(limit, None, None, None), "requests") for limit in (2, 200)),
             (models.Inflight, lists.in_flight(200, None), "requests"),
             (models.Workloads, lists.workloads(200, None), "workloads"),
         )
@@ -372,13 +341,9 @@ async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None
     async with listed(valkey_fleet, *two) as (a, lists):
 
         async def why(request_id: str) -> str:
-            found = await lists.request(request_id)
-            assert found is not None
-            return found.why
+            return (await lists.request(request_id)).why
 
-        assert await why("q2") == (
-            "flow gold has 1 request before it; the stock (1) is at its bounds (1 to 1)"
-        )
+        assert await why("q2") == "flow gold has 1 request before it; the stock (1) is at its bounds (1 to 1)"
         assert "runs on 10.0.0.1:8000" in await why("runs")
         await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
@@ -393,12 +358,8 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
     async with listed(valkey_fleet, *((f"q{i}", f"f{i}", Band.DEFAULT) for i in range(3))) as (_, lists):
         cursor = (await lists.flows(1, None, None)).cursor
         assert cursor
-        for call in (
-            lists.queue(1, cursor, None, None),
-            lists.in_flight(1, cursor),
-            lists.workloads(1, cursor),
-            lists.flows(1, "nonsense", None),
-        ):
+        others = lists.queue(1, cursor, None, None), lists.in_flight(1, cursor), lists.workloads(1, cursor)
+        for call in (*others, lists.flows(1, "nonsense", None)):
             with pytest.raises(BadCursor):
                 await call
 
@@ -415,12 +376,10 @@ async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet
 async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
+        nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'
         # Two more replicas that tell of the service they gave, and one whose words make no sense.
-        await a.store._client.call("heartbeat", "b", served % (40, 30), 60_000)
-        await a.store._client.call("heartbeat", "c", served % (60, 30), 60_000)
-        await a.store._client.call(
-            "heartbeat", "d", '{"served": {"priorities": "x"}, "up_s": "long"}', 60_000
-        )
+        for name, about in (("b", served % (40, 30)), ("c", served % (60, 30)), ("d", nonsense)):
+            await a.store._client.call("heartbeat", name, about, 60_000)
 
         async def found() -> Any:
             (gold,) = (await lists.flows(10, None, None)).flows
