@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 from packed import doubles
-from script_fleet import SETTINGS, Fleet, OpenFleet, addresses, ask, ended, until
+from script_fleet import SETTINGS, OpenFleet, addresses, ask, ended, until, until_is
 
 from picker_fleet.request import Alive, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 
 E1, E2 = addresses(2)
+ONE_RUNS = (1, 0, [1])
 MOST_TOMBSTONES = 100_000
 
 
@@ -46,11 +47,7 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.renew_owned_streams()
-        await until(lambda: _one_runs(it))
-
-
-async def _one_runs(it: Fleet) -> bool:
-    return await it.counts() == (1, 0, [1])
+        await until_is(it.counts, ONE_RUNS)
 
 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
@@ -73,7 +70,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         assert await it.at_rest()
         await it.after(2)
         await a.sweep(idle_s=0.001)
-        assert await it.redis.exists(it.keys.prefix + "workloads") == 0
+        assert not await it.has("workloads")
 
 
 async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: OpenFleet) -> None:
@@ -84,7 +81,7 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
         # When the replica that let them go brings both, only the one that runs is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
-        assert await it.counts() == (1, 0, [1])
+        assert await it.counts() == ONE_RUNS
         # And a new request of that id is as any other
         assert (await b.admit("ended")).status == "placed"
         assert await a.store.tombstone("ended") == "buried"
@@ -97,19 +94,14 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 10_000, "ended")
         await it.after(1)
         await a.sweep()
-        assert await it.redis.exists(tombstones) == 0
+        assert not await it.has("buried")
         assert await it.at_rest()
 
 
 @pytest.mark.parametrize(
     ("ended_s", "seen_s", "answer"),
-    [
-        (5.0, 5.1, "unknown"),  # seen alive before its end
-        (5.0, 4.0, "unknown"),  # a renewal may come by a newer stream
-        (5.0, 1.0, "restored"),  # another request of the same id, let go since
-        (5.0, 0.0, "restored"),
-        (0.0, 0.0, "unknown"),
-    ],
+    # Seen alive before its end; renewed, perhaps by a newer stream; another of the same id, let go since.
+    [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
 async def test_a_tombstone_stops_only_requests_seen_before_the_end(
     fleet: OpenFleet, ended_s: float, seen_s: float, answer: str
@@ -118,10 +110,9 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
         token = accounting_token.write(ask("r"), E1)
         # An end that was reported some time ago, and is told now.
         assert await a.store.tombstone("r", ended_s) == "buried"
-        # When somebody brings back what it let go, and saw alive before or since
-        assert (
-            await b.store.renew("r", None, "", token, seen_s) == "unknown"
-        )  # only heard of: an old accounting token, it may be
+        # When somebody brings back what it let go, and saw alive before or since; who has only heard of it
+        # may have an old accounting token.
+        assert await b.store.renew("r", None, "", token, seen_s) == "unknown"
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
         # An end that is told again says whether it has come back.
         again = await a.store.tombstone("r", ended_s)
@@ -135,9 +126,7 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
         tombstones = it.keys.prefix + "buried"
         now_ms = await it.now_ms()
         # More than are kept.
-        for first in range(0, MOST_TOMBSTONES + 600, 10_000):
-            count = min(10_000, MOST_TOMBSTONES + 600 - first)
-            await it.redis.zadd(tombstones, {f"r{first + n}": now_ms + first + n for n in range(count)})
+        await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
         # When it is swept, the oldest go.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
@@ -177,10 +166,8 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
         # An accounting token claims more.
-        assert (
-            await a.store.renew("r", None, E1, accounting_token.write(ask("r", cost=claimed), E1))
-            == "restored"
-        )
+        token = accounting_token.write(ask("r", cost=claimed), E1)
+        assert await a.store.renew("r", None, E1, token) == "restored"
         # It has no more than all of it, and gives it back.
         assert (await it.state()).stock == taken
         await a.settle("r")
@@ -191,8 +178,9 @@ async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fl
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
         # Accounting tokens for an endpoint that nobody knows, then they restore nothing.
-        assert await a.store.renew("r", None, "", accounting_token.write(ask("r"), nowhere)) == "unknown"
-        assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), nowhere)) == "unknown"
+        for served in ("", nowhere):
+            token = accounting_token.write(ask("r"), nowhere)
+            assert await a.store.renew("r", None, served, token) == "unknown"
         # And one that is said to be served there counts where it was placed
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state()).in_flight == {E1: 1}
@@ -208,25 +196,24 @@ async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: Ope
         await a.publish(E1)
         # When it is renewed and then taken back, nothing is left.
         a.gate.renew_owned_streams()
-        await until(lambda: _one_runs(it))
+        await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
         await until(it.at_rest)
 
 
 # flow, band, weight, cost, workload, criticality, model, endpoint, limit; each damaged in one place
+WHOLE = ("f", "1", "1.0", "1", "w", "3", "llama", E1, "0")
+DAMAGES = {
+    1: ("1.5", "7"), 2: ("nan", "x"), 3: ("1e308", "inf", "-5"), 4: ("w\0",), 5: ("x",), 7: ("",),
+    8: ("-1", "inf", "65536", "1.5", "more"),
+}  # fmt: skip
 DAMAGED = [
-    "", "f", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000", "f\t1.5\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t0",
-    "f\t7\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\tnan\t1\tw\t3\tllama\t10.0.0.1:8000\t0",
-    "f\t1\t1.0\t1e308\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\tinf\tw\t3\tllama\t10.0.0.1:8000\t0",
-    "f\t1\t1.0\t-5\tw\t3\tllama\t10.0.0.1:8000\t0", "f\t1\t1.0\t1\tw\tx\tllama\t10.0.0.1:8000\t0",
-    "f\t1\t1.0\t1\tw\t3\tllama\t\t0", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t-1",
-    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\tinf", "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t65536",
-    "f\t1\t1.0\t1\tw\t3\tllama\t10.0.0.1:8000\t1.5", "f\t1\tx\t1.0\tw\t3\tm\t10.0.0.1:8000\t0",
-    "f\t1\t1.0\t1.0\tw\t3\tm\te\tmore", "f\t1\t1.0\t1.0\tw\0\t3\tm\t10.0.0.1:8000\t0",
+    (), WHOLE[:1], WHOLE[:8],
+    *((*WHOLE[:at], each, *WHOLE[at + 1 :]) for at, those in DAMAGES.items() for each in those),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("damaged", DAMAGED)
+@pytest.mark.parametrize("damaged", ["\t".join(each) for each in DAMAGED])
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
     # A request in flight.
     async with fleet("a") as (it, a):
@@ -235,7 +222,7 @@ async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, dam
         for served in ("",) if "llama\t\t" in damaged else ("", E1):
             assert await a.store.renew("x", None, served, damaged) == "unknown"
         # The one in flight is counted as before, and nothing else is.
-        assert await it.counts() == (1, 0, [1])
+        assert await it.counts() == ONE_RUNS
         await a.settle("r")
         assert await it.at_rest()
 
@@ -279,9 +266,8 @@ async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> No
         # The access log tells of endpoints that no address can be.
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
-            assert await a.store.renew("lost", None, served, accounting_token.write(ask("lost"), E1)) in (
-                "restored", "renewed",
-            )  # fmt: skip
+            token = accounting_token.write(ask("lost"), E1)
+            assert await a.store.renew("lost", None, served, token) in ("restored", "renewed")
         # Both count where they were placed, and end there.
         assert await it.counts() == (2, 0, [2])
         await a.settle("r", "lost")

@@ -2,12 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
 
 import pytest
 from proxy import proxy_to
 from redis_servers import Server
-from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, until
+from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, in_turn, until
 
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
@@ -30,11 +29,6 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
         assert await it.at_rest()
 
 
-async def _next(call: Callable[[], Awaitable[str]]) -> str:
-    """Make `call` when the loop comes to it, which puts it into one message with its neighbours."""
-    return await call()
-
-
 # The script cache's tests need Valkey: fakeredis closes the connection with every error reply.
 
 
@@ -42,17 +36,10 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
     # A server that forgets every script.
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
-            lambda: a.beat(),
-            lambda: a.publish(E1, upper_per=1),
-            lambda: a.admit("r1"),
-            lambda: b.admit("r2"),
-            lambda: a.store.renew("r1", 1, "", ""),
-            lambda: a.settle("r1"),
-            lambda: b.place("r2"),
-            lambda: b.store.cancel("r2", 1, "withdrawn"),
-            lambda: b.sweep(),
-            lambda: b.store.state(60),
-        )
+            a.beat, lambda: a.publish(E1, upper_per=1), lambda: a.admit("r1"), lambda: b.admit("r2"),
+            lambda: a.store.renew("r1", 1, "", ""), lambda: a.settle("r1"), lambda: b.place("r2"),
+            lambda: b.store.cancel("r2", 1, "withdrawn"), b.sweep, lambda: b.store.state(60),
+        )  # fmt: skip
         # When a request passes through all of them, nothing fails.
         for call in calls:
             await it.redis.function_flush()
@@ -70,14 +57,10 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         await it.redis.function_flush()
         # When every script is asked for in one turn, each answers as if it were known.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
-            _next(lambda: a.store.renew("runs", 1, "", "")),
-            _next(lambda: a.store.settle("runs", Outcome.COMPLETED)),
-            a.admit("new"),
-            a.place("granted"),
-            _next(lambda: a.store.cancel("new", 1, "cancelled")),
-            a.beat(),
-            a.sweep(),
-        )
+            in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
+            a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
+            a.beat(), a.sweep(),
+        )  # fmt: skip
         assert (renewed, settled, admitted.status) == ("renewed", "settled llama", "queued")
         assert (placed.status, cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
@@ -97,13 +80,11 @@ async def test_an_end_takes_effect_although_only_the_script_before_it_was_forgot
         await it.redis.function_load(without)
         # A renewal or an admission and the same request's end are sent together.
         if forgotten == "renew":
-            token = accounting_token.write(ask("r"), E1)
-            await asyncio.gather(
-                _next(lambda: a.store.renew("r", None, "", token)),
-                _next(lambda: a.store.settle("r", Outcome.COMPLETED)),
-            )
+            begins = in_turn(a.store.renew, "r", None, "", accounting_token.write(ask("r"), E1))
+            ends = in_turn(a.store.settle, "r", Outcome.COMPLETED)
         else:
-            await asyncio.gather(a.admit("r"), _next(lambda: a.store.cancel("r", 1, "cancelled")))
+            begins, ends = a.admit("r"), in_turn(a.store.cancel, "r", 1, "cancelled")
+        await asyncio.gather(begins, ends)
         assert {"restored", "bypassed"} & {entry.event for entry in await it.log()}
         # The end has the last word.
         assert await it.at_rest()
@@ -136,18 +117,10 @@ async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey
         assert set(a.lost) == {"refused"}
         # When the server starts, calls work.
         await asyncio.to_thread(valkey.revive)
-        await until(lambda: _publishes(a))
+        await until(lambda: a.store.fault is None)
+        await a.publish(E1)
         assert await a.admit("r1") == Decision("placed", E1)
-        assert a.store.fault is None
         running.cancel()
-
-
-async def _publishes(replica: Replica) -> bool:
-    try:
-        await replica.publish(E1)
-    except StateUnavailable:
-        return False
-    return True
 
 
 async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
@@ -155,9 +128,8 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
 ) -> None:
     async with (
         proxy_to(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as it,
+        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as (it, a, b),
     ):
-        a, b = it.replicas
         # A request in flight and a connection that takes everything and answers nothing.
         await a.admit("r1")
         between.vanished = True
@@ -190,19 +162,14 @@ async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFle
             settled = a.store.settle("r0", Outcome.COMPLETED)
             # The replica stops
         # Both have failed.
-        with pytest.raises(StateUnavailable, match="stopped"):
-            await waiting
-        with pytest.raises(StateUnavailable, match="stopped"):
-            await settled
+        for call in (waiting, settled):
+            with pytest.raises(StateUnavailable, match="stopped"):
+                await call
 
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
     # One in flight on a server that cannot write its file.
-    async with (
-        proxy_to(valkey_url) as between,
-        valkey_fleet("a", upper_per=1, through={"a": between.url}) as it,
-    ):
-        (a,) = it.replicas
+    async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
         # When it ends, that waits.
@@ -224,11 +191,7 @@ async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFlee
         epoch = link.connection_epoch
         # When its connection is cut, it is well again without a call.
         await it.redis.client_kill_filter(skipme=True)
-
-        async def well() -> bool:
-            return link.connection_epoch > epoch and link.fault is None
-
-        await until(well)
+        await until(lambda: link.connection_epoch > epoch and link.fault is None)
 
 
 async def sleep_while_in_flight(replica: Replica) -> None:
@@ -271,15 +234,17 @@ async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fl
 async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     fleet: OpenFleet, redis_url: str
 ) -> None:
-    async with proxy_to(redis_url) as between, fleet("a", through={"a": between.url}, silence_s=1.0) as it:
-        (a,) = it.replicas
+    async with (
+        proxy_to(redis_url) as between,
+        fleet("a", through={"a": between.url}, silence_s=1.0) as (it, a),
+    ):
         await a.admit("r1")
         await a.admit("r2")
         # A server that takes everything and answers nothing, and an end that is on its way.
         between.vanished = True
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
-        await until(lambda: _is(a.store._client.waiting and not a.store.unsent_ends()))
+        await until(lambda: a.store._client.waiting and not a.store.unsent_ends())
         # When another request ends, only this end cannot be known there.
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
@@ -291,7 +256,7 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
         assert a.lost == ["silence"]
         # And when there is a new connection to a server that is as silent, though decisions go out on it
         epoch = a.store.connection_epoch
-        await until(lambda: _is(a.store.connection_epoch > epoch))
+        await until(lambda: a.store.connection_epoch > epoch)
         deciding = asyncio.create_task(a.admit("r4"))
         with pytest.raises(StateUnavailable):
             await deciding
@@ -304,7 +269,3 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
         for undecided in ("r3", "r4"):
             await a.store.cancel(undecided, 1, "cancelled")
         assert await it.at_rest()
-
-
-async def _is(condition: bool) -> bool:
-    return condition
