@@ -4,13 +4,13 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
-from script_fleet import until
+from script_fleet import until, until_is
 
 from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
@@ -53,18 +53,10 @@ class Replica:
         self.name = name
         self.meter = Meter()
         self.task = ScrapingTask(
-            url,
-            pool,
-            name,
-            scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
-            engine=VLLM,
-            heartbeat_s=HEARTBEAT_S,
-            picked_by=lambda: True,
-            busy=lambda: True,
-            live=lambda: live,
-            endpoints=endpoints,
-            meter=self.meter,
-        )
+            url, pool, name, scraping=Scraping(interval=INTERVAL_S, stale_after=10.0), engine=VLLM,
+            heartbeat_s=HEARTBEAT_S, picked_by=lambda: True, busy=lambda: True, live=lambda: live,
+            endpoints=endpoints, meter=self.meter,
+        )  # fmt: skip
         self.running = asyncio.create_task(self.task.run())
 
     def knows(self, addresses: Sequence[str]) -> bool:
@@ -80,22 +72,25 @@ class Replica:
 
 class ScrapingFleet:
     def __init__(self, url: str, pool: str, addresses: list[str], names: Sequence[str]) -> None:
-        self.addresses = addresses
         self.key = Keys.of(pool).prefix + "metrics"
         self.live = list(names)
         self._cell = SnapshotCell()
         self.list(addresses)
         self.replicas = {name: Replica(url, pool, name, self._cell, self.live) for name in names}
 
-    def list(self, addresses: Sequence[str]) -> None:
+    def list(self, addresses: list[str]) -> None:
         """Make these the pool's endpoints."""
-        self._cell.publish(Snapshot(",".join(addresses), tuple(Endpoint(one) for one in addresses)))
+        self.addresses = addresses
+        self._cell.publish(listed(addresses))
 
-    async def settled(self, addresses: Sequence[str] | None = None) -> None:
-        """Wait until everyone knows of these (default: all) and nothing is scraped twice."""
-        wanted = self.addresses if addresses is None else addresses
-        await until(lambda: all(one.knows(wanted) for one in self.replicas.values()))
-        await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(wanted))
+    async def settled(self) -> None:
+        """Wait until everyone knows of all endpoints and nothing is scraped twice."""
+        await until(lambda: all(one.knows(self.addresses) for one in self.replicas.values()))
+        await self.divided()
+
+    async def divided(self) -> None:
+        """Wait until each endpoint has one replica that scrapes it."""
+        await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(self.addresses))
 
     async def scrapers(self, times: int) -> dict[str, set[str]]:
         """By endpoint, who scrapes it, over the next `times` scrapes of each."""
@@ -111,38 +106,29 @@ class ScrapingFleet:
             for address in self.addresses
         }
 
-    async def stop(self) -> None:
-        for replica in self.replicas.values():
-            await replica.stop()
+    async def until_stored(self, redis: Redis) -> None:
+        """Wait until Redis has a reading of exactly the endpoints."""
+        await until_is(lambda: self._stored(redis), set(self.addresses))
+
+    async def _stored(self, redis: Redis) -> set[str]:
+        return {name.decode() for name in await redis.hkeys(self.key)}
 
 
-async def until_stored(redis: Redis, key: str, addresses: Sequence[str]) -> None:
-    """Wait until Redis has a reading of exactly these."""
-
-    async def are_stored() -> bool:
-        return {name.decode() for name in await redis.hkeys(key)} == set(addresses)
-
-    await until(are_stored)
+def listed(addresses: Sequence[str]) -> Snapshot:
+    return Snapshot(",".join(addresses), tuple(Endpoint(one) for one in addresses))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
     """Four `picker sim` processes; their addresses."""
     folder = tmp_path_factory.mktemp("simulators")
-    children: list[Child] = []
-    addresses = []
-    try:
-        for number in range(4):
-            simulator = Simulator(number, SimOptions(), ["base", "sql", "chat"])
-            children.append(
-                await Child.start(simulator.name, simulator.command(), folder / f"{simulator.name}.log")
-            )
-            await simulator.ready(children[-1])
-            addresses.append(simulator.address)
-        yield addresses
-    finally:
-        for child in children:
-            await child.stop(10)
+    simulators = [Simulator(number, SimOptions(), ["base", "sql", "chat"]) for number in range(4)]
+    async with AsyncExitStack() as running:
+        for each in simulators:
+            child = await Child.start(each.name, each.command(), folder / f"{each.name}.log")
+            running.push_async_callback(child.stop, 10)
+            await each.ready(child)
+        yield [each.address for each in simulators]
 
 
 @asynccontextmanager
@@ -153,7 +139,8 @@ async def scraping(
     try:
         yield fleet
     finally:
-        await fleet.stop()
+        for replica in fleet.replicas.values():
+            await replica.stop()
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -183,9 +170,7 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
-        await until(
-            lambda: all(one.meter.ages_s().keys() == set(simulators) for one in fleet.replicas.values())
-        )
+            await until(lambda meter=replica.meter: meter.ages_s().keys() == set(simulators))
 
 
 async def test_load_on_an_endpoint_is_seen_by_every_replica(
@@ -211,11 +196,9 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
         # When it is scraped. Every replica sees one running there, with its adapter, and none elsewhere.
         def seen(replica: Replica) -> bool:
             snapshot = replica.task.readings.snapshot()
-            return snapshot[busy].metrics.running == 1.0 and all(
-                snapshot[other].metrics.running == 0.0 for other in simulators[1:]
-            )
+            return [snapshot[each].metrics.running for each in simulators] == [1.0, 0.0, 0.0, 0.0]
 
-        await until(lambda: all(seen(one) for one in fleet.replicas.values()))
+        await until(lambda: all(map(seen, fleet.replicas.values())))
         for replica in fleet.replicas.values():
             assert replica.task.readings.snapshot()[busy].metrics.active_adapters == {"sql"}
         asked.cancel()
@@ -233,7 +216,7 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
         # The others take over what was its own, and keep theirs.
-        await until(lambda: sum(one.meter.targets for one in fleet.replicas.values()) == len(simulators))
+        await fleet.divided()
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():
             assert len(after[address]) == 1
@@ -262,8 +245,7 @@ async def test_in_a_large_fleet_some_replicas_publish_and_all_know(
         # One of them that scrapes something stops without a word: another takes its turn.
         lost_name = next(iter((await fleet.scrapers(1))[simulators[0]]))
         await fleet.replicas.pop(lost_name).stop()
-        await until(lambda: sum(one.meter.targets for one in fleet.replicas.values()) == len(simulators))
-        await until(lambda: all(one.knows(simulators) for one in fleet.replicas.values()))
+        await fleet.settled()
 
 
 async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(
@@ -273,18 +255,17 @@ async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(
     async with scraping(valkey_url, pool, simulators[:3]) as fleet, Redis.from_url(valkey_url) as redis:
         await fleet.settled()
         # One leaves and the fourth comes.
-        now = simulators[1:]
-        fleet.list(now)
+        fleet.list(simulators[1:])
         # Every board and Redis have exactly those.
-        await fleet.settled(now)
-        await until_stored(redis, fleet.key, now)
+        await fleet.settled()
+        await fleet.until_stored(redis)
 
 
 async def test_a_flushed_redis_is_filled_again(valkey_url: str, pool: str, simulators: list[str]) -> None:
     async with scraping(valkey_url, pool, simulators) as fleet, Redis.from_url(valkey_url) as redis:
         await fleet.settled()
         await redis.delete(fleet.key)
-        await until_stored(redis, fleet.key, simulators)
+        await fleet.until_stored(redis)
 
 
 async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
@@ -301,7 +282,7 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
 async def test_a_replica_stops_at_any_moment(valkey_url: str, pool: str, simulators: list[str]) -> None:
     # Replicas that are told to end at another moment each, most of them while they connect.
     cell = SnapshotCell()
-    cell.publish(Snapshot("1", tuple(Endpoint(address) for address in simulators)))
+    cell.publish(listed(simulators))
     for turns in (*range(40), *range(40, 400, 20)):
         replica = Replica(valkey_url, pool, "one", cell, ["one"])
         for _ in range(turns):
