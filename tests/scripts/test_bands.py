@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import redis
@@ -27,6 +28,13 @@ def bytes_of(pool: DirectPool) -> dict[int, int]:
     return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
 
+def end_all(pool: DirectPool) -> None:
+    """End what runs or waits, and what is granted then."""
+    while requests := pool.requests():
+        for request in requests:
+            pool.settle(request.decode())
+
+
 def queue(pool: DirectPool, priorities: Iterable[int]) -> None:
     for priority in priorities:
         assert pool.admit(f"of {priority}", priority=priority)[0] == "queued"
@@ -40,10 +48,14 @@ def sweep(pool: DirectPool) -> None:
 @pytest.fixture
 def full(direct: DirectPool) -> DirectPool:
     """A pool in which everybody waits."""
-    direct.publish("a:1", upper_per=1)
-    direct.call("heartbeat", "a", "{}", 60_000)
-    direct.admit("runs")
+    fill(direct)
     return direct
+
+
+def fill(pool: DirectPool, **of_request: Any) -> None:
+    pool.publish("a:1", upper_per=1)
+    pool.call("heartbeat", "a", "{}", 60_000)
+    pool.admit("runs", **of_request)
 
 
 def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: DirectPool) -> None:
@@ -59,19 +71,17 @@ def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: Dire
     assert (lengths[0], lengths[-10]) == (1, 1)
     # All are served, and the numbers are free again.
     assert full.settle("runs").startswith("settled")
-    while full.requests():
-        for request in full.requests():
-            full.settle(request.decode())
+    end_all(full)
     sweep(full)
     assert list(lengths_of(full)) == [10, 0, -10]
     full.admit("again", priority=1005)
     assert 1005 in lengths_of(full)
 
 
-def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool, client: redis.Redis) -> None:
+def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> None:
     queue(full, (7, 7 - 10))
     # As after a restart of the server: nothing is remembered.
-    client.function_load(full.library.source, replace=True)
+    full.load(full.library)
     assert lengths_of(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     full.settle("runs")
     assert lengths_of(full)[7] == 0
@@ -125,15 +135,10 @@ class Mixed(DirectPool):
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
         self.former = self.load(former_library())
-        self.publish("a:1", upper_per=1)
-        self.call("heartbeat", "a", "{}", 60_000)
-        self.admit("runs")
+        fill(self)
 
     def former_comes(self) -> None:
         self.call("heartbeat", "former", "{}", 60_000, library=self.former)
-
-    def former_goes(self) -> None:
-        self.client.zrem(f"{self.prefix}replicas", "former")
 
 
 @pytest.fixture
@@ -149,7 +154,7 @@ def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of
     mixed.call("settle", "former", "runs", "completed", "", "", library=mixed.former)
     assert mixed.client.hget(f"{mixed.prefix}inbox:a", "of 100") == b"granted"
     # Once it has gone a band is made.
-    mixed.former_goes()
+    mixed.client.zrem(f"{mixed.prefix}replicas", "former")
     queue(mixed, [8])
     assert lengths_of(mixed)[8] == 1
 
@@ -185,27 +190,22 @@ def test_settings_of_a_version_that_knows_three_bands_are_understood(direct: Dir
 def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPool) -> None:
     queue(full, (10, 0, 5))
     assert list(lengths_of(full)) == [10, 5, 0, -10]
-    bands = [
-        {"priority": 50, "guaranteed": True},
-        {"priority": 5, "preemptible": True},
-        {"priority": -10, "preemptible": True},
-    ]
-    full.publish("a:1", upper_per=1, bands=bands)
+    lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
+    full.publish("a:1", upper_per=1, bands=[{"priority": 50, "guaranteed": True}, *lower])
     # Those that wait stay in the bands of the names; the band that had that priority before is served out.
     assert set(lengths_of(full)) == {50, 5, -10}
     assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"of 10": b"placed 1"}
-    for request in full.requests():
-        full.settle(request.decode())
+    end_all(full)
     sweep(full)
     assert list(lengths_of(full)) == [50, 5, -10]
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:
     """The bytes, as a library that was just loaded reads them."""
-    pool.client.function_load(pool.library.source, replace=True)
+    pool.load(pool.library)
     return bytes_of(pool)
 
 
@@ -218,8 +218,7 @@ def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"c": b"granted"}
     assert counted_anew(full) == {0: 950}
-    for request in full.requests():
-        full.settle(request.decode())
+    end_all(full)
     assert counted_anew(full) == {}
     assert full.client.hget(f"{full.prefix}pool", "waiting_bytes") == b""
 
@@ -229,9 +228,7 @@ def test_after_a_loss_of_the_state_requests_that_come_again_are_counted_whatever
 ) -> None:
     full.admit("waits", body_bytes=900)
     full.clear()
-    full.publish("a:1", upper_per=1)
-    full.call("heartbeat", "a", "{}", 60_000)
-    full.admit("runs", age_ms=9000)
+    fill(full, age_ms=9000)
     full.admit("waits", age_ms=5000, body_bytes=900)
     assert bytes_of(full) == {0: 900}
     full.settle("waits")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decision_ledger import events_of
 from failover_bench import gate_over
 from metrics_page import samples
-from proxy import Proxy, proxy_to
+from proxy import proxy_to
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis_servers import LOOPBACK, Server
@@ -21,7 +22,7 @@ from script_backends import real_server
 from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 
 from picker_fleet.errors import ScriptFailed, WritesRefused
-from picker_fleet.failover.gate import FailoverGate, FailoverState
+from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.connection import FailureDetector
 from picker_fleet.state.error_replies import ERROR_REPLIES
 
@@ -50,9 +51,8 @@ class Watched:
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
-        self.gate: FailoverGate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(SILENCE_S, SILENCE_S)
-        )
+        detector = FailureDetector(SILENCE_S, SILENCE_S)
+        self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, detector)
         self.waiting: asyncio.Task[Any]
 
     async def begin(self) -> None:
@@ -67,10 +67,10 @@ class Watched:
 
     async def ends(self) -> None:
         """Who waited has its turn in the place it had, and nothing is left."""
-        events = [entry.event for entry in await self.fleet.log() if entry.request == "waits"]
+        first, *others = events_of(await self.fleet.log(), "waits")
         # Once; on a new connection it may have been sent twice, and adopted in its place.
-        assert events[0] == "queued"
-        assert set(events[1:]) <= {"adopted"}
+        assert first == "queued"
+        assert set(others) <= {"adopted"}
         self.gate.settle(ended("runs"))
         await until(lambda: self.waiting.done() or self.replica.beat())
         await self.waiting
@@ -79,34 +79,42 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def watched(
-    url: str, pool: str, between: Proxy | None = None, **settings: Any
-) -> AsyncIterator[Watched]:
-    through = {} if between is None else {"a": between.url}
-    async with running(url, pool, "a", upper_per=1, listening=True, through=through, **settings) as fleet:
-        (replica,) = fleet.replicas
-        it = Watched(fleet, replica)
+async def watched(url: str, pool: str, through: str = "", **settings: Any) -> AsyncIterator[Watched]:
+    """One whose replica has Redis at the URL `through`, by default as the others."""
+    settings = {"listening": True, **settings}
+    async with running(url, pool, "a", upper_per=1, through={"a": through or url}, **settings) as (fleet, a):
+        it = Watched(fleet, a)
         await it.begin()
         try:
             yield it
         finally:
-            it.waiting.cancel()
-            await asyncio.wait((it.waiting,))
+            await given_up(it.waiting)
+
+
+async def given_up(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+@contextlib.asynccontextmanager
+async def arriving(it: Watched, name: str, flow: str = "flow") -> AsyncIterator[None]:
+    """A request that arrives, and is given up afterwards."""
+    task = asyncio.create_task(it.gate.admit(ask(name, flow=flow), stream_owned=False))
+    yield
+    await given_up(task)
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)
 async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_moment(
     valkey_url: str, pool: str, error: str
 ) -> None:
-    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between) as it:
+    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
         # An arrival meets the error once.
         between.refuse(f"{error} for a moment", times=1)
-        arriving = asyncio.create_task(it.gate.admit(ask("new", flow="other"), stream_owned=False))
-        # It waits for its turn in the shared queue, as who came before does.
-        await it.fleet.until_queued(2)
-        assert it.gate.state is FailoverState.SHARED
-        arriving.cancel()
-        await asyncio.wait((arriving,))
+        async with arriving(it, "new", "other"):
+            # It waits for its turn in the shared queue, as who came before does.
+            await it.fleet.until_queued(2)
+            assert it.gate.state is FailoverState.SHARED
         await it.ends()
 
 
@@ -114,15 +122,13 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
 async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
-    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between) as it:
+    async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
         # Every call meets the error.
         between.refuse(f"{error} for good")
-        arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
-        # The replica goes on by itself.
-        await until(lambda: it.gate.state is FailoverState.LOCAL)
-        assert it.errors(KINDS[error]) == 2
-        arriving.cancel()
-        await asyncio.wait((arriving,))
+        async with arriving(it, "new"):
+            # The replica goes on by itself.
+            await until(lambda: it.gate.state is FailoverState.LOCAL)
+            assert it.errors(KINDS[error]) == 2
         between.refuse("", times=0)
 
 
@@ -189,11 +195,9 @@ async def test_an_error_for_one_request_fails_it_alone(
         # It alone fails, and others are taken into the queue.
         assert it.gate.state is FailoverState.SHARED
         assert it.errors("item") == 20
-        other = asyncio.create_task(it.gate.admit(ask("other"), stream_owned=False))
-        await until(lambda: it.replica.gate.waiting == 2)
-        assert it.gate.state is FailoverState.SHARED
-        other.cancel()
-        await asyncio.wait((other,))
+        async with arriving(it, "other"):
+            await until(lambda: it.replica.gate.waiting == 2)
+            assert it.gate.state is FailoverState.SHARED
         # And the log names it, in lines that are few, short and whole
         lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
         assert 1 <= len(lines) <= 20
@@ -232,18 +236,14 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
     async with Redis.from_url(server.url) as redis:
         await redis.execute_command("ACL", "SETUSER", "picker", "on", ">secret", "~*", "&*", "+@all")
         user = server.url.replace("//", "//picker:secret@")
-        async with running(server.url, pool, "a", upper_per=1, through={"a": user}) as fleet:
-            (replica,) = fleet.replicas
-            it = Watched(fleet, replica)
-            await it.begin()
+        async with watched(server.url, pool, user, listening=False) as it:
             async with refusing(redis, why):
                 # When an arrival meets it, the replica goes on by itself, and what waited with it.
-                arriving = asyncio.create_task(it.gate.admit(ask("new"), stream_owned=False))
-                await until(lambda: it.gate.state is FailoverState.LOCAL)
-                assert it.errors(REFUSING[why][0]) >= 1
-                for task in (arriving, it.waiting):
-                    task.cancel()
-                    await asyncio.wait((task,))
+                async with arriving(it, "new"):
+                    await until(lambda: it.gate.state is FailoverState.LOCAL)
+                    assert it.errors(REFUSING[why][0]) >= 1
+                await given_up(it.waiting)
             # And the link is well as soon as the server is
-            await until(lambda: replica.store.fault is None)
-            assert (await replica.admit("next", candidates=addresses(1)[0])).status in ("placed", "queued")
+            await until(lambda: it.replica.store.fault is None)
+            verdict = await it.replica.admit("next", candidates=addresses(1)[0])
+            assert verdict.status in ("placed", "queued")

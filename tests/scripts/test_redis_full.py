@@ -8,7 +8,7 @@ import pytest
 from failover_bench import gate_over
 from redis_servers import Server
 from script_backends import real_server
-from script_fleet import Fleet, Replica, ask, ended, running, until
+from script_fleet import Fleet, ask, ended, running, until
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
 from picker_fleet.failover.gate import FailoverState
@@ -29,11 +29,9 @@ class Clients:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.replica: Replica = fleet.replicas[0]
-        replica = self.replica
-        self.gate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(5.0, 5.0)
-        )
+        (a,) = fleet.replicas
+        self.replica, detector = a, FailureDetector(5.0, 5.0)
+        self.gate = gate_over(a.store, a.gate, a.metrics, a.cell, detector)
         self.running: list[str] = []
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -73,14 +71,13 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         gate.update_peers({"a": {"degraded": False}})
         gate.heartbeat_answered(await a.beat())
         # A server without room, and requests that have filled it.
-        expires = asyncio.create_task(clients.ask("runs first"))
-        await expires
+        await clients.ask("runs first")
         base = (await it.redis.info("memory"))["used_memory"]
         await it.redis.config_set("maxmemory", base + ROOM)
         refused = await clients.fill()
         assert (refused.status, refused.retry_after_s) == (503, 1)
-        assert a.gate.waiting > 20
         waiting = a.gate.waiting
+        assert waiting > 20
         # It has no room at all from here on.
         await it.redis.config_set("maxmemory", 1)
         # Heartbeats, sweeps, marks, live changes and cancellations are taken.
@@ -108,8 +105,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
 
 
 async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Server, pool: str) -> None:
-    async with running(server.url, pool, "a", upper_per=1, listening=True) as it:
-        (a,) = it.replicas
+    async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
         # One that waits on a server that has no room since.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), stream_owned=False))
@@ -118,6 +114,5 @@ async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Serv
         # When its time is up, it is told so.
         with pytest.raises(ExpiredTtl):
             await waits
-        a.gate.settle(ended("runs"))
-        await until(it.at_rest)
+        await it.ends(a, "runs")
         await it.redis.config_set("maxmemory", 0)
