@@ -1,7 +1,6 @@
 """Envoy's side of ext_proc for tests: messages as Envoy builds them, and a scripted gate."""
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import json
@@ -9,26 +8,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    CommonResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-)
+from background import running
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.extproc import context
 from picker_fleet.extproc.certificates import Certificates
-from picker_fleet.extproc.context import (
-    AllowedPaths,
-    BodyBudget,
-    ByPool,
-    DrainGate,
-    ExchangeContext,
-    OpenRequests,
-    new_flow_limit,
-    read_limit,
-)
+from picker_fleet.extproc.context import ByPool, ExchangeContext
 from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
@@ -141,8 +129,7 @@ class Counted:
     def access_log(self, kind: str) -> None:
         self.reports.append(kind)
 
-    def access_log_rejected(self, reason: str) -> None:
-        self.reports.append(reason)
+    access_log_rejected = access_log
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
         self.waits.append((model, seconds, success, target_model))
@@ -156,20 +143,19 @@ def exchange_context(
 ) -> ExchangeContext:
     """A replica's context around `gate`; ids are `made-1`, `made-2`, …, times whole seconds by default."""
     settings = settings or parse({})
-    ids = itertools.count(1)
-    ticks = itertools.count()
+    ids, ticks = itertools.count(1), itertools.count()
     return ExchangeContext(
         lines=DecisionLines(lambda: 0.0),
         settings=settings,
-        paths=AllowedPaths(settings.extproc.paths),
-        reads=read_limit(settings.extproc, lambda: 0.0),
-        bodies=BodyBudget(settings.extproc.max_buffered_bytes),
-        new_flows=new_flow_limit(settings, lambda: 0.0),
+        paths=context.AllowedPaths(settings.extproc.paths),
+        reads=context.read_limit(settings.extproc, lambda: 0.0),
+        bodies=context.BodyBudget(settings.extproc.max_buffered_bytes),
+        new_flows=context.new_flow_limit(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}"),
         gate=gate,
-        drain_gate=DrainGate(gate),
+        drain_gate=context.DrainGate(gate),
         variants=Variants(NoSplits(), lambda: False),
-        open_requests=OpenRequests(),
+        open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),
         fill=lambda: 0.25,
@@ -196,16 +182,14 @@ def headers(
 
     `ask` is method and path: by default the list of models of a request that ends here, else completions.
     """
-    message = ProcessingRequest()
-    pairs = list(fields.items()) if isinstance(fields, Mapping) else list(fields)
+    message = ProcessingRequest(request_headers={"end_of_stream": ended})
+    pairs = fields.items() if isinstance(fields, Mapping) else fields
     method, path = ask or (("GET", "/v1/models") if ended else ("POST", "/v1/completions"))
     _fill(message.request_headers, [(":method", method), (":path", path), *pairs])
-    message.request_headers.end_of_stream = ended
     if mode is not None:
-        request, response = MODES[mode] if isinstance(mode, str) else mode
-        message.protocol_config.request_body_mode = request
-        message.protocol_config.response_body_mode = response
         message.protocol_config.SetInParent()
+        config = message.protocol_config
+        config.request_body_mode, config.response_body_mode = MODES[mode] if isinstance(mode, str) else mode
     describe(message, metadata or {})
     return message
 
@@ -227,9 +211,7 @@ def response_body(chunk: bytes = b"", *, ended: bool = False) -> ProcessingReque
 
 
 def trailers(part: str = "request_trailers") -> ProcessingRequest:
-    message = ProcessingRequest()
-    getattr(message, part).SetInParent()
-    return message
+    return ProcessingRequest(**{part: {}})
 
 
 def response_trailers() -> ProcessingRequest:
@@ -237,18 +219,14 @@ def response_trailers() -> ProcessingRequest:
 
 
 def _chunk(part: str, chunk: bytes, ended: bool) -> ProcessingRequest:
-    message = ProcessingRequest()
-    getattr(message, part).body = chunk
-    getattr(message, part).end_of_stream = ended
-    return message
+    return ProcessingRequest(**{part: {"body": chunk, "end_of_stream": ended}})
 
 
 def response_headers(
     status: int = 200, fields: Mapping[str, str] | None = None, *, ended: bool = False, served: str = ""
 ) -> ProcessingRequest:
-    message = ProcessingRequest()
+    message = ProcessingRequest(response_headers={"end_of_stream": ended})
     _fill(message.response_headers, [(":status", str(status)), *(fields or {}).items()])
-    message.response_headers.end_of_stream = ended
     if served:
         describe(message, {"envoy.lb": {"x-gateway-destination-endpoint-served": served}})
     return message
@@ -317,12 +295,8 @@ class Talk:
 
     async def leave(self, *messages: ProcessingRequest, once: asyncio.Event) -> None:
         """Say `messages`, and end the stream once that happens."""
-        task = asyncio.create_task(self.say(*messages))
-        await once.wait()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        assert task.cancelled()
+        async with running(self.say(*messages)):
+            await once.wait()
         self.close()
 
     def wait_s(self, seconds: int) -> None:
@@ -358,11 +332,9 @@ def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") ->
 
 def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]]:
     """The request's body as it goes on, and whether it ends there: with the headers' answer, or in chunks."""
-    whole = [
-        (answer.request_headers.response.body_mutation.body, True)
-        for answer in answers
-        if answer.request_headers.response.status == CommonResponse.CONTINUE_AND_REPLACE
-    ]
+    with_headers = [answer.request_headers.response for answer in answers]
+    replaced = [each for each in with_headers if each.status == each.CONTINUE_AND_REPLACE]
+    whole = [(each.body_mutation.body, True) for each in replaced]
     return whole + [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)]
 
 

@@ -1,7 +1,7 @@
 """A gate that goes on without the shared state, over a store that may be away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
-from picker_fleet.failover.peers import OutageCount, PeerClient
+from picker_fleet.failover.peers import PeerClient
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
@@ -67,17 +67,11 @@ def _failed() -> asyncio.Future[str]:
 
 
 class NoPeers:
-    async def ask(self, address: str, least: float, most: float) -> float | None:
-        return None
+    """Whatever a peer is asked, it does not answer."""
 
-    async def count(self, address: str) -> OutageCount | None:
-        return None
+    async def no_answer(self, *_: object) -> None: ...
 
-    async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        return None
-
-    async def close(self) -> None:
-        pass
+    ask = count = ended_before = close = no_answer
 
 
 def gate_over(
@@ -114,18 +108,15 @@ def gate_over(
 
 
 class Bench:
-    """The gate of replica `a` beside `b`, after one heartbeat. A resync waits up to `wait_s` for `b`. `away`,
-    Redis answers no decision."""
+    """The gate of replica `a` beside `b`, after one heartbeat. `away`, Redis answers no decision; `options`
+    are of `gate_over`, where a resync waits up to `wait_s` for `b`."""
 
     def __init__(
         self,
         pulse: HeartbeatReply | None = PULSE,
         config: Mapping[str, Any] | None = None,
-        wait_s: float = 2.0,
         away: bool = False,
-        replica: str = "a",
-        peer_client: PeerClient | None = None,
-        clock: Callable[[], float] | None = None,
+        **options: Any,
     ) -> None:
         self.now_s = 100.0  # of the clock that tells whether the process stood still
         self.store, self.metrics, self.cell = FickleStore(), Metrics(), SnapshotCell()
@@ -141,7 +132,7 @@ class Bench:
         self.pokes = 0
         self.gate = gate_over(
             store, self.shared, self.metrics, self.cell, FailureDetector(1.0, 8.0), self._poked,
-            config=config, wait_s=wait_s, replica=replica, peer_client=peer_client, clock=clock,
+            config=config, **options,
         )  # fmt: skip
         if pulse is not None:
             self.tell_peers()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
@@ -41,20 +42,22 @@ def store() -> ScriptedStore:
     return store
 
 
-@pytest.fixture
-def membership() -> CountingMembership:
-    return CountingMembership()
+@dataclass
+class Fleet:
+    """A shared state, its controls, and a client of the API over it."""
+
+    store: ScriptedStore
+    membership: CountingMembership
+    controls: FleetControls
+    http: httpx.AsyncClient
 
 
 @pytest.fixture
-def controls(store: ScriptedStore, membership: CountingMembership) -> FleetControls:
-    return FleetControls(cast(Store, store), cast(Membership, membership), SECRETIVE)
-
-
-@pytest.fixture
-async def http(store: ScriptedStore) -> AsyncIterator[httpx.AsyncClient]:
-    async with asking(api(store=store)) as client:
-        yield client
+async def fleet(store: ScriptedStore) -> AsyncIterator[Fleet]:
+    membership = CountingMembership()
+    controls = FleetControls(cast(Store, store), cast(Membership, membership), SECRETIVE)
+    async with asking(api(store=store)) as http:
+        yield Fleet(store, membership, controls, http)
 
 
 def client_at(
@@ -65,41 +68,38 @@ def client_at(
     return httpx.AsyncClient(transport=transport, base_url=url)
 
 
-async def test_a_patch_is_in_force_at_once_and_null_reverts_it(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
+async def test_a_patch_is_in_force_at_once_and_null_reverts_it(fleet: Fleet) -> None:
     patch = {
         "fair_request_queue": {"ordering": "edf"},
         "request_queue_controller": {"watermark_per_backend": 10},
         "weights": {"gold": 3},
     }
-    response = await http.patch("/api/v1/config", json=patch)
+    response = await fleet.http.patch("/api/v1/config", json=patch)
     assert response.status_code == 200
     config = response.json()
     assert config["config"]["fair_request_queue"]["ordering"] == "edf"
     assert config["config"]["fair_request_queue"]["flow_capacity"] == 100
     assert (config["changes"], config["weights"]) == (patch, {"gold": 3})
     assert (config["tuned_version"], config["paused"]) == ("1", False)
-    assert (await http.get("/api/v1/config")).json() == config
-    assert store.overrides == {"ordering": "edf", "lower_per": 9, "upper_per": 11, "weights": {"gold": 3}}
+    assert (await fleet.http.get("/api/v1/config")).json() == config
+    bounds = {"lower_per": 9, "upper_per": 11}
+    assert fleet.store.overrides == {"ordering": "edf", "weights": {"gold": 3}, **bounds}
 
     revert = {"fair_request_queue": {"ordering": None}, "weights": {"gold": None}}
-    response = await http.patch("/api/v1/config", json=revert)
+    response = await fleet.http.patch("/api/v1/config", json=revert)
     assert response.json()["changes"] == {"request_queue_controller": {"watermark_per_backend": 10}}
     assert response.json()["config"]["fair_request_queue"]["ordering"] == "fcfs"
-    assert store.overrides == {"lower_per": 9, "upper_per": 11}
+    assert fleet.store.overrides == bounds
 
 
-async def test_an_invalid_patch_changes_nothing_and_the_problem_names_the_live_keys(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
+async def test_an_invalid_patch_changes_nothing_and_the_problem_names_the_live_keys(fleet: Fleet) -> None:
     # test_live_changes.py has all faults.
     patch = {"pool": "other", "fair_request_queue": {"queue_ttl": "1s"}}
-    document = problem(await http.patch("/api/v1/config", json=patch), 422)
+    document = problem(await fleet.http.patch("/api/v1/config", json=patch), 422)
     assert document["detail"].startswith("pool: cannot change live\nfair_request_queue.queue_ttl: cannot")
     assert document["faults"] == document["detail"].splitlines()
     assert document["live"] == list(LIVE)
-    assert (store.overrides, store.tunings) == ({}, 0)
+    assert (fleet.store.overrides, fleet.store.tunings) == ({}, 0)
 
 
 BAD_BODIES = {
@@ -113,10 +113,8 @@ BAD_BODIES = {
 
 
 @cases("body, status, detail", BAD_BODIES)
-async def test_a_bad_body_is_refused_with_the_reason(
-    http: httpx.AsyncClient, body: bytes, status: int, detail: str
-) -> None:
-    assert detail in problem(await http.patch("/api/v1/config", content=body), status)["detail"]
+async def test_a_bad_body_is_a_problem(fleet: Fleet, body: bytes, status: int, detail: str) -> None:
+    assert detail in problem(await fleet.http.patch("/api/v1/config", content=body), status)["detail"]
 
 
 async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
@@ -132,45 +130,37 @@ async def test_a_body_that_never_ends_is_a_408(store: ScriptedStore) -> None:
     assert b"application/problem+json" in answer
 
 
-async def test_pause_lasts_through_other_changes_until_resume(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
-    assert (await http.post("/api/v1/pause")).json() == {"paused": True, "tuned_version": "1"}
+async def test_pause_lasts_through_other_changes_until_resume(fleet: Fleet) -> None:
+    assert (await fleet.http.post("/api/v1/pause")).json() == {"paused": True, "tuned_version": "1"}
     for cap in (5, None):
-        response = await http.patch("/api/v1/config", json={"workloads": {"rate_cap": cap}})
+        response = await fleet.http.patch("/api/v1/config", json={"workloads": {"rate_cap": cap}})
         assert response.json()["paused"] is True
-    assert store.overrides == {"paused": 1}
-    assert (await http.post("/api/v1/resume")).json() == {"paused": False, "tuned_version": "4"}
-    assert store.overrides == {}
+    assert fleet.store.overrides == {"paused": 1}
+    assert (await fleet.http.post("/api/v1/resume")).json() == {"paused": False, "tuned_version": "4"}
+    assert fleet.store.overrides == {}
 
 
-async def test_an_evicted_request_is_gone_or_the_problem_says_where_it_is(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
+async def test_an_evicted_request_is_gone_or_the_problem_says_where_it_is(fleet: Fleet) -> None:
     path = "/api/v1/requests/r-1/evict"
-    assert (await http.post(path)).json() == {"id": "r-1", "result": "evicted"}
+    assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
     for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
-        store.evicting = where
-        assert detail in problem(await http.post(path), status)["detail"]
+        fleet.store.evicting = where
+        assert detail in problem(await fleet.http.post(path), status)["detail"]
 
 
-async def test_an_endpoint_is_marked_as_drained_and_undrained(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
-    address = (await http.get("/api/v1/endpoints")).json()[0]["address"]
+async def test_an_endpoint_is_marked_as_drained_and_undrained(fleet: Fleet) -> None:
+    address = (await fleet.http.get("/api/v1/endpoints")).json()[0]["address"]
     for call, drained in (("drain", True), ("undrain", False)):
-        answer = await http.post(f"/api/v1/endpoints/{address}/{call}")
+        answer = await fleet.http.post(f"/api/v1/endpoints/{address}/{call}")
         assert answer.json() == {"address": address, "drained": drained}
-    assert store.marks == [(address, "drained", True), (address, "drained", False)]
-    assert "10.9.9.9:1" in problem(await http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
+    assert fleet.store.marks == [(address, "drained", True), (address, "drained", False)]
+    assert "10.9.9.9:1" in problem(await fleet.http.post("/api/v1/endpoints/10.9.9.9:1/drain"), 404)["detail"]
 
 
-async def test_a_change_to_a_pool_that_nobody_has_published_is_a_503(
-    http: httpx.AsyncClient, store: ScriptedStore
-) -> None:
-    store.epoch = "0"
+async def test_a_change_to_a_pool_that_nobody_has_published_is_a_503(fleet: Fleet) -> None:
+    fleet.store.epoch = "0"
     for method, path in (("POST", "/api/v1/pause"), ("PATCH", "/api/v1/config")):
-        response = await http.request(method, path, json={"workloads": {"rate_cap": 5}})
+        response = await fleet.http.request(method, path, json={"workloads": {"rate_cap": 5}})
         document = problem(response, 503)
         assert document["code"] == "state_unavailable"
         assert "not known yet" in document["detail"]
@@ -257,8 +247,8 @@ async def test_without_a_token_this_machine_and_the_dashboard_on_it_may_change(
         assert (await http.post("/api/v1/resume", headers={"origin": url})).status_code == 200
 
 
-async def test_the_configuration_is_shown_without_its_secrets(controls: FleetControls) -> None:
-    shown = await controls.config()
+async def test_the_configuration_is_shown_without_its_secrets(fleet: Fleet) -> None:
+    shown = await fleet.controls.config()
     assert "hunter2" not in str(shown)
     assert shown.config["redis"]["url"] == "rediss://redis.example:6380/3"
     assert shown.config["admin"]["token"] == "(set)"
@@ -267,44 +257,38 @@ async def test_the_configuration_is_shown_without_its_secrets(controls: FleetCon
     assert "fair_request_queue.ordering" in shown.live
 
 
-async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(
-    controls: FleetControls, store: ScriptedStore
-) -> None:
-    await controls.change({"fair_request_queue": {"total_capacity": 200}})
+async def test_a_change_that_does_not_fit_an_earlier_one_is_refused(fleet: Fleet) -> None:
+    await fleet.controls.change({"fair_request_queue": {"total_capacity": 200}})
     with pytest.raises(ConfigError, match="flow_capacity 300 exceeds total_capacity 200"):
-        await controls.change({"fair_request_queue": {"flow_capacity": 300}})
-    assert store.changes == {"fair_request_queue.total_capacity": 200}
-    assert store.tunings == 1
+        await fleet.controls.change({"fair_request_queue": {"flow_capacity": 300}})
+    assert fleet.store.changes == {"fair_request_queue.total_capacity": 200}
+    assert fleet.store.tunings == 1
 
 
-async def test_changes_that_two_replicas_make_at_once_are_both_in_force(
-    controls: FleetControls, store: ScriptedStore
-) -> None:
+async def test_changes_that_two_replicas_make_at_once_are_both_in_force(fleet: Fleet) -> None:
     deviation = "request_queue_controller.percentage_deviation_for_bounds"
     overrides = {"weights": {"b": 2}, "lower_per": 1.0, "upper_per": 3.0}
-    store.meanwhile = (overrides, {"weights.b": 2, deviation: 0.5})
+    fleet.store.meanwhile = (overrides, {"weights.b": 2, deviation: 0.5})
     watermark = {"watermark_per_backend": 10}
-    shown = await controls.change({"weights": {"a": 1}, "request_queue_controller": watermark})
+    shown = await fleet.controls.change({"weights": {"a": 1}, "request_queue_controller": watermark})
     assert shown.weights == {"a": 1, "b": 2}
-    assert store.overrides == {"weights": {"a": 1, "b": 2}, "lower_per": 5.0, "upper_per": 15.0}
-    assert store.changes[deviation] == 0.5
+    assert fleet.store.overrides == {"weights": {"a": 1, "b": 2}, "lower_per": 5.0, "upper_per": 15.0}
+    assert fleet.store.changes[deviation] == 0.5
 
 
-async def test_each_change_asks_for_a_heartbeat_at_once(
-    controls: FleetControls, membership: CountingMembership
+async def test_each_change_asks_for_a_heartbeat_at_once(fleet: Fleet) -> None:
+    await fleet.controls.change({"workloads": {"rate_cap": 5}})
+    assert await fleet.controls.pause(True) == Dispatch(paused=True, tuned_version="2")
+    await fleet.controls.drain("10.0.0.1:8000", True)
+    assert fleet.membership.heartbeats == 3
+
+
+async def test_changes_that_do_not_fit_this_configuration_are_shown_and_can_be_reverted(
+    fleet: Fleet,
 ) -> None:
-    await controls.change({"workloads": {"rate_cap": 5}})
-    assert await controls.pause(True) == Dispatch(paused=True, tuned_version="2")
-    await controls.drain("10.0.0.1:8000", True)
-    assert membership.heartbeats == 3
-
-
-async def test_changes_that_do_not_fit_this_configuration_are_shown_apart_and_can_be_reverted(
-    controls: FleetControls, store: ScriptedStore
-) -> None:
-    store.version, store.changes = "3", {"fair_request_queue.total_capacity": 10}
-    shown = await controls.config()
+    fleet.store.version, fleet.store.changes = "3", {"fair_request_queue.total_capacity": 10}
+    shown = await fleet.controls.config()
     assert shown.config["fair_request_queue"]["total_capacity"] == 1000
     assert shown.changes == {"fair_request_queue": {"total_capacity": 10}}
-    await controls.change({"fair_request_queue": {"total_capacity": None}})
-    assert store.changes == {}
+    await fleet.controls.change({"fair_request_queue": {"total_capacity": None}})
+    assert fleet.store.changes == {}

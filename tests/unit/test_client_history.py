@@ -13,13 +13,7 @@ from queue_simulator import Request, raw_entry
 from tables import cases
 
 from picker_tools.load import client_history
-from picker_tools.load.client_history import (
-    ClientRecord,
-    ClientRequest,
-    check_history,
-    save_run,
-    send_request,
-)
+from picker_tools.load.client_history import ClientRecord, ClientRequest, check_history, send_request
 
 ANSWER = json.dumps({"usage": {"completion_tokens": 2}}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nx-picker-request-id: r1\r\n"
@@ -135,7 +129,7 @@ def test_a_saved_run_is_checked_like_the_run_itself(tmp_path: Path, ends: tuple[
     request = ClientRequest("p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=headers)
     history = [replace(served(), request=request), replace(served(""), status=503, whole=False)]
     rules = {"may_end": ("completed", "reclaimed")}
-    written = save_run(tmp_path / "run", history, lifecycle_log(*ends), **rules)
+    written = client_history.save_run(tmp_path / "run", history, lifecycle_log(*ends), **rules)
     assert written.check() == check_history(history, lifecycle_log(*ends), **rules)
 
 
@@ -154,7 +148,7 @@ def test_the_command_exits_with_what_it_finds(
     tmp_path: Path, ends: tuple[str, ...], code: int, monkeypatch: Any, capsys: Any
 ) -> None:
     if ends:
-        save_run(tmp_path, [served()], lifecycle_log(*ends))
+        client_history.save_run(tmp_path, [served()], lifecycle_log(*ends))
     monkeypatch.setattr(sys, "argv", ["client_history", str(tmp_path)])
     assert client_history.main() == code
     assert ("rules broken" in capsys.readouterr().out) is bool(ends)

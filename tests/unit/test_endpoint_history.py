@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker_fleet.intake import Body
-from picker_fleet.scheduling.endpoint_history import (
-    BLOCK_BYTES,
-    BYTES_PER_BLOCK,
-    HOLDER_BYTES_PER_BLOCK,
-    LATENCY_WINDOW,
-    MAX_PROMPT_BYTES,
-    LatencyTracker,
-    LatencyWindow,
-    PrefixIndex,
-    block_hashes,
-    prompt_bytes,
-)
+from picker_fleet.scheduling import endpoint_history
+from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, LatencyWindow, PrefixIndex, block_hashes
 from picker_fleet.scheduling.scorers import LatencyStats
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
@@ -46,7 +36,7 @@ def chat(*said: object, **more: object) -> dict[str, object]:
 
 def prompt_of(document: dict[str, object]) -> bytes:
     """The prompt of `document` as a body."""
-    return prompt_bytes(Body(orjson.dumps(document)).values)
+    return endpoint_history.prompt_bytes(Body(orjson.dumps(document)).values)
 
 
 def hashes_of(*said: object) -> tuple[bytes, ...]:
@@ -103,8 +93,8 @@ HUGE = [
 @pytest.mark.parametrize("document", HUGE)
 def test_a_huge_prompt_is_looked_at_up_to_the_cap(document: dict[str, object]) -> None:
     prompt = prompt_of(document)
-    assert len(prompt) == MAX_PROMPT_BYTES
-    assert len(block_hashes("m", prompt)) == MAX_PROMPT_BYTES // BLOCK_BYTES
+    assert len(prompt) == endpoint_history.MAX_PROMPT_BYTES
+    assert len(block_hashes("m", prompt)) == endpoint_history.MAX_PROMPT_BYTES // BLOCK_BYTES
 
 
 def test_only_whole_blocks_count_and_each_has_a_hash_of_its_place_model_and_salt() -> None:
@@ -227,10 +217,13 @@ def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) 
         tracemalloc.stop()
 
     assert len(index) == blocks
-    assert used / blocks <= BYTES_PER_BLOCK + names_holders * HOLDER_BYTES_PER_BLOCK
+    assert (
+        used / blocks
+        <= endpoint_history.BYTES_PER_BLOCK + names_holders * endpoint_history.HOLDER_BYTES_PER_BLOCK
+    )
 
 
-def stats_of(seconds: list[float], window: int = LATENCY_WINDOW) -> LatencyStats | None:
+def stats_of(seconds: list[float], window: int = endpoint_history.LATENCY_WINDOW) -> LatencyStats | None:
     times_window = LatencyWindow(window)
     for each in seconds:
         times_window.add(each)
@@ -260,7 +253,7 @@ def test_what_is_no_time_is_left_out() -> None:
 
 
 def test_of_endpoints_the_one_silent_longest_is_forgotten_and_those_that_left() -> None:
-    tracker = LatencyTracker(max_endpoints=2)
+    tracker = endpoint_history.LatencyTracker(max_endpoints=2)
     for address in "abac":
         tracker.add(address, 1.0)
     assert [tracker.stats(address) is not None for address in "abc"] == [True, False, True]

@@ -358,19 +358,6 @@ async def test_a_bad_header_is_refused_by_name_where_it_counts(mode: str) -> Non
     assert talk.gate.admitted == []
 
 
-@every_mode
-async def test_a_refusal_of_the_gate_is_the_answer(mode: str) -> None:
-    talk = Talk(ScriptedGate(ExpiredTtl("waited 30 s", retry_after_s=2)))
-    refused = await talk.refused(*asks(mode))
-    assert refused.status == 503
-    assert refused.error == {"message": "waited 30 s", "type": "overloaded_error", "code": "expired_ttl"}
-    assert refused.headers["retry-after"] == "2"
-    assert refused.headers["x-llm-d-request-dropped-reason"] == "rejected-ttl-expired"
-    assert talk.metrics.answers == [(mode, "m", "expired_ttl")]
-    talk.close()
-    assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
-
-
 class Teapot(RequestError):
     """A refusal that no part of the picker makes."""
 
@@ -386,15 +373,21 @@ REFUSALS = {
 }
 
 
+@every_mode
 @cases("error, status, configured, pressure", REFUSALS)
-async def test_overload_may_be_429_by_configuration_and_a_refusal_carries_the_queue_pressure(
-    error: RequestError, status: int, configured: int, pressure: str
+async def test_a_refusal_of_the_gate_carries_the_pressure_and_may_be_429_by_configuration(
+    error: RequestError, status: int, configured: int, pressure: str, mode: str
 ) -> None:
-    refused = await Talk(ScriptedGate(error)).refused(*asks("lean"))
+    refused = await Talk(ScriptedGate(error)).refused(*asks(mode))
     assert (refused.status, refused.headers["x-queue-pressure"]) == (status, pressure)
+    # test_codec.py has all of a refusal.
+    assert (refused.code, refused.error["message"]) == (error.code, str(error))
     talk = Talk(ScriptedGate(error), {"fair_request_queue": {"overload_status": 429}})
-    assert (await talk.refused(*asks("lean"))).status == configured
-    assert (await talk.another().refused(headers("lean", ended=True))).status == configured
+    assert (await talk.refused(*asks(mode))).status == configured
+    talk.close()
+    assert (await talk.another().refused(headers(mode, ended=True))).status == configured
+    assert talk.metrics.answers == [(mode, "m", error.code), (mode, "", error.code)]
+    assert (talk.gate.withdrawn, talk.gate.settled) == ([], [])
 
 
 async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,24 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import extproc_client as envoy
 import grpc
 import pytest
 from background import running, until
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import (
-    Counted,
-    ScriptedGate,
-    body,
-    chosen_transport,
-    echoed,
-    exchange_context,
-    headers,
-    of_one_pool,
-    parts,
-    refusal,
-    response_body,
-    response_headers,
-)
+from extproc_client import Counted, ScriptedGate, body, headers, parts, response_body
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from picker_fleet.config import parse
@@ -89,12 +77,12 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
     quick = {"listen": "127.0.0.1:0", "drain_grace": "0s", "drain_timeout": "30s"}
-    settings = parse({"extproc": {**quick, "transport": chosen_transport(), **extproc}})
+    settings = parse({"extproc": {**quick, "transport": envoy.chosen_transport(), **extproc}})
     gate, metrics = ScriptedGate(), Counted()
     clock = clock or asyncio.get_running_loop().time
-    context = exchange_context(gate, metrics, settings, clock)
+    context = envoy.exchange_context(gate, metrics, settings, clock)
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
-    server = Server(of_one_pool(ExchangeService(context, uploads)), settings.extproc, services or {})
+    server = Server(envoy.of_one_pool(ExchangeService(context, uploads)), settings.extproc, services or {})
     port = await server.start()
     server.set_ready(True)
     try:
@@ -145,7 +133,7 @@ async def test_lean_ends_the_stream_with_its_answer() -> None:
         said = await talk(call, headers("lean"), *chunks, body(), answers=11)
 
         assert parts(said) == ["request_headers"] + ["request_body"] * 10
-        assert b"".join(chunk.body for chunk in echoed(said)) == ask
+        assert b"".join(chunk.body for chunk in envoy.echoed(said)) == ask
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
         assert fleet.metrics.answers == [("lean", "m", "ok")]
@@ -156,7 +144,7 @@ async def test_standard_lasts_as_long_as_the_answer() -> None:
     async with replica() as fleet:
         call = fleet.exchange()
         await talk(call, headers("standard"), body(ASK), answers=2)
-        answer = [response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
+        answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
         said = await talk(call, *answer, answers=3)
         assert parts(said) == ["response_headers", "response_body", "response_body"]
         assert await call.code() is grpc.StatusCode.OK
@@ -334,8 +322,8 @@ async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
 
         # The one that had begun is refused with a reason.
         [answer] = await talk(late, body(ASK), answers=1)
-        assert refusal([answer]).status == 503
-        assert refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
+        assert envoy.refusal([answer]).status == 503
+        assert envoy.refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
         assert not drain.done()
         fleet.gate.open.set()
         assert parts(await talk(waiting, answers=1)) == ["request_headers"]
@@ -351,7 +339,7 @@ async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
         await until(fleet.gate.asked.is_set)
         async with asyncio.timeout(30):
             await fleet.server.drain()
-        assert refusal(await talk(call, answers=1)).code == "shutting_down"
+        assert envoy.refusal(await talk(call, answers=1)).code == "shutting_down"
         assert len(fleet.gate.cancelled) == 1
         assert fleet.metrics.answers == [("lean", "m", "shutting_down")]
 
