@@ -85,10 +85,20 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
             stopping.set()
 
 
+async def admit_all(replica: Replica, *request_ids: str) -> None:
+    """Place requests whose clients wait on streams of the replica's."""
+    for request_id in request_ids:
+        await replica.gate.admit(ask(request_id), stream_owned=True)
+
+
+def settle_all(replica: Replica, *request_ids: str) -> None:
+    for request_id in request_ids:
+        replica.gate.settle(ended(request_id))
+
+
 async def rests_within_a_lease(fleet: Fleet) -> None:
-    """Wait until every count is exactly 0. TimeoutError past a lease, a sweep and MACHINE_S."""
-    async with asyncio.timeout(LEASE_S + SWEEP_S + MACHINE_S):
-        await until(lambda: _rests(fleet))
+    """Wait until every count is exactly 0. AssertionError past a lease, a sweep and MACHINE_S."""
+    await until(lambda: _rests(fleet), LEASE_S + SWEEP_S + MACHINE_S)
 
 
 async def _rests(fleet: Fleet) -> bool:

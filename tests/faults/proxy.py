@@ -21,9 +21,9 @@ Its attributes and methods take effect at once, on connections old and new:
 import asyncio
 import contextlib
 import math
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 from urllib.parse import urlsplit
 
 import hiredis
@@ -32,26 +32,20 @@ LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
 _SUBSCRIBE = b"SUBSCRIBE"
 _CALL = b"FCALL\r\n"
-_MESSAGES = (b"\r\n$7\r\nmessage\r\n", b"\r\n$8\r\npmessage\r\n", b"\r\n$8\r\nsmessage\r\n")
+_MESSAGES = (b"message", b"pmessage", b"smessage")
 
 
 class Proxy:
     """See the module. `lost` counts replies, `dropped` messages, `connections` all that were ever made."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
+    def __init__(self, port: int) -> None:
         self._target = port
         self.port = 0
         self.delay_s = 0.0
-        self.vanished = False
-        self.refusing = False
-        self.lose_replies = 0
-        self.lose_script_replies = 0
-        self.spared = 0
+        self.vanished = self.refusing = False
+        self.lose_replies = self.lose_script_replies = self.spared = 0
         self.drop_messages = False
-        self.connections = 0
-        self.lost = 0
-        self.dropped = 0
+        self.connections = self.lost = self.dropped = 0
         self.requests_flow, self.replies_flow = asyncio.Event(), asyncio.Event()
         self.stalled = False
         self.error, self.errors_left = "", 0.0
@@ -92,11 +86,6 @@ class Proxy:
         """Answer that many commands (all, if None) with `error`, and pass none of them on."""
         self.error, self.errors_left = error, math.inf if times is None else times
 
-    @property
-    def open(self) -> int:
-        """Connections that there are now."""
-        return len(self._links)
-
     def cut(self) -> None:
         """Reset every connection."""
         for link in list(self._links):
@@ -117,8 +106,7 @@ class Proxy:
                 if self.refusing:
                     return
                 self.connections += 1
-                inner_reader, inner_writer = await asyncio.open_connection(self._host, self._target)
-                link = _Link(self, (reader, writer), (inner_reader, inner_writer))
+                link = _Link(self, (reader, writer), await asyncio.open_connection(LOOPBACK, self._target))
                 self._links.add(link)
                 await link.carry()
         except asyncio.CancelledError:
@@ -131,10 +119,7 @@ class Proxy:
             writer.transport.abort()
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancelled(*self._tasks)
 
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -145,11 +130,10 @@ class _Link:
 
     def __init__(self, proxy: Proxy, client: Ends, server: Ends) -> None:
         self._proxy = proxy
-        self._client = client
-        self._server = server
-        self._subscribed = False
-        self._calls = False
+        self._client, self._server = client, server
+        self._subscribed = self._calls = False
         self._called = 0
+        self._replies_read = hiredis.Reader()  # of a subscriber
         self.stranded = False
 
     @property
@@ -166,9 +150,7 @@ class _Link:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await _cancelled(*ways)
 
     async def _requests(self) -> None:
         reader, writer = self._client[0], self._server[1]
@@ -192,21 +174,19 @@ class _Link:
         late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         passing = asyncio.ensure_future(self._pass(late))
         try:
-            buffer = b""
             while data := await reader.read(_CHUNK):
                 if not self._gone and self._is_to_lose():
                     self._proxy.lost += 1
                     self.cut()
                     return
                 if self._subscribed:
-                    data, buffer = self._without_messages(buffer + data)
+                    data = self._without_messages(data)
                 if data:
                     late.put_nowait((loop.time() + self._proxy.delay_s, data))
             await late.join()
             await self._stay_if_vanished()
         finally:
-            passing.cancel()
-            await asyncio.gather(passing, return_exceptions=True)
+            await _cancelled(passing)
 
     def _is_to_lose(self) -> bool:
         if self._proxy.lose_replies > 0:
@@ -234,40 +214,36 @@ class _Link:
         if self._gone:
             await asyncio.Event().wait()
 
-    def _without_messages(self, data: bytes) -> tuple[bytes, bytes]:
-        """What to pass on of a subscriber's replies, and the beginning of one that is not whole yet."""
-        passed: deque[bytes] = deque()
-        at = 0
-        while (end := frame_end(data, at)) > 0:
-            if self._proxy.drop_messages and data[at:end].startswith(b"*") and _is_message(data, at):
+    def _without_messages(self, data: bytes) -> bytes:
+        """The whole ones of a subscriber's replies, but for messages where these are dropped."""
+        self._replies_read.feed(data)
+        passed = []
+        while (reply := self._replies_read.gets()) is not False:
+            if self._proxy.drop_messages and isinstance(reply, list) and reply[0] in _MESSAGES:
                 self._proxy.dropped += 1
             else:
-                passed.append(data[at:end])
-            at = end
-        return b"".join(passed), data[at:]
+                passed.append(_resp2(reply))
+        return b"".join(passed)
 
 
-def _is_message(data: bytes, at: int) -> bool:
-    head = data.index(b"\r\n", at)
-    return data.startswith(_MESSAGES, head)
+async def _cancelled(*tasks: "asyncio.Future[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def frame_end(data: bytes, at: int) -> int:
-    """Where the RESP2 value that begins at `at` ends; -1 if it is not whole."""
-    line_end = data.find(b"\r\n", at)
-    if line_end < 0:
-        return -1
-    kind, after = data[at : at + 1], line_end + 2
-    if kind == b"$":
-        length = int(data[at + 1 : line_end])
-        end = after + length + 2 if length >= 0 else after
-        return end if end <= len(data) else -1
-    if kind == b"*":
-        for _ in range(int(data[at + 1 : line_end])):
-            after = frame_end(data, after)
-            if after < 0:
-                return -1
-    return after
+def _resp2(reply: Any) -> bytes:
+    """A reply as a server writes it, by RESP2."""
+    match reply:
+        case list():
+            return b"*%d\r\n%b" % (len(reply), b"".join(map(_resp2, reply)))
+        case int():
+            return b":%d\r\n" % reply
+        case None:
+            return b"$-1\r\n"
+        case Exception():
+            return b"-%b\r\n" % str(reply).encode()
+    return b"$%d\r\n%b\r\n" % (len(reply), reply)
 
 
 def proxy_to(url: str) -> AbstractAsyncContextManager[Proxy]:
@@ -276,9 +252,9 @@ def proxy_to(url: str) -> AbstractAsyncContextManager[Proxy]:
 
 
 @contextlib.asynccontextmanager
-async def proxy(port: int, host: str = LOOPBACK) -> AsyncIterator[Proxy]:
-    """A `Proxy` to `host`:`port` in this event loop."""
-    between = Proxy(host, port)
+async def proxy(port: int) -> AsyncIterator[Proxy]:
+    """A `Proxy` to this port of the loopback, in this event loop."""
+    between = Proxy(port)
     listener = await asyncio.start_server(between.accept, LOOPBACK, 0)
     between.port = listener.sockets[0].getsockname()[1]
     try:

@@ -59,9 +59,8 @@ def clustered(folder: Path, binary: str = "", *, silence_ms: int = SILENCE_MS) -
         for number in range(6):
             options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(silence_ms))
             bus = ("--cluster-port", str(free_port()), "--repl-diskless-sync-delay", "0")
-            servers.append(
-                stack.enter_context(redis_server(folder / str(number), *options, *bus, binary=binary))
-            )
+            server = redis_server(folder / str(number), *options, *bus, binary=binary)
+            servers.append(stack.enter_context(server))
         _join(servers)
         yield Cluster(servers)
 
@@ -79,9 +78,7 @@ def _join(servers: list[Server]) -> None:
     for primary, replica in zip(primaries, replicas, strict=True):
         replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))
     for replica in replicas:
-        wait(
-            lambda replica=replica: replica.info("replication").get("master_link_status") == "up", "a replica"
-        )
+        wait(replica.follows, "a replica in step")
     for server in servers:
         wait(lambda server=server: _is_whole(server), "a whole Cluster")
 

@@ -84,6 +84,12 @@ class Server:
         lines = self.ask("INFO", section).decode().splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
+    def follows(self, primary: int | None = None) -> bool:
+        """Whether it is a replica in step with its primary, or with the one at this port."""
+        seen = self.info("replication")
+        of_it = primary is None or seen.get("master_port") == str(primary)
+        return of_it and seen.get("master_link_status") == "up"
+
     def began(self) -> str:
         """Whether it answers, `yes`, or has ended, `no`."""
         if self.process.poll() is not None:

@@ -32,8 +32,7 @@ class Watched:
 
     def is_whole(self) -> bool:
         """Whether the primary has a replica in step, and all Sentinels know of it."""
-        in_step = self.replica().info("replication").get("master_link_status") == "up"
-        return in_step and all(map(_sees_all, self.sentinels))
+        return self.replica().follows() and all(map(_sees_all, self.sentinels))
 
     def replica(self) -> Server:
         return next(server for server in self.servers if server is not self.primary())
@@ -48,7 +47,7 @@ def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterat
         first = stack.enter_context(redis_server(folder / "0", *fast, binary=server))
         of_first = ("--replicaof", f"{LOOPBACK} {first.port}")
         second = stack.enter_context(redis_server(folder / "1", *fast, *of_first, binary=server))
-        wait(lambda: second.info("replication")["master_link_status"] == "up", "a replica in step")
+        wait(second.follows, "a replica in step")
         sentinels = [
             stack.enter_context(_sentinel(sentinel, folder / f"sentinel-{number}", first.port, silence_ms))
             for number in range(3)

@@ -7,9 +7,9 @@ same step. The epoch of the shared state is the same, so only the new connection
 import asyncio
 from typing import Any
 
-from fault_load import JOINED, LEASE_S, UPPER, loaded, rests_within_a_lease
+from fault_load import JOINED, LEASE_S, UPPER, admit_all, loaded, rests_within_a_lease, settle_all
 from redis_servers import Server
-from script_fleet import Fleet, ask, ended, running, until
+from script_fleet import Fleet, running, until
 
 _SAVE = """
 local saved = {}
@@ -46,26 +46,24 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
             # Four are in flight and one waits.
-            for number in range(UPPER):
-                await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
-            waits = tasks.create_task(b.gate.admit(ask("waits"), stream_owned=True))
+            await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
+            waits = tasks.create_task(admit_all(b, "waits"))
             await it.until_queued(1)
             snapshot = Snapshot(redis7, it)
             # One ends, the waiting one is placed and another arrives; then the new primary has none of it.
-            a.gate.settle(ended("runs0"))
+            settle_all(a, "runs0")
             await waits
-            lost = tasks.create_task(a.gate.admit(ask("lost"), stream_owned=True))
+            lost = tasks.create_task(admit_all(a, "lost"))
             await it.until_queued(1)
             snapshot.restore()
             # What was lost is queued again, what runs is counted, and nothing is admitted beyond it.
             async with asyncio.timeout(LEASE_S + 5):
                 await it.until_queued(2)
                 assert not lost.done()
-                for number in range(1, UPPER):
-                    a.gate.settle(ended(f"runs{number}"))
+                settle_all(a, *(f"runs{number}" for number in range(1, UPPER)))
                 await lost
-        b.gate.settle(ended("waits"))
-        a.gate.settle(ended("lost"))
+        settle_all(b, "waits")
+        settle_all(a, "lost")
         await rests_within_a_lease(it)
 
 
@@ -76,24 +74,22 @@ async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_w
         a, b = it.replicas
         snapshot = Snapshot(redis7, it)
         # The stock is full, and the server that takes over knows nothing of it.
-        for number in range(UPPER):
-            await a.gate.admit(ask(f"old{number}"), stream_owned=True)
+        old = [f"old{number}" for number in range(UPPER)]
+        await admit_all(a, *old)
         snapshot.restore()
         # More requests arrive than fit.
-        more = [
-            asyncio.create_task(b.gate.admit(ask(f"new{i}"), stream_owned=True)) for i in range(3 * UPPER)
-        ]
+        new = [f"new{number}" for number in range(3 * UPPER)]
+        more = [asyncio.create_task(admit_all(b, name)) for name in new]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
         # All that run are counted, at most twice the bound.
         placed = [task for task in more if task.done()]
         assert len(placed) <= UPPER
         assert (await it.counts())[0] == UPPER + len(placed)
         # Every waiting request is served in the end.
-        for number in range(UPPER):
-            a.gate.settle(ended(f"old{number}"))
-        for number, task in enumerate(more):
+        settle_all(a, *old)
+        for name, task in zip(new, more, strict=True):
             await task
-            b.gate.settle(ended(f"new{number}"))
+            settle_all(b, name)
         await rests_within_a_lease(it)
 
 

@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack
 import pytest
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
 from redis_clustered import Cluster, clustered
-from redis_servers import PATIENT_MS, REPLACED_S, Server
-from script_fleet import running, until
+from redis_servers import PATIENT_MS, REPLACED_S, wait
+from script_fleet import running
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +49,14 @@ async def test_an_owner_that_hands_over_costs_no_client_an_error(cluster: Cluste
             await load.served_more(100)
             owner = cluster.owner(pool)
             assert owner is not None
-            heir = next(server for server in cluster.servers if _follows(server, owner))
+            heir = next(server for server in cluster.servers if server.follows(owner.port))
             # Its replica takes over in order (CLUSTER FAILOVER), so that the former owner answers MOVED.
             await asyncio.to_thread(heir.ask, "CLUSTER", "FAILOVER")
-            await until(lambda: _moved_from(cluster, pool, owner), REPLACED_S)
+            await asyncio.to_thread(
+                wait, lambda: cluster.owner(pool) not in (None, owner), "another owner", REPLACED_S
+            )
             await load.served_more(200)
         # Nothing is lost, and no client notices.
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)
-
-
-async def _moved_from(cluster: Cluster, pool: str, former: Server) -> bool:
-    owner = await asyncio.to_thread(cluster.owner, pool)
-    return owner is not None and owner is not former
-
-
-def _follows(server: Server, owner: Server) -> bool:
-    return server.info("replication").get("master_port") == str(owner.port)

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from fault_load import HANGS_S, JOINED, UPPER, loaded, rests_within_a_lease
+from background import running as background
+from fault_load import HANGS_S, JOINED, UPPER, admit_all, loaded, rests_within_a_lease, settle_all
 from proxy import LOOPBACK, Proxy
 from redis_servers import Server
-from script_fleet import Fleet, ask, ended, running, until
+from script_fleet import Fleet, running, until
 
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.errors import StateUnavailable
@@ -22,23 +23,33 @@ SHORT_S = 0.3
 @pytest.fixture
 async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
     """Two replicas, of which `a` is behind the proxy and soon gives up a silent Redis."""
-    through = {"a": between.url}
-    async with running(
-        redis7.url, pool, "a", "b", joined=JOINED, listening=True, through=through, silence_s=SHORT_S
-    ) as it:
+    how = {"through": {"a": between.url}, "silence_s": SHORT_S}
+    async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, **how) as it:
         yield it
 
 
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
     # Every reply of Redis takes 50 ms more.
     between.delay_s = 0.05
-    async with running(between.url, pool, "a", "b", joined=JOINED, listening=True) as it:
-        # Under load nobody is refused and the bound is kept.
+    # Under load nobody is refused and the bound is kept.
+    assert await _highest(between, pool, "a", "b", served=100) <= UPPER
+
+
+async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
+    # No wake-up reaches the replicas.
+    between.drop_messages = True
+    assert await _highest(between, pool, "a", "b", "c", served=200) == UPPER
+    assert between.dropped > 0
+
+
+async def _highest(between: Proxy, pool: str, *replicas: str, served: int) -> int:
+    """The most in flight while so many are served and nobody is refused; the fleet is at rest then."""
+    async with running(between.url, pool, *replicas, joined=JOINED, listening=True) as it:
         async with loaded(it) as load:
-            await load.served_more(100)
+            await load.served_more(served)
         assert load.refused == 0
-        assert load.highest <= UPPER
         await rests_within_a_lease(it)
+    return load.highest
 
 
 async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
@@ -58,18 +69,6 @@ async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None
     await rests_within_a_lease(hasty)
 
 
-async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
-    # No wake-up reaches the replicas.
-    between.drop_messages = True
-    async with running(between.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
-        async with loaded(it) as load:
-            await load.served_more(200)
-        assert between.dropped > 0
-        assert load.refused == 0
-        assert load.highest == UPPER
-        await rests_within_a_lease(it)
-
-
 async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     between: Proxy, pool: str
 ) -> None:
@@ -78,18 +77,16 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
     async with running(between.url, pool, "a", "b", joined=slow, listening=True) as it:
         a, b = it.replicas
-        for number in range(UPPER):
-            await a.gate.admit(ask(f"runs{number}"), stream_owned=True)
-        waiting = asyncio.create_task(b.gate.admit(ask("waits"), stream_owned=True))
+        await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
+        waiting = asyncio.create_task(admit_all(b, "waits"))
         await it.until_queued(1)
         # When there is room, the request is placed though nothing wakes the replica.
-        a.gate.settle(ended("runs0"))
+        settle_all(a, "runs0")
         async with asyncio.timeout(15):
             await waiting
         assert between.dropped >= 1
-        for name in ("runs1", "runs2", "runs3"):
-            a.gate.settle(ended(name))
-        b.gate.settle(ended("waits"))
+        settle_all(a, "runs1", "runs2", "runs3")
+        settle_all(b, "waits")
         await rests_within_a_lease(it)
 
 
@@ -102,9 +99,7 @@ async def test_a_primary_that_refuses_writes_is_called_again_until_it_takes_them
             await asyncio.to_thread(redis7.ask, "REPLICAOF", LOOPBACK, "1")
             # Calls fail in time.
             await until(
-                lambda: (
-                    load.refused > 0 and any("READONLY" in (each.store.fault or "") for each in it.replicas)
-                )
+                lambda: load.refused and any("READONLY" in str(each.store.fault) for each in it.replicas)
             )
             # When it takes writes again, everything goes on.
             await asyncio.to_thread(redis7.ask, "REPLICAOF", "NO", "ONE")
@@ -184,21 +179,17 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
 ) -> None:
     received: list[str] = []
     channel = Keys.of(pool).wake("a")
-    listening = asyncio.create_task(
-        listen(between.url, channel, lambda what, request: received.append(request), check_s=SHORT_S)
-    )
-    await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
-    await until(lambda: received == ["one"])
-    between.vanished = True
-    made = between.connections
-    await until(lambda: between.connections > made)
-    # It gets messages again once it has connected.
-    between.vanished = False
-    between.cut()
-    await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and received[-1] == "two")
-    listening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await listening
+    listening = listen(between.url, channel, lambda what, request: received.append(request), check_s=SHORT_S)
+    async with background(listening):
+        await until(lambda: redis7.ask("PUBLISH", channel, "granted one"))
+        await until(lambda: received == ["one"])
+        between.vanished = True
+        made = between.connections
+        await until(lambda: between.connections > made)
+        # It gets messages again once it has connected.
+        between.vanished = False
+        between.cut()
+        await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and received[-1] == "two")
 
 
 async def test_an_interruption_is_logged_once_however_many_connections_fail(
@@ -213,11 +204,8 @@ async def test_an_interruption_is_logged_once_however_many_connections_fail(
 
     async with await asyncio.start_server(close, LOOPBACK, 0) as server:
         url = f"redis://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/0"
-        listening = asyncio.create_task(listen(url, "channel", lambda *_: None))
-        await until(lambda: attempts >= 3)
-        listening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await listening
+        async with background(listen(url, "channel", lambda *_: None)):
+            await until(lambda: attempts >= 3)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["wake-ups interrupted"]
 
 
@@ -228,13 +216,8 @@ async def test_route_and_metrics_streams_notice_that_their_server_vanished(betwe
     )
     readings = MetricsChannel(url, pool, "a", now_ms=lambda: int(clock() * 1000), deadline_s=5.0)
     links: list[float] = []
-    async with asyncio.TaskGroup() as tasks:
-        following = [
-            tasks.create_task(routes.run()),
-            tasks.create_task(
-                readings.follow(lambda *_: None, on_subscribed=lambda: links.append(clock()), check_s=SHORT_S)
-            ),
-        ]
+    following = readings.follow(lambda *_: None, on_subscribed=lambda: links.append(clock()), check_s=SHORT_S)
+    async with background(routes.run(), following):
         await routes.caught_up()
         await until(lambda: links)
         # Their server vanishes, and each connects again.
@@ -248,6 +231,4 @@ async def test_route_and_metrics_streams_notice_that_their_server_vanished(betwe
         between.cut()
         await until(lambda: len(links) > known)
         await readings.publish({})
-        for task in following:
-            task.cancel()
     await readings.close()

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import PATIENT_MS, REPLACED_S
-from redis_watched import SERVICE, Watched, watched
-from script_fleet import running, until
+from redis_servers import PATIENT_MS, REPLACED_S, wait
+from redis_watched import SERVICE, watched
+from script_fleet import running
 
 
 async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:
@@ -18,12 +18,8 @@ async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: 
                 former = redis.primary()
                 # The Sentinels change the primary, which stays up.
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
-                await until(lambda: _is_replaced(redis, former.port), REPLACED_S)
+                await asyncio.to_thread(wait, lambda: redis.primary() is not former, "a change", REPLACED_S)
                 await load.served_more(100)
             assert load.highest <= 2 * UPPER
             await rests_within_a_lease(it)
             assert redis.primary().ask("EXISTS", it.keys.pool) == 1
-
-
-async def _is_replaced(redis: Watched, port: int) -> bool:
-    return (await asyncio.to_thread(redis.primary)).port != port

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from background import running as background
 from redis_servers import LOOPBACK, Server, debian, redis_server
 from script_fleet import Replica, running, until
 from tls_files import Pair, authority
@@ -30,11 +31,8 @@ def url_of(server: Server, own: Pair) -> str:
 async def until_fault(url: str, pool: str, error: str) -> None:
     """Wait until a replica at `url` says that this is wrong."""
     replica = Replica(url, pool, "a", silence_s=2.0)
-    running = asyncio.create_task(replica.store.run())
-    await until(lambda: error in (replica.store.fault or ""))
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    async with background(replica.store.run()):
+        await until(lambda: error in (replica.store.fault or ""))
 
 
 @pytest.mark.parametrize("case", ["unknown authority", "no certificate", "no such file"])

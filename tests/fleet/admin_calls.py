@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from fleet_load import PATIENT, at_rest
+from crowd import http_client
+from fleet_load import at_rest
 
 
 async def ask(
@@ -18,6 +19,7 @@ async def ask(
     workload: str = "",
     criticality: int = 2,
     prompt: str = "hi",
+    model: str = "llama",
 ) -> httpx.Response:
     """The answer to a small completion."""
     context = json.dumps({"workload_id": workload, "criticality": criticality}) if workload else ""
@@ -26,18 +28,26 @@ async def ask(
         "x-gateway-inference-objective": objective.encode(),
         "x-workload-context": context.encode(),
     }
-    body = {"model": "llama", "prompt": prompt, "max_tokens": 2}
+    body = {"model": model, "prompt": prompt, "max_tokens": 2}
     given = {name: value for name, value in headers.items() if value}
     return await client.post("/v1/completions", json=body, headers=given)
 
 
 @asynccontextmanager
+async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.Response]"]]:
+    """A paused fleet, and what sends a request with fields of `ask`. Who resumes it does so within the block,
+    which ends when all are answered."""
+    await fleet.post("pause")
+    async with fleet.client() as client, asyncio.TaskGroup() as tasks:
+        yield lambda *flow, **fields: tasks.create_task(ask(client, *flow, **fields))
+
+
+@asynccontextmanager
 async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]:
     """A paused fleet with one request a flow in its queue, all with `fields` of `ask`; at rest on leaving."""
-    await fleet.post("pause")
-    async with fleet.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with paused(fleet) as send:
         for flow in flows:
-            tasks.create_task(ask(client, flow, **fields))
+            send(flow, **fields)
         try:
             await fleet.until_state(queued=len(flows))
             yield
@@ -49,11 +59,8 @@ async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]
 @asynccontextmanager
 async def event_stream(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
     """The (event, data) of one replica, from now on."""
-    url = f"{fleet.state['replicas'][replica]['admin']}/api/v1/events"
-    async with (
-        httpx.AsyncClient(trust_env=False, verify=False, timeout=20.0) as client,
-        client.stream("GET", url) as response,
-    ):
+    url = f"{fleet.admin_url(replica)}/api/v1/events"
+    async with http_client(timeout=20.0) as client, client.stream("GET", url) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
 
         async def events() -> AsyncIterator[tuple[str, Any]]:

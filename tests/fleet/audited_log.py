@@ -12,11 +12,6 @@ _ENABLED, _MAX_ENTRIES = "PICKER_DECISION_LOG__ENABLED", "PICKER_DECISION_LOG__M
 _ENTRIES = 3_000_000  # more than any test writes, so that nothing is trimmed
 
 
-def is_on(config: Mapping[str, Any]) -> bool:
-    """Whether a fleet with this configuration writes the log."""
-    return bool(config.get("decision_log", {}).get("enabled", True))
-
-
 def environment(config: Mapping[str, Any]) -> dict[str, str]:
     """Environment variables that switch the log on and keep it whole, where `config` does not set that."""
     configured = config.get("decision_log", {})

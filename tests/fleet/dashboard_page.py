@@ -14,15 +14,10 @@ from admin_calls import event_stream
 from playwright.async_api import Browser, ConsoleMessage, Locator, Page, async_playwright
 
 CHROMIUM = "/usr/bin/chromium"
-_ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+_ARGUMENTS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
 PATIENCE_MS = 30_000
 _POLL_S = 0.03
 
@@ -32,7 +27,7 @@ async def browser() -> AsyncIterator[Browser]:
     """A headless Chromium; .ci/packages installs it."""
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:
-        running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
+        running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS.split())
         try:
             yield running
         finally:
@@ -57,11 +52,6 @@ class Dashboard:
         if message.type in ("error", "warning"):
             self.faults.append(message.text)
 
-    async def open(self) -> None:
-        """Open the page and wait for the first figures."""
-        await self.page.goto(self.url)
-        await self.until("document.getElementById('main').dataset.at !== undefined")
-
     async def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression, which may take `argument`, is true.
 
@@ -78,10 +68,8 @@ class Dashboard:
 
     async def says(self, selector: str, part: str) -> None:
         """Wait until an element contains a text."""
-        await self.until(
-            "([selector, part]) => document.querySelector(selector)?.textContent.includes(part)",
-            [selector, part],
-        )
+        shown = "([selector, part]) => document.querySelector(selector)?.textContent.includes(part)"
+        await self.until(shown, [selector, part])
 
     def row(self, table: str, part: str) -> Locator:
         """The row of a table (flows, queue, …) in which `part` is written."""
@@ -103,8 +91,9 @@ async def opened(chromium: Browser, fleet: Any, replica: int = 0, **options: Any
     """A replica's dashboard with figures, in a window of its own; `options` are those of a browser's page."""
     page = await chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
     try:
-        shown = Dashboard(page, f"{fleet.state['replicas'][replica]['admin']}/")
-        await shown.open()
+        shown = Dashboard(page, f"{fleet.admin_url(replica)}/")
+        await page.goto(shown.url)
+        await shown.until("document.getElementById('main').dataset.at !== undefined")
         yield shown
         shown.check()
     finally:

@@ -11,8 +11,6 @@ import httpx
 
 from picker_tools.audit.log import Entry
 
-PATIENT = {"timeout": 90.0}
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -66,12 +64,12 @@ class Caller:
         self._writer = writer
 
     @classmethod
-    async def ask(cls, url: str, tokens: int, *, streamed: bool = True) -> "Caller":
-        """Send a request and do not wait for its answer."""
+    async def ask(cls, url: str, tokens: int, *, header: str = "content-type: application/json") -> "Caller":
+        """Send a request for a streamed answer and do not wait for it."""
         at = urlsplit(url)
         reader, writer = await asyncio.open_connection(at.hostname, at.port)
-        body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": tokens, "stream": streamed})
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
+        body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": tokens, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\n{header}\r\n"
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         await writer.drain()
         return cls(reader, writer)
@@ -81,9 +79,32 @@ class Caller:
         async with asyncio.timeout(30):
             return await self.reader.read(64)
 
+    async def read_to_end(self) -> None:
+        """Read the rest of the answer."""
+        async with asyncio.timeout(60):
+            while b"[DONE]" not in (part := await self.reader.read(65536)):
+                assert part
+
     async def leave(self) -> None:
         """Hang up without reading the rest."""
         self._writer.transport.abort()
+
+
+async def exchange(url: str, data: bytes) -> bytes:
+    """Send `data` on a new connection; the bytes received until the other side closes or resets it."""
+    at = urlsplit(url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    received = b""
+    try:
+        writer.write(data)
+        async with asyncio.timeout(30):
+            while part := await reader.read(65536):
+                received += part
+    except ConnectionResetError:
+        pass
+    finally:
+        writer.transport.abort()
+    return received
 
 
 async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
@@ -102,22 +123,20 @@ async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> 
         writer.transport.abort()
 
 
-async def shared(fleet: Any, replica: int = 0) -> dict[str, Any]:
-    """The fleet's shared state as one replica tells it."""
-    state: dict[str, Any] = await fleet.get("state", replica)
-    return state
-
-
 async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[str, Any]:
     """Wait until nothing is queued or in flight, whatever counts it; the state then."""
 
     async def look() -> dict[str, Any] | None:
-        state = await shared(fleet, replica)
-        counts = [state["stock"], state["queued"], state["leases"], *state["in_flight"].values()]
-        return state if not any(counts) and not await records(fleet) else None
+        state: dict[str, Any] = await fleet.get("state", replica)
+        return None if any(counts(state)) or await records(fleet) else state
 
     found: dict[str, Any] = await fleet.eventually(look, within_s=within_s, what="rest")
     return found
+
+
+def counts(state: dict[str, Any]) -> list[float]:
+    """All that a state counts: stock, queue, leases, what is in flight at each endpoint."""
+    return [state["stock"], state["queued"], state["leases"], *state["in_flight"].values()]
 
 
 async def records(fleet: Any) -> int:
@@ -140,8 +159,16 @@ async def fresh(read: Callable[[], Awaitable[str]]) -> str:
     return next_page
 
 
-async def metric(fleet: Any, name: str, replica: int) -> float:
-    """The sum of one metric's series on a replica, as of the last second."""
-    page = (await fleet.admin("/metrics", replica)).text
+async def metric(fleet: Any, name: str, *replicas: int, **labels: str) -> float:
+    """The sum of those series of one metric that have these labels, on some replicas or all, as of the last
+    second."""
+    asked = replicas or range(len(fleet.state["replicas"]))
+    pages = [(await fleet.admin("/metrics", replica)).text for replica in asked]
+    return sum(total(page, name, **labels) for page in pages)
+
+
+def total(page: str, name: str, **labels: str) -> float:
+    """As `metric`, of a page."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))

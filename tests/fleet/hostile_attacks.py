@@ -13,12 +13,12 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import grpc
@@ -49,8 +49,7 @@ ENDED = "ended"
 Try = Callable[[Target, int], Awaitable[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Attack:
+class Attack(NamedTuple):
     """`at_once` loops of `attempt`, started every `every_s`, or when the one before has ended."""
 
     name: str
@@ -145,8 +144,7 @@ async def _claim(target: Target, number: int) -> str:
         try:
             async with asyncio.timeout(_LEAVES_S):
                 status = await _status(reader)
-                while await reader.read(65536):
-                    pass
+                await reader.read()
                 return status
         except TimeoutError:
             return "left"
@@ -162,24 +160,23 @@ _HALVES = (
 )
 
 
-async def _half(address: str, number: int) -> str:
-    async with _connected(address) as (reader, writer):
+def _envoy(target: Target, number: int) -> str:
+    return target.envoy
+
+
+def _admin(target: Target, number: int) -> str:
+    return target.admin[number % len(target.admin)]
+
+
+async def _half(address: Callable[[Target, int], str], target: Target, number: int) -> str:
+    async with _connected(address(target, number)) as (reader, writer):
         writer.write(_HALVES[number % len(_HALVES)])
         try:
             async with asyncio.timeout(_PATIENCE_S / 2):
-                while await reader.read(65536):
-                    pass
+                await reader.read()
         except TimeoutError:
             return "held"
         return ENDED
-
-
-async def _half_at_envoy(target: Target, number: int) -> str:
-    return await _half(target.envoy, number)
-
-
-async def _half_at_admin(target: Target, number: int) -> str:
-    return await _half(target.admin[number % len(target.admin)], number)
 
 
 # Messages that only Envoy and replicas may send, to the replicas' gRPC port
@@ -284,11 +281,10 @@ _READS = ("/metrics", "/metrics", "/metrics", "/openapi.json", "/docs", "/health
 
 
 async def _read(target: Target, number: int) -> str:
-    address = target.admin[number % len(target.admin)]
     path = _READS[number % len(_READS)]
     host = ("localhost", "rebound.example")[number % 2]
     request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-    async with _connected(address) as (reader, writer):
+    async with _connected(_admin(target, number)) as (reader, writer):
         writer.write(request)
         status = await _status(reader)
         while await reader.read(1 << 20):
@@ -300,8 +296,8 @@ ATTACKS = (
     Attack("hostile bodies of 8 MiB", _body, 1.0),
     Attack("large bodies that stop half-way", _stall, 2.0, at_once=12),
     Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
-    Attack("half-sent requests at Envoy", _half_at_envoy, 2.0, at_once=300),
-    Attack("half-sent requests at the admin ports", _half_at_admin, 2.0, at_once=500),
+    Attack("half-sent requests at Envoy", partial(_half, _envoy), 2.0, at_once=300),
+    Attack("half-sent requests at the admin ports", partial(_half, _admin), 2.0, at_once=500),
     Attack("forged access logs, accounting tokens and shares", _forge, 0.1),
     Attack("names with separators", _name, 0.2),
     Attack("spoofed steering headers", _steer, 0.2),
@@ -311,36 +307,21 @@ ATTACKS = (
 _LEAST_PAUSE_S = 0.05  # between two attempts of one loop, as a network would take
 
 
-class Attackers:
-    """All attacks on one target. `outcomes` counts how the attempts ended, by attack."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
-
-    async def run(self) -> None:
-        """Attack until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for attack in ATTACKS:
-                numbers = itertools.count()
-                for _ in range(attack.at_once):
-                    group.create_task(self._repeat(attack, numbers))
-
-    async def _repeat(self, attack: Attack, numbers: "itertools.count[int]") -> None:
-        clock = asyncio.get_running_loop().time
-        while True:
-            begun_s = clock()
-            try:
-                outcome = await attack.attempt(self._target, next(numbers))
-            except (OSError, asyncio.IncompleteReadError):
-                outcome = ENDED
-            except TimeoutError:
-                outcome = "no answer"
-            except asyncio.CancelledError:
-                self.outcomes[attack.name]["under way"] += 1
-                raise
-            self.outcomes[attack.name][outcome] += 1
-            await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
+async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:
+    clock = asyncio.get_running_loop().time
+    while True:
+        begun_s = clock()
+        try:
+            outcome = await attack.attempt(target, next(numbers))
+        except (OSError, asyncio.IncompleteReadError):
+            outcome = ENDED
+        except TimeoutError:
+            outcome = "no answer"
+        except asyncio.CancelledError:
+            outcomes["under way"] += 1
+            raise
+        outcomes[outcome] += 1
+        await asyncio.sleep(max(_LEAST_PAUSE_S, begun_s + attack.every_s - clock()))
 
 
 _ANSWER = b'{"id":"x","choices":[],"usage":{"prompt_tokens":-1,"completion_tokens":1e99}}'
@@ -372,13 +353,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slo
 
 
 async def _answer_uselessly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-    lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-    left = int(lengths[0].split(b":")[1]) if lengths else 0
-    while left > 0:
-        part = await reader.read(min(left, 65536))
-        if not part:
-            raise EOFError
-        left -= len(part)
+    length = re.search(rb"content-length: *(\d+)", head.lower())
+    await reader.readexactly(int(length[1]) if length else 0)
     writer.write(_HEAD % len(_ANSWER))
     writer.write(_ANSWER)
     await writer.drain()
@@ -392,14 +368,20 @@ async def _serve_until_killed(slow: bool) -> None:
 
 
 async def _attack_until_eof(target: Target) -> None:
-    attackers = Attackers(target)
-    attacking = asyncio.create_task(attackers.run())
+    outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
+    attacking = []
+    for attack in ATTACKS:
+        numbers = itertools.count()
+        for _ in range(attack.at_once):
+            repeating = _repeat(attack, target, numbers, outcomes[attack.name])
+            attacking.append(asyncio.create_task(repeating))
     print("attacking", flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    attacking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await attacking
-    print(json.dumps(attackers.outcomes))
+    for task in attacking:
+        task.cancel()
+    for fault in await asyncio.gather(*attacking, return_exceptions=True):
+        assert isinstance(fault, asyncio.CancelledError), fault
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

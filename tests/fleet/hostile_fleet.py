@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,13 @@ class _Hostile(Simulator):
         return [sys.executable, _ATTACKS, "serve", self._kind]
 
 
-def _flow_by_api_key(folder: Path) -> Callable[[str], str]:
-    """Edits Envoy's bootstrap so that a client's key names its flow."""
-    keys = folder / "keys.yaml"
-    keys.write_text(
-        yaml.safe_dump({hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)})
-    )
-
-    def edit(bootstrap: str) -> str:
-        command = [sys.executable, str(_EXAMPLE), str(keys)]
-        made = subprocess.run(
-            command, input=bootstrap, capture_output=True, text=True, timeout=_READY_S, check=True
-        )
-        return made.stdout
-
-    return edit
+def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
+    """Envoy's bootstrap, edited so that a client's key names its flow."""
+    table = {hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)}
+    keys.write_text(yaml.safe_dump(table))
+    command = [sys.executable, str(_EXAMPLE), str(keys)]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _READY_S, "check": True}
+    return subprocess.run(command, input=bootstrap, **how).stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +120,9 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_Runni
             await supervisor.bring_up([valkey], attempts=3)
             await supervisor.bring_up([*servers, *hostile])
             endpoints = [
-                *({"address": each.address, "labels": {"kind": "good"}} for each in servers),
-                *({"address": each.address, "labels": {"kind": "bad"}} for each in hostile),
+                {"address": each.address, "labels": {"kind": kind}}
+                for kind, group in (("good", servers), ("bad", hostile))
+                for each in group
             ]
             tree = {**_CONFIG, "redis": {"url": valkey.url}, "discovery": {"static": endpoints}}
             pickers = [Replica(number, 0, folder, lambda: tree) for number in range(1, replicas + 1)]
@@ -137,7 +131,7 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_Runni
             hosts = [each.host for each in pickers]
             envoy = Envoy(
                 parse(tree), "lean", 0, hosts, folder,
-                trusted=(), max_heap_bytes=_HEAP_BYTES, edit=_flow_by_api_key(folder),
+                trusted=(), max_heap_bytes=_HEAP_BYTES, edit=partial(_flow_by_api_key, folder / "keys.yaml"),
             )  # fmt: skip
             parts = [envoy, *parts]
             await supervisor.bring_up([envoy])
@@ -145,14 +139,12 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_Runni
                 while await envoy.missing(len(endpoints)) is not None:
                     supervisor.check()
                     await asyncio.sleep(_LOOK_S)
-            yield _RunningFleet(
-                Target(
-                    envoy.url.removeprefix("http://"),
-                    tuple(each.announced.grpc for each in pickers),
-                    tuple(each.announced.admin.removeprefix("http://") for each in pickers),
-                ),
-                {part.name: supervisor.pid(part) for part in parts},
+            target = Target(
+                envoy.url.removeprefix("http://"),
+                tuple(each.announced.grpc for each in pickers),
+                tuple(each.announced.admin.removeprefix("http://") for each in pickers),
             )
+            yield _RunningFleet(target, {part.name: supervisor.pid(part) for part in parts})
             supervisor.check()
         finally:
             await supervisor.stop(parts, _GRACE_S)
@@ -191,22 +183,21 @@ def _http_request(number: int) -> HttpRequest:
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
     """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
+
+    async def one(number: int) -> None:
+        request = _http_request(number)
+        times.add(await client.send(request, within_s=_PATIENCE_S), request.streamed)
+
+    async def paced(group: asyncio.TaskGroup) -> None:
+        clock = asyncio.get_running_loop().time
+        begun_s = clock()
+        for number in itertools.count():
+            group.create_task(one(number))
+            await asyncio.sleep(begun_s + (number + 1) / per_s - clock())
+
     with Client(f"http://{envoy}") as client:
-
-        async def one(number: int) -> None:
-            request = _http_request(number)
-            times.add(await client.send(request, within_s=_PATIENCE_S), request.streamed)
-
         async with asyncio.TaskGroup() as group:
-
-            async def paced() -> None:
-                clock = asyncio.get_running_loop().time
-                begun_s = clock()
-                for number in itertools.count():
-                    group.create_task(one(number))
-                    await asyncio.sleep(begun_s + (number + 1) / per_s - clock())
-
-            pacing = group.create_task(paced())
+            pacing = group.create_task(paced(group))
             try:
                 yield
             finally:

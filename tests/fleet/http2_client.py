@@ -10,13 +10,8 @@ import h2.events
 import httpx
 
 Fields = Sequence[tuple[str, str]]
-_HEAD = [
-    (":method", "POST"),
-    (":path", "/v1/completions"),
-    (":scheme", "http"),
-    (":authority", "x"),
-    ("content-type", "application/json"),
-]
+_HEAD = [(":method", "POST"), (":path", "/v1/completions"), (":scheme", "http"), (":authority", "x")]
+_HEAD.append(("content-type", "application/json"))
 
 
 class Upload:

@@ -30,12 +30,11 @@ class Collector:
         self._server = grpc.aio.server()
         handler = grpc.unary_unary_rpc_method_handler(
             self._export,
-            request_deserializer=messages.ExportTraceServiceRequest.FromString,
-            response_serializer=messages.ExportTraceServiceResponse.SerializeToString,
+            messages.ExportTraceServiceRequest.FromString,
+            messages.ExportTraceServiceResponse.SerializeToString,
         )
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler}),)
-        )
+        service = grpc.method_handlers_generic_handler(_SERVICE, {"Export": handler})
+        self._server.add_generic_rpc_handlers((service,))
 
     async def start(self) -> None:
         port = self._server.add_insecure_port("127.0.0.1:0")

@@ -4,17 +4,16 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from redis_servers import wait
+
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
-_READY_S = 30.0
 # Paths that nginx otherwise takes from how it was built.
 _OWN_FOLDER = """
 daemon off;
@@ -38,18 +37,17 @@ def nginx(fleet: Any, folder: Path) -> Iterator[str]:
     folder.mkdir(exist_ok=True)
     folder.chmod(0o755)
     port = free_port()
-    example = _EXAMPLES / "nginx"
-    text = (example / "nginx.conf").read_text()
-    pickers = "".join(
-        f"server {each['http']} max_fails=1 fail_timeout=1s;\n" for each in fleet.state["replicas"]
+    servers = (f"server {address} max_fails=1 fail_timeout=1s;\n" for address in _pickers(fleet))
+    text = _changed(
+        "nginx/nginx.conf",
+        (r"(?:        server 127\.0\.0\.1:900\d .*;\n)+", "".join(servers)),
+        (r"listen 127\.0\.0\.1:8080;", f"listen {LOOPBACK}:{port};"),
+        (r"http \{\n", "http {" + _OWN_TEMP.format(folder=folder)),
     )
-    text = _replaced(text, r"(?:        server 127\.0\.0\.1:900\d .*;\n)+", pickers)
-    text = _replaced(text, r"listen 127\.0\.0\.1:8080;", f"listen {LOOPBACK}:{port};")
-    text = _replaced(text, r"http \{\n", "http {" + _OWN_TEMP.format(folder=folder))
     file = folder / "nginx.conf"
     file.write_text(_OWN_FOLDER.format(folder=folder) + text)
     for part in ("model_server.conf", "settle.conf"):
-        shutil.copy(example / part, folder)
+        shutil.copy(_EXAMPLES / "nginx" / part, folder)
     command = [binary, "-p", str(folder), "-c", str(file), "-e", str(folder / "error.log")]
     with _serving(command, [*command, "-t"], port) as url:
         yield url
@@ -61,18 +59,18 @@ def haproxy(fleet: Any, folder: Path) -> Iterator[str]:
     binary = _debian("haproxy", "haproxy")
     folder.mkdir(exist_ok=True)
     port = free_port()
-    text = (_EXAMPLES / "haproxy" / "haproxy.cfg").read_text()
-    pickers = "".join(
-        f"    server {number} {each['http']}\n" for number, each in enumerate(fleet.state["replicas"])
+    servers = (f"    server {number} {address}\n" for number, address in enumerate(_pickers(fleet)))
+    here = (r"/run/haproxy-", f"{folder}/")
+    text = _changed(
+        "haproxy/haproxy.cfg",
+        (r"(?:    server \w 127\.0\.0\.1:900\d\n)+", "".join(servers)),
+        (r"bind 127\.0\.0\.1:8080", f"bind {LOOPBACK}:{port}"),
+        (r"/etc/haproxy", str(folder)),
+        here,
     )
-    text = _replaced(text, r"(?:    server \w 127\.0\.0\.1:900\d\n)+", pickers)
-    text = _replaced(text, r"bind 127\.0\.0\.1:8080", f"bind {LOOPBACK}:{port}")
-    text = _replaced(text, r"/etc/haproxy", str(folder))
-    script = (_EXAMPLES / "haproxy" / "picker.lua").read_text()
-    file = folder / "haproxy.cfg"
-    file.write_text(_replaced(text, r"/run/haproxy-", f"{folder}/"))
-    (folder / "picker.lua").write_text(_replaced(script, r"/run/haproxy-", f"{folder}/"))
-    command = [binary, "-db", "-q", "-f", str(file)]
+    (folder / "haproxy.cfg").write_text(text)
+    (folder / "picker.lua").write_text(_changed("haproxy/picker.lua", here))
+    command = [binary, "-db", "-q", "-f", str(folder / "haproxy.cfg")]
     with _serving(command, [*command, "-c"], port) as url:
         yield url
 
@@ -81,10 +79,11 @@ def haproxy(fleet: Any, folder: Path) -> Iterator[str]:
 def caddy(fleet: Any, folder: Path, binary: str) -> Iterator[str]:
     """The URL of a running Caddy, whose program is `binary`; ended with the block."""
     port = free_port()
-    text = (_EXAMPLES / "caddy" / "Caddyfile").read_text()
-    pickers = " ".join(each["http"] for each in fleet.state["replicas"])
-    text = _replaced(text, r"127\.0\.0\.1:9003 127\.0\.0\.1:9004", pickers)
-    text = _replaced(text, r"http://:8080 \{", f"http://:{port} {{")
+    text = _changed(
+        "caddy/Caddyfile",
+        (r"127\.0\.0\.1:9003 127\.0\.0\.1:9004", " ".join(_pickers(fleet))),
+        (r"http://:8080 \{", f"http://:{port} {{"),
+    )
     file = folder / "Caddyfile"
     file.write_text(f"{{\n\tadmin off\n\tstorage file_system {folder}\n}}\n{text}")
     arguments = ["--config", str(file), "--adapter", "caddyfile"]
@@ -92,30 +91,27 @@ def caddy(fleet: Any, folder: Path, binary: str) -> Iterator[str]:
         yield url
 
 
+def _pickers(fleet: Any) -> list[str]:
+    return [replica["http"] for replica in fleet.state["replicas"]]
+
+
 @contextmanager
 def _serving(command: Sequence[str], check: Sequence[str], port: int) -> Iterator[str]:
-    checked = subprocess.run(check, capture_output=True, text=True, timeout=30, check=False)
+    checked = subprocess.run(check, capture_output=True, text=True, timeout=30)
     assert checked.returncode == 0, checked.stderr
     process = subprocess.Popen(command)
+
+    def accepts() -> bool:
+        assert process.poll() is None, "the proxy ended"
+        socket.create_connection((LOOPBACK, port), timeout=1).close()
+        return True
+
     try:
-        _wait_for(port, process)
+        wait(accepts, "a proxy that accepts connections")
         yield f"http://{LOOPBACK}:{port}"
     finally:
         process.terminate()
         process.wait(timeout=30)
-
-
-def _wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
-    end, tick = time.monotonic() + _READY_S, threading.Event()
-    while time.monotonic() < end:
-        assert process.poll() is None, "the proxy ended"
-        try:
-            socket.create_connection((LOOPBACK, port), timeout=1).close()
-        except OSError:
-            tick.wait(0.02)
-        else:
-            return
-    raise AssertionError("the proxy does not accept connections")
 
 
 def _debian(program: str, package: str) -> str:
@@ -124,7 +120,10 @@ def _debian(program: str, package: str) -> str:
     return binary
 
 
-def _replaced(text: str, pattern: str, by: str) -> str:
-    changed, count = re.subn(pattern, lambda _: by, text, count=1)
-    assert count == 1, f"the example has no {pattern}"
-    return changed
+def _changed(example: str, *changes: tuple[str, str]) -> str:
+    """The text of an example's file, with each pattern that it has replaced."""
+    text = (_EXAMPLES / example).read_text()
+    for pattern, by in changes:
+        text, count = re.subn(pattern, lambda _, by=by: by, text, count=1)
+        assert count == 1, f"the example has no {pattern}"
+    return text

@@ -11,15 +11,16 @@ from typing import Any
 
 import grpc
 import httpx
+from crowd import http_client
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import body, headers
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from page_server import serving
+from script_fleet import until
 
 from picker_fleet.config import parse
 from picker_fleet.extproc.server import SERVICE
 from picker_fleet.serve import Bound, new_incarnation, serve
-from picker_tools.local_fleet import network
 
 ASK = json.dumps({"model": "llama", "prompt": "hi"}).encode()
 PATIENT_S = 60.0  # long enough for a busy machine
@@ -27,21 +28,16 @@ PATIENT_S = 60.0  # long enough for a busy machine
 
 def exchange_on(channel: grpc.aio.Channel) -> Any:
     """A stream of ext_proc on `channel`."""
-    process: Any = channel.stream_stream(
-        f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
-    )
-    return process(timeout=PATIENT_S)
+    method = f"/{SERVICE}/Process"
+    serializers = (ProcessingRequest.SerializeToString, ProcessingResponse.FromString)
+    return channel.stream_stream(method, *serializers)(timeout=PATIENT_S)
 
 
 class Replica:
     """A replica's process, its gRPC services and its admin API."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        channel: grpc.aio.Channel,
-        admin: httpx.AsyncClient,
-        endpoint: str,
+        self, process: Any, channel: grpc.aio.Channel, admin: httpx.AsyncClient, endpoint: str
     ) -> None:
         self.process = process
         self.admin = admin
@@ -67,11 +63,11 @@ class Replica:
     async def ready(self) -> None:
         """Wait until the admin API and the gRPC health service report readiness."""
 
-        async def both() -> bool | None:
+        async def both() -> bool:
             page = await self.admin.get("/readyz")
-            return (page.status_code == 200 and await self.health("readiness") == "SERVING") or None
+            return page.status_code == 200 and await self.health("readiness") == "SERVING"
 
-        assert await network.until(both, within_s=PATIENT_S), (await self.admin.get("/readyz")).text
+        await until(both, PATIENT_S)
 
     async def decide(self) -> ProcessingResponse:
         """The first answer to a small request in lean mode."""
@@ -115,9 +111,7 @@ async def served(
                 bound = json.loads(await process.stdout.readline())
             async with (
                 grpc.aio.insecure_channel(bound["grpc"]) as channel,
-                httpx.AsyncClient(
-                    base_url=bound["admin"], trust_env=False, verify=False, timeout=PATIENT_S
-                ) as admin,
+                http_client(bound["admin"]) as admin,
             ):
                 yield Replica(process, channel, admin, page.address)
         finally:

@@ -33,6 +33,15 @@ PAGE = """() => {
 }"""
 
 
+def all_of(shown: Mapping[str, Any], shot: Thing) -> None:
+    """All that `PAGE` returns is that of the snapshot."""
+    for name, compare in (
+        ("tiles", tiles), ("stock", stock), ("facts", facts), ("bands", bands), ("flows", flows),
+        ("workloads", workloads), ("endpoints", endpoints), ("replicas", replicas),
+    ):  # fmt: skip
+        compare(shown[name], shot)
+
+
 def count(text: str, value: float | None, digits: int = 1) -> None:
     """`text` is `value` with at most `digits` decimals."""
     if value is None:

@@ -3,7 +3,7 @@
 Each row of docs/picking.md has its cases here. Pages, bodies and headers in detail are the unit tests'.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -115,19 +115,14 @@ def _lora(adapters: str, waiting: float = 0, kv: float = 0.1, *, queued: str = "
     return _vllm(waiting, kv, info)
 
 
-def _sglang(waiting: float, kv: float) -> Server:
-    return _server({"sglang:num_queue_reqs": waiting, "sglang:token_usage": kv})
+def _of(waiting: str, kv: str) -> Callable[[float, float], Server]:
+    """Servers whose pages have these two series."""
+    return lambda waits, fill: _server({waiting: waits, kv: fill})
 
 
-def _tensorrt(waiting: float, kv: float) -> Server:
-    return _server({"trtllm_num_requests_waiting": waiting, "trtllm_kv_cache_utilization": kv})
-
-
-def _own(waiting: float, kv: float) -> Server:
-    """A server of an engine without built-in series."""
-    return _server({"acme_backlog": waiting, "acme_cache_fill": kv})
-
-
+_sglang = _of("sglang:num_queue_reqs", "sglang:token_usage")
+_tensorrt = _of("trtllm_num_requests_waiting", "trtllm_kv_cache_utilization")
+_own = _of("acme_backlog", "acme_cache_fill")  # of an engine without built-in series
 _TWO = (_vllm(), _vllm())
 _THREE = (_vllm(3, 0.2), _vllm(1, 0.1), _vllm(10, 0.2))
 _BUSY = _vllm(9, 0.9)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +10,13 @@ from typing import Any
 
 import httpx
 import yaml
+from crowd import http_client
+from redis_servers import debian
 
 from picker_tools.local_fleet.network import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 _READY_S = 30.0
-
-
-def program(name: str) -> str:
-    """The path of a program of Debian's package `prometheus`."""
-    path = shutil.which(name)
-    assert path is not None, f"{name} is missing: install Debian's package prometheus (.ci/packages does)"
-    return path
 
 
 class Prometheus:
@@ -39,18 +33,10 @@ class Prometheus:
         port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._log = folder / "prometheus.log"
+        files = (f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}")
+        command = [debian("prometheus"), *files, f"--web.listen-address=127.0.0.1:{port}"]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    program("prometheus"),
-                    f"--config.file={folder / 'prometheus.yml'}",
-                    f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{port}",
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     async def ready(self) -> None:
         async with asyncio.timeout(_READY_S):
@@ -65,7 +51,7 @@ class Prometheus:
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
         """The present vector of `expression`; an invalid expression is a failure."""
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
+        async with http_client(timeout=10.0) as client:
             answer = await client.get(f"{self._url}/api/v1/query", params={"query": expression})
         document = answer.json()
         assert document["status"] == "success", f"{expression}: {document.get('error')}"
@@ -73,12 +59,8 @@ class Prometheus:
         return found
 
     def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def rules(kind: str) -> dict[str, str]:

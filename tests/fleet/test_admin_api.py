@@ -1,17 +1,17 @@
 """The admin API of a running fleet: every replica reports the state as it is."""
 
 import asyncio
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from admin_calls import ask, event_stream
-from fleet_load import PATIENT, at_rest, decisions, metric
+from admin_calls import ask, event_stream, paused
+from fleet_load import at_rest, decisions, metric
 
 from picker_fleet.admin import models
 from picker_fleet.admin.models import Endpoint, State
 
 OBJECTIVES = [{"name": "gold", "criticality": "Critical", "weight": 3.0}, {"name": "iron", "weight": 1.0}]
-CONFIG = {"decision_log": {"enabled": True}, "objectives": OBJECTIVES}
 SLOW = ("--no-restart", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "5")
 HARD_NAME = "a/b ?é%2F#"
 
@@ -31,13 +31,12 @@ async def all_pages(fleet: Any, path: str, rows: str, replica: int, limit: int) 
 
 
 async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(fleet: Any) -> None:
-    here = fleet(*SLOW, config={**CONFIG, "fair_request_queue": {"guard_share": 0}})
+    here = fleet(*SLOW, config={"objectives": OBJECTIVES, "fair_request_queue": {"guard_share": 0}})
     asked = [(HARD_NAME, "iron", "w 1"), ("b", "iron", "w/2")] * 4 + [("g", "gold", "w 1")] * 3
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        await here.post("pause", replica=1)
+    async with paused(here) as send:
         waiting = []
         for count, (flow, objective, workload) in enumerate(asked, 1):
-            waiting.append(tasks.create_task(ask(client, flow, objective=objective, workload=workload)))
+            waiting.append(send(flow, objective=objective, workload=workload))
             await here.until_state(queued=count)  # so that they come in this order
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
@@ -72,16 +71,15 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
             ("Sheddable", 0, 0),
         ]
 
-        async def by_replica() -> bool:
-            return sum(each["waiting"] for each in (await here.get("replicas"))["replicas"]) == 11
-
-        await here.eventually(by_replica, what="11 waiting requests in the heartbeats")
+        await here.until(
+            "replicas",
+            lambda found: sum(each["waiting"] for each in found["replicas"]) == 11,
+            what="11 waiting requests in the heartbeats",
+        )
         last = await here.get(f"requests/{order[-1]}", 2)
         assert (last["state"], last["position"]) == ("queued", 11)
-        assert (
-            last["why"]
-            == "flow b has 3 requests before it, and 10 in all are served sooner; dispatching is paused"
-        )
+        behind = "flow b has 3 requests before it, and 10 in all are served sooner"
+        assert last["why"] == f"{behind}; dispatching is paused"
         await here.post("resume")
     assert {task.result().status_code for task in waiting} == {200}
     assert [entry.request for entry in await decisions(here) if entry.event == "granted"] == order
@@ -91,28 +89,27 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
 async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics(fleet: Any) -> None:
     # Long answers: also on a busy machine the bound, not the machine, makes requests wait.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
-    here = fleet(
-        *slower, config={**CONFIG, "objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]}
-    )
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    here = fleet(*slower, config={"objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]})
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         going = True
 
         async def user(flow: str, objective: str) -> None:
             while going:
                 assert (await ask(client, flow, objective=objective)).status_code == 200
 
-        users = [
-            tasks.create_task(user(name, objective))
-            for name, objective in (("rich", "gold"), ("poor", "iron"))
-            for _ in range(15)
-        ]
+        clients = (("rich", "gold"), ("poor", "iron")) * 15
+        users = [tasks.create_task(user(*client)) for client in clients]
 
-        async def steady() -> dict[str, Any] | None:
-            flows = {each["flow"]: each for each in (await here.get("flows"))["flows"]}
-            rich = flows.get("rich")
-            return flows if len(flows) == 2 and rich and abs((rich["share"] or 0) - 0.75) < 0.15 else None
+        def shares(found: dict[str, Any]) -> dict[str, float]:
+            return {each["flow"]: each["share"] or 0 for each in found["flows"]}
 
-        flows = await here.eventually(steady, within_s=90.0, what="a steady service")
+        found = await here.until(
+            "flows",
+            lambda found: len(shares(found)) == 2 and abs(shares(found).get("rich", 0) - 0.75) < 0.15,
+            within_s=90.0,
+            what="a steady service",
+        )
+        flows = {each["flow"]: each for each in found["flows"]}
         assert flows["rich"]["fair_share"] == 0.75
         assert abs(flows["rich"]["share"] + flows["poor"]["share"] - 1) < 0.05
         for _ in range(5):
@@ -129,20 +126,18 @@ async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics
         await asyncio.gather(*users)
     state = await at_rest(here)
 
-    async def all_counted() -> bool:
-        name = "epp_popper_dequeue_successes_total"
-        return sum([await metric(here, name, replica) for replica in range(3)]) == state["dispatched_total"]
-
-    await here.eventually(all_counted, what="metrics pages with every dispatch")
+    dequeued = partial(metric, here, "epp_popper_dequeue_successes_total")
+    total = state["dispatched_total"]
+    await here.eventually(dequeued, lambda count: count == total, what="metrics pages with every dispatch")
     for path, rows in (("flows", "flows"), ("queue", "requests"), ("inflight", "requests")):
         page = await here.get(path)
         assert (page[rows], page["total"], page["cursor"]) == ([], 0, None)
 
 
 async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: Any) -> None:
-    here = fleet(*SLOW, config=CONFIG)
+    here = fleet(*SLOW, config={"objectives": OBJECTIVES})
     async with (
-        here.client(**PATIENT) as client,
+        here.client() as client,
         event_stream(here, 0) as first,
         event_stream(here, 1) as second,
         asyncio.timeout(60),
@@ -166,12 +161,8 @@ async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: A
                     break
             assert [each["seq"] for each in entries] == list(range(1, len(entries) + 1))
             assert [each["event"] for each in entries[: len(log)]] == [entry.event for entry in log]
-        pid = here.state["replicas"][0]["pid"]
-        here.terminate_replica(0)
+        replica = here.replica(0)
+        replica.terminate()
         async for _ in first:
             pass
-
-        async def gone() -> bool:
-            return pid not in {child.pid for child in here.children()}
-
-        await here.eventually(gone, within_s=10, what="the replica's end")
+        await here.eventually(lambda: not replica.is_running(), within_s=10, what="the replica's end")

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 from admin_calls import ask
-from fleet_load import PATIENT
 from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
-CONFIG = {
-    "admin": {"rate": 1e6},
-    "decision_log": {"enabled": True},
-    "fair_request_queue": {"ordering": "workload-aware"},
-}
+CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
 EXAMPLES = 15  # for each call
 MAX_ATTEMPTS = 5  # at one case, if the machine pauses for longer than the API waits for Redis
 
@@ -23,7 +18,7 @@ MAX_ATTEMPTS = 5  # at one case, if the machine pauses for longer than the API w
 async def busy(fleet: Any) -> AsyncIterator[Any]:
     """A fleet with 2 requests running and 30 waiting, of 3 flows and 2 workloads."""
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "60000", config=CONFIG)
-    async with here.client(**PATIENT) as client:
+    async with here.client() as client:
         requests = [
             ask(client, f"flow/{n % 3}", workload=f"w {n % 2}", criticality=1 + n % 5) for n in range(32)
         ]

@@ -11,6 +11,9 @@ JSON = (b"content-type", b"application/json")
 GOOD = {"model": "llama", "prompt": "x", "max_tokens": 1}
 HUGE = b'{"model": "llama", "prompt": "' + b"x" * 20_000_000 + b'"}'
 
+ASK = json.dumps(GOOD).encode()
+WORKLOAD, FAIRNESS = b"x-workload-context", b"x-gateway-inference-fairness-id"
+# Of each: what its refusal names.
 BODIES = {
     "cut off": (b'{"model":', "JSON"),
     "no JSON": (b"not json", "JSON"),
@@ -21,6 +24,14 @@ BODIES = {
     "model with a control character": (b'{"model": "a\\u001fb", "prompt": "x"}', "model"),
     "no object": (b'["model"]', ""),
 }
+HEADERS = {
+    "workload no UTF-8": (WORKLOAD, b"\xff\xfe"),
+    "flow no UTF-8": (FAIRNESS, b"\xff\xfe"),
+    "flow of 300 characters": (FAIRNESS, b"f" * 300),
+    "TTL no duration": (b"x-llm-d-inference-ttl", b"soon"),
+}
+REFUSED = {name: (body, (), named) for name, (body, named) in BODIES.items()}
+REFUSED |= {name: (ASK, (header,), header[0].decode()) for name, header in HEADERS.items()}
 WORKLOADS = {
     "long id": b'{"workload_id": "' + b"w" * 40_000 + b'"}',
     "NUL": json.dumps({"workload_id": "a\0b"}).encode(),
@@ -44,11 +55,11 @@ async def assert_serves(fleet: Any) -> None:
     await at_rest(fleet)
 
 
-@pytest.mark.parametrize("name", BODIES)
-async def test_a_bad_body_is_refused_and_the_next_is_served(small: Any, name: str) -> None:
-    body, named = BODIES[name]
+@pytest.mark.parametrize("name", REFUSED)
+async def test_bad_input_is_refused_by_name_and_the_next_request_is_served(small: Any, name: str) -> None:
+    body, headers, named = REFUSED[name]
     async with small.client() as client:
-        answer = await client.post("/v1/completions", content=body, headers=[JSON])
+        answer = await client.post("/v1/completions", content=body, headers=[JSON, *headers])
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
     await assert_serves(small)
@@ -64,8 +75,8 @@ async def test_a_body_of_20_mb_is_refused_before_all_of_it_is_received(small: An
 @pytest.mark.parametrize("name", WORKLOADS)
 async def test_a_request_with_a_hostile_workload_is_served_as_anonymous(small: Any, name: str) -> None:
     async with small.client() as client:
-        headers = [JSON, (b"x-workload-context", WORKLOADS[name])]
-        answer = await client.post("/v1/completions", content=json.dumps(GOOD), headers=headers)
+        headers = [JSON, (WORKLOAD, WORKLOADS[name])]
+        answer = await client.post("/v1/completions", content=ASK, headers=headers)
     assert answer.status_code == 200, answer.text
     await assert_serves(small)
 
@@ -73,28 +84,11 @@ async def test_a_request_with_a_hostile_workload_is_served_as_anonymous(small: A
 async def test_envoy_itself_refuses_a_workload_of_1_mb(small: Any) -> None:
     workload = b'{"workload_id": "' + b"w" * 1_000_000 + b'"}'
     try:
-        status, _ = await post_while_reading(small.url, json.dumps(GOOD).encode(), workload)
+        status, _ = await post_while_reading(small.url, ASK, workload)
     except (asyncio.IncompleteReadError, ConnectionError):
         status = 431  # Envoy may reset the connection before its answer is read
     assert status == 431
     await assert_serves(small)
-
-
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
-        ("x-workload-context", b"\xff\xfe"),
-        ("x-gateway-inference-fairness-id", b"\xff\xfe"),
-        ("x-gateway-inference-fairness-id", b"f" * 300),
-        ("x-llm-d-inference-ttl", b"soon"),
-    ],
-)
-async def test_a_refusal_names_the_bad_header(small: Any, header: str, value: bytes) -> None:
-    async with small.client() as client:
-        headers = [JSON, (header.encode(), value)]
-        answer = await client.post("/v1/completions", content=json.dumps(GOOD), headers=headers)
-    assert answer.status_code == 400, answer.text
-    assert header in answer.json()["error"]["message"]
 
 
 async def test_unknown_paths_do_not_reach_the_model_server(small: Any) -> None:

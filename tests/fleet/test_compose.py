@@ -3,8 +3,8 @@
 import asyncio
 import re
 import shutil
+import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import httpx
 import pytest
 import yaml
 from compose_stack import ROOT, TOKEN, Stack
+from crowd import http_client
+
+from picker_tools.local_fleet.processes import picker_command
 
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 4}
 
@@ -21,17 +24,14 @@ def services() -> dict[str, Any]:
     """The services as Docker Compose reads them."""
     compose = shutil.which("docker-compose")
     assert compose is not None, "docker-compose is missing: Debian has a package of it (.ci/packages)"
-    done = subprocess.run(
-        [compose, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([compose, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
     return found
 
 
 def test_every_service_is_confined_limited_and_has_a_health_check(services: dict[str, Any]) -> None:
-    wanted = {"redis", "picker", "simulator", "envoy", "prometheus", "grafana", "locust"}
-    assert services.keys() == wanted
+    assert services.keys() == {"redis", "picker", "simulator", "envoy", "prometheus", "grafana", "locust"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -71,16 +71,15 @@ def test_images_have_no_root_user_and_no_build_tools() -> None:
             assert kept & {source, str(Path(source).parent)}, source
 
 
-async def _loaded(client: httpx.AsyncClient, stats: str) -> int:
-    """Requests of Locust that were answered, none with a failure; waits for ten."""
+async def _loaded(client: httpx.AsyncClient, stats: str) -> None:
+    """Wait until ten requests of Locust were answered, none with a failure."""
+    count = 0
     async with asyncio.timeout(60):
-        while True:
+        while count < 10:
+            await asyncio.sleep(0.2)
             page = (await client.get(stats)).json()
             assert page["errors"] == []
             count = sum(each["num_requests"] for each in page["stats"] if each["name"] != "Aggregated")
-            if count >= 10:
-                return int(count)
-            await asyncio.sleep(0.2)
 
 
 async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> None:
@@ -88,17 +87,7 @@ async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> N
     state = (await client.get(f"{admin}/api/v1/state")).json()
     assert state["ready_backends"] == 3
     assert "<html" in (await client.get(f"{admin}/")).text
-    command = [
-        sys.executable,
-        "-m",
-        "picker_fleet.cli",
-        "top",
-        "--admin",
-        admin,
-        "--once",
-        "--view",
-        "replicas",
-    ]
+    command = picker_command("top", "--admin", admin, "--once", "--view", "replicas")
     top = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert top.returncode == 0, top.stderr
     refused = await client.post(f"{admin}/api/v1/pause")
@@ -114,7 +103,7 @@ async def test_the_services_serve_with_their_own_commands_and_survive_a_lost_rep
     try:
         await asyncio.to_thread(stack.start)
         envoy = f"http://{stack.of('envoy')[0].address}:8080"
-        async with httpx.AsyncClient(base_url=envoy, timeout=60.0, trust_env=False, verify=False) as client:
+        async with http_client(envoy) as client:
             answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(40)))
             assert [answer.status_code for answer in answers] == [200] * 40
             assert len({answer.headers["x-served-by"] for answer in answers}) == 3
@@ -127,17 +116,13 @@ async def test_the_services_serve_with_their_own_commands_and_survive_a_lost_rep
             users = {"user_count": 4, "spawn_rate": 4, "user_classes": "SteadyUser", "host": envoy}
             begun = await client.post(f"{load}/swarm", data=users)
             assert begun.json()["success"], stack.of("locust")[0].output
-            assert await _loaded(client, f"{load}/stats/requests") >= 10
+            await _loaded(client, f"{load}/stats/requests")
             assert (await client.post(f"{load}/stop")).is_success
-            lost = stack.of("picker")[0].process
-            assert lost is not None
-            lost.kill()
-            lost.wait()
+            stack.of("picker")[0].process.kill()
+            stack.of("picker")[0].process.wait()
             answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(20)))
             assert [(answer.status_code, answer.text) for answer in answers if not answer.is_success] == []
     finally:
         codes = await asyncio.to_thread(stack.stop)
-    killed = stack.of("picker")[0].folder.name
-    assert {name: code for name, code in codes.items() if name != killed} == {
-        each.folder.name: 0 for each in stack.containers if each.folder.name != killed
-    }
+    assert codes.pop(stack.of("picker")[0].folder.name) == -signal.SIGKILL
+    assert list(codes.values()) == [0] * (len(stack.containers) - 1)

@@ -1,17 +1,17 @@
 """The dashboard of a real fleet in a real browser: it shows what the API says, and its buttons work."""
 
-import os
-import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 import page_figures as figures
 import pytest
+import pytest_asyncio
 from admin_calls import ask, waiting
-from fleet_load import PATIENT, shared
+from dashboard_page import Dashboard
+from whole_fleet import suspended
 
 SLOW = ("--endpoints", "2", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
-    "decision_log": {"enabled": True},
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
 }
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
 XSS = "<img src=x onerror=window.owned=1>"
 
 
-async def switch(page: Any, to: str, outcome: str) -> None:
+async def switch(page: Dashboard, to: str, outcome: str) -> None:
     """Press the button that pauses or resumes dispatch, and confirm."""
     await page.page.click("#pause")
     await page.confirm(to)
@@ -33,16 +33,21 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet(*SLOW, config=CONFIG)
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
+    """Its dashboard; dispatch goes on at the end."""
+    async with dashboard(here) as shown:
+        yield shown
+        assert not (await here.get("state"))["paused"]
+
+
 async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboard: Any) -> None:
     async with waiting(here, *["gold"] * 3, "silver"), dashboard(here, replica=2) as page:
         await page.says("#why", "paused by an operator: 4 requests wait")
         listed = (await here.get("flows"))["flows"]
         assert sorted((flow["flow"], flow["queued"]) for flow in listed) == [("gold", 3), ("silver", 1)]
-        shown = await page.page.evaluate(figures.PAGE)
-        assert sorted((row[0], row[1], row[2]) for row in shown["flows"]) == [
-            ("gold", "Default", "3"),
-            ("silver", "Default", "1"),
-        ]
+        shown = sorted(row[:3] for row in (await page.page.evaluate(figures.PAGE))["flows"])
+        assert shown == [["gold", "Default", "3"], ["silver", "Default", "1"]]
         order = [each["id"] for each in (await here.get("queue", 1))["requests"]]
         await page.until("() => document.querySelectorAll('#rows-queue tr').length === 4")
         assert await page.page.locator("#rows-queue tr td:nth-child(2)").all_inner_texts() == order
@@ -55,30 +60,25 @@ async def test_the_queue_is_shown_as_every_replica_reports_it(here: Any, dashboa
         await page.says("#lookup-answer", "silver")
 
 
-async def test_pause_and_resume_ask_first_and_work(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        await page.page.click("#pause")
-        await page.confirm("Cancel")
-        assert not (await shared(here))["paused"]
-        await switch(page, "Pause", "stopped dispatching")
-        assert (await shared(here, 1))["paused"]
-        await page.says("#why", "paused by an operator")
-        await switch(page, "Resume", "dispatches again")
-        assert not (await shared(here, 1))["paused"]
+async def test_pause_and_resume_ask_first_and_work(here: Any, page: Dashboard) -> None:
+    await page.page.click("#pause")
+    await page.confirm("Cancel")
+    assert not (await here.get("state"))["paused"]
+    await switch(page, "Pause", "stopped dispatching")
+    assert (await here.get("state", 1))["paused"]
+    await page.says("#why", "paused by an operator")
+    await switch(page, "Resume", "dispatches again")
+    assert not (await here.get("state", 1))["paused"]
 
 
-async def test_drain_and_undrain_work(here: Any, dashboard: Any) -> None:
+async def test_drain_and_undrain_work(here: Any, page: Dashboard) -> None:
     address = here.state["endpoints"][0]["address"]
-    async with dashboard(here) as page:
-        await page.page.get_by_role("button", name=f"Drain {address}", exact=True).click()
-        await page.confirm("Drain")
-        await page.says("#toast", "gets nothing new")
-        assert await here.endpoint_status(address, 1) == "drained"
-        await page.page.get_by_role("button", name=f"Undrain {address}", exact=True).click()
-        await page.confirm("Undrain")
-        await page.says("#toast", "takes requests again")
-        assert await here.endpoint_status(address, 1) != "drained"
-        await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
+    for action, outcome in (("Drain", "gets nothing new"), ("Undrain", "takes requests again")):
+        await page.page.get_by_role("button", name=f"{action} {address}", exact=True).click()
+        await page.confirm(action)
+        await page.says("#toast", outcome)
+        assert (await here.endpoint_status(address, 1) == "drained") == (action == "Drain")
+    await page.page.get_by_role("button", name=f"Drain {address}", exact=True).wait_for()
 
 
 async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here: Any, dashboard: Any) -> None:
@@ -96,97 +96,84 @@ async def test_evict_works_and_a_refusal_is_shown_with_the_text_of_the_api(here:
         await page.says("#toast", "no such request waits")
 
 
-async def test_the_keyboard_is_enough(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        focused = "document.activeElement.id || document.activeElement.className"
-        keys = page.page.keyboard
-        await keys.press("Tab")
-        assert await page.page.evaluate(focused) == "skip"
-        await keys.press("Tab")
-        assert await page.page.evaluate(focused) == "pause"
-        outline = "getComputedStyle(document.activeElement).outlineStyle"
-        assert await page.page.evaluate(outline) == "solid"
-        await keys.press("Enter")
-        await page.page.locator("dialog#confirm[open]").wait_for()
-        assert await page.page.evaluate("document.activeElement.textContent") == "Cancel"
-        await keys.press("Escape")
-        assert await page.page.evaluate(focused) == "pause"
-        await keys.press("Enter")
-        await keys.press("Tab")
-        await keys.press("Enter")
-        await page.says("#toast", "stopped dispatching")
-        await page.until("document.activeElement.id === 'pause'")
-        await page.says("#pause", "Resume dispatch")
-        await keys.press("Enter")
-        await keys.press("Tab")
-        await keys.press("Enter")
-        await page.says("#toast", "dispatches again")
-        button = page.page.locator("#rows-endpoints button").first
-        await button.focus()
-        at = await page.page.evaluate("document.getElementById('main').dataset.at")
-        await page.until("(at) => document.getElementById('main').dataset.at !== at", at)
-        assert await button.evaluate("(node) => node === document.activeElement")
-    assert not (await shared(here))["paused"]
+async def test_the_keyboard_is_enough(page: Dashboard) -> None:
+    async def press(*names: str) -> None:
+        for name in names:
+            await page.page.keyboard.press(name)
+
+    async def focused(what: str = "id || document.activeElement.className") -> str:
+        return str(await page.page.evaluate(f"document.activeElement.{what}"))
+
+    await press("Tab")
+    assert await focused() == "skip"
+    await press("Tab")
+    assert await focused() == "pause"
+    assert await page.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    await press("Enter")
+    await page.page.locator("dialog#confirm[open]").wait_for()
+    assert await focused("textContent") == "Cancel"
+    await press("Escape")
+    assert await focused() == "pause"
+    await press("Enter", "Tab", "Enter")
+    await page.says("#toast", "stopped dispatching")
+    await page.until("document.activeElement.id === 'pause'")
+    await page.says("#pause", "Resume dispatch")
+    await press("Enter", "Tab", "Enter")
+    await page.says("#toast", "dispatches again")
+    button = page.page.locator("#rows-endpoints button").first
+    await button.focus()
+    at = await page.page.evaluate("document.getElementById('main').dataset.at")
+    await page.until("(at) => document.getElementById('main').dataset.at !== at", at)
+    assert await button.evaluate("(node) => node === document.activeElement")
 
 
-async def test_a_question_asked_again_at_once_gets_its_own_answer(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        await page.page.evaluate(
-            "const [pause, question] = ['pause', 'confirm'].map((id) => document.getElementById(id));"
-            "pause.click(); question.close(); pause.click()"
-        )
-        await page.confirm("Pause")
-        await page.says("#toast", "stopped dispatching")
-        await page.says("#pause", "Resume dispatch")
-        await switch(page, "Resume", "dispatches again")
-    assert not (await shared(here))["paused"]
+CLICKS = """const [pause, question, yes] = ['pause', 'confirm', 'confirm-yes'].map(
+  (id) => document.getElementById(id));"""
 
 
-async def test_a_confirmed_change_is_made_though_another_question_follows_at_once(
-    here: Any, dashboard: Any
-) -> None:
-    async with dashboard(here) as page:
-        await page.page.evaluate(
-            "const [pause, yes] = ['pause', 'confirm-yes'].map((id) => document.getElementById(id));"
-            "pause.click(); yes.click(); pause.click()"
-        )
-        await page.says("#toast", "stopped dispatching")
-        await page.confirm("Cancel")
-        await page.says("#pause", "Resume dispatch")
-        await switch(page, "Resume", "dispatches again")
-    assert not (await shared(here))["paused"]
+async def test_a_question_asked_again_at_once_gets_its_own_answer(page: Dashboard) -> None:
+    await page.page.evaluate(f"{CLICKS} pause.click(); question.close(); pause.click()")
+    await page.confirm("Pause")
+    await page.says("#toast", "stopped dispatching")
+    await page.says("#pause", "Resume dispatch")
+    await switch(page, "Resume", "dispatches again")
 
 
-async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(
-    here: Any, dashboard: Any
-) -> None:
-    async with dashboard(here) as page:
-        answer = await page.page.evaluate(
-            """async () => {
-              const { Rows, el } = await import(`${location.origin}/static/dom.js`);
-              const table = document.body.appendChild(el("table"));
-              table.createTHead().insertRow().insertCell();
-              const body = table.appendChild(el("tbody"));
-              const rows = new Rows(body, (each) => each, () => {
-                const tr = el("tr");
-                tr.appendChild(el("td")).appendChild(el("button"));
-                return { tr, update() {} };
-              });
-              rows.show(["a", "b", "c", "d"]);
-              let moved = 0;
-              const watch = new MutationObserver((all) => {
-                for (const each of all) moved += each.addedNodes.length;
-              });
-              watch.observe(body, { childList: true });
-              const kept = body.lastElementChild;
-              // When the first of them leaves
-              rows.show(["b", "c", "d"]);
-              await Promise.resolve();
-              table.remove();
-              return [moved, kept === body.lastElementChild, body.children.length];
-            }"""
-        )
-        assert answer == [0, True, 3]
+async def test_a_confirmed_change_is_made_though_another_question_follows_at_once(page: Dashboard) -> None:
+    await page.page.evaluate(f"{CLICKS} pause.click(); yes.click(); pause.click()")
+    await page.says("#toast", "stopped dispatching")
+    await page.confirm("Cancel")
+    await page.says("#pause", "Resume dispatch")
+    await switch(page, "Resume", "dispatches again")
+
+
+async def test_a_pressed_button_gets_its_click_though_a_row_above_is_removed(page: Dashboard) -> None:
+    answer = await page.page.evaluate(
+        """async () => {
+          const { Rows, el } = await import(`${location.origin}/static/dom.js`);
+          const table = document.body.appendChild(el("table"));
+          table.createTHead().insertRow().insertCell();
+          const body = table.appendChild(el("tbody"));
+          const rows = new Rows(body, (each) => each, () => {
+            const tr = el("tr");
+            tr.appendChild(el("td")).appendChild(el("button"));
+            return { tr, update() {} };
+          });
+          rows.show(["a", "b", "c", "d"]);
+          let moved = 0;
+          const watch = new MutationObserver((all) => {
+            for (const each of all) moved += each.addedNodes.length;
+          });
+          watch.observe(body, { childList: true });
+          const kept = body.lastElementChild;
+          // When the first of them leaves
+          rows.show(["b", "c", "d"]);
+          await Promise.resolve();
+          table.remove();
+          return [moved, kept === body.lastElementChild, body.children.length];
+        }"""
+    )
+    assert answer == [0, True, 3]
 
 
 async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard: Any) -> None:
@@ -209,18 +196,15 @@ async def test_names_that_clients_choose_are_shown_as_text(here: Any, dashboard:
 async def test_a_narrow_screen_needs_no_sideways_scrolling(here: Any, dashboard: Any) -> None:
     long = "a-flow-with-a-name-that-no-phone-has-room-for-" * 4
     for width in (390, 1280):
-        async with (
-            waiting(here, long, "short"),
-            dashboard(here, viewport={"width": width, "height": 844}) as page,
-        ):
+        size = {"width": width, "height": 844}
+        async with waiting(here, long, "short"), dashboard(here, viewport=size) as page:
             await page.row("queue", "short").wait_for()
             await page.row("flows", "short").wait_for()
             await page.page.locator("#rows-queue button.link").first.click()
             await page.says("#lookup-answer h3", "queued")
             assert await page.page.evaluate("document.documentElement.scrollWidth") <= width
-            for box in [
-                await each.bounding_box() for each in await page.page.locator("button:visible").all()
-            ]:
+            for button in await page.page.locator("button:visible").all():
+                box = await button.bounding_box()
                 assert box is not None
                 assert box["x"] >= 0
                 assert box["x"] + box["width"] <= width
@@ -243,41 +227,34 @@ async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, d
         assert len(seen) == len(set(seen)) == 60
 
 
-async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        page.allowed.append("status of 503")  # of a read in flight when the replica was stopped
-        await page.says("#connection", "live")
-        pid = int(here.state["replicas"][0]["pid"])
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await page.says("#connection", "stale since")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await page.says("#connection", "live")
+async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, page: Dashboard) -> None:
+    page.allowed.append("status of 503")  # of a read in flight when the replica was stopped
+    await page.says("#connection", "live")
+    with suspended(here.replica(0)):
+        await page.says("#connection", "stale since")
+    await page.says("#connection", "live")
 
 
-async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis has
-        # answered it.
-        page.allowed += ["net::ERR_", "status of 503"]
-        before = await page.text("#replica")
-        here.kill_replica(0)
-        await page.until("(before) => document.getElementById('replica').textContent !== before", before)
-        await page.says("#connection", "live")
+async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, page: Dashboard) -> None:
+    # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis has
+    # answered it.
+    page.allowed += ["net::ERR_", "status of 503"]
+    before = await page.text("#replica")
+    here.replica(0).kill()
+    await page.until("(before) => document.getElementById('replica').textContent !== before", before)
+    await page.says("#connection", "live")
 
 
-async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page:
-        page.allowed.append("status of 503")  # of the list of the queue meanwhile
-        with here.redis_stopped():
-            await page.until("document.getElementById('why').dataset.level === 'bad'")
-        await page.until("document.getElementById('why').dataset.level === 'calm'")
-        await page.says("#connection", "live")
+async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, page: Dashboard) -> None:
+    page.allowed.append("status of 503")  # of the list of the queue meanwhile
+    with suspended(here.child("valkey-server")):
+        await page.until("document.getElementById('why').dataset.level === 'bad'")
+    await page.until("document.getElementById('why').dataset.level === 'calm'")
+    await page.says("#connection", "live")
 
 
-async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: Any, dashboard: Any) -> None:
-    async with dashboard(here) as page, here.client(**PATIENT) as client:
+async def test_decisions_appear_as_they_are_made_and_can_be_put_on_hold(here: Any, page: Dashboard) -> None:
+    async with here.client() as client:
         assert (await ask(client, "seen")).status_code == 200
         await page.says("#rows-decisions", "seen")
         await page.page.click("#decisions-hold")
@@ -312,13 +289,11 @@ async def test_the_token_is_asked_for_again_when_wrong_and_kept_for_the_tab(
         await page.page.click("#pause")
         await page.confirm("Pause")
         await page.says("#token-title", "asks for its token")
-        await page.page.fill("#token", "wrong")
-        await page.page.keyboard.press("Enter")
-        await page.says("#token-title", "not right")
-        await page.page.fill("#token", "open-sesame")
-        await page.page.keyboard.press("Enter")
-        await page.says("#toast", "stopped dispatching")
-        assert (await shared(guarded))["paused"]
+        for token, then in (("wrong", "#token-title"), ("open-sesame", "#toast")):
+            await page.page.fill("#token", token)
+            await page.page.keyboard.press("Enter")
+            await page.says(then, "not right" if token == "wrong" else "stopped dispatching")
+        assert (await guarded.get("state"))["paused"]
         await page.says("#pause", "Resume dispatch")
         await switch(page, "Resume", "dispatches again")
         assert await page.page.evaluate("Object.values(localStorage).join() + document.cookie") == ""

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import httpx
 import page_figures as figures
 import pytest
-from dashboard_page import Dashboard, listening
-from fleet_load import PATIENT, at_rest
+from admin_calls import ask
+from dashboard_page import listening
+from fleet_load import at_rest
 from page_reading import UNREADABLE
 
 SLOW = ("--no-restart", "--endpoints", "3", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
-    "decision_log": {"enabled": True},
     "models": [{"name": "llama"}, {"name": "poet"}],  # the second is an adapter of each simulator
     "objectives": [
         {"name": "gold", "criticality": "Critical"},
@@ -60,16 +60,11 @@ async def load(fleet: Any) -> AsyncIterator[None]:
     done = asyncio.Event()
 
     async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
-        headers = {
-            "x-gateway-inference-fairness-id": flow,
-            "x-workload-context": f'{{"workload_id": "of-{flow}", "criticality": 3}}',
-            **({"x-gateway-inference-objective": objective} if objective else {}),
-        }
-        body = {"model": model, "prompt": flow, "max_tokens": 2}
+        about = {"objective": objective, "workload": f"of-{flow}", "criticality": 3}
         while not done.is_set():
-            assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            assert (await ask(http, flow, prompt=flow, model=model, **about)).status_code == 200
 
-    async with fleet.client(**PATIENT) as http, asyncio.TaskGroup() as tasks:
+    async with fleet.client() as http, asyncio.TaskGroup() as tasks:
         for flow in FLOWS * CLIENTS:
             tasks.create_task(client_of(http, *flow))
         try:
@@ -124,14 +119,7 @@ async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
                     continue
                 seen.add(shown["at"])
                 shot = await snapshots.taken(shown["at"])
-                figures.tiles(shown["tiles"], shot)
-                figures.stock(shown["stock"], shot)
-                figures.facts(shown["facts"], shot)
-                figures.bands(shown["bands"], shot)
-                figures.flows(shown["flows"], shot)
-                figures.workloads(shown["workloads"], shot)
-                figures.endpoints(shown["endpoints"], shot)
-                figures.replicas(shown["replicas"], shot)
+                figures.all_of(shown, shot)
                 assert len(shown["replicas"]) == 3
                 missing = lacking(shot) if missing is None else missing & lacking(shot)
         await page.says("#connection", "live")
@@ -140,7 +128,8 @@ async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
 
 async def test_every_figure_of_the_queue_is_that_of_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
     async with load(here), dashboard(here) as page:
-        answers = kept(page)
+        answers: list[Any] = []  # of the queue, that this page receives
+        page.page.on("response", lambda each: "/api/v1/queue" in each.url and answers.append(each))
         await page.page.locator("#queue").scroll_into_view_if_needed()
         seen: set[str] = set()
         async with asyncio.timeout(WITHIN_S):
@@ -152,13 +141,6 @@ async def test_every_figure_of_the_queue_is_that_of_an_answer_of_the_api(here: A
                 if any([figures.queue(rows, await answer.json()) for answer in list(answers)]):
                     seen.add(str(rows))
                     assert "dispatch order" in order.lower()
-
-
-def kept(page: Dashboard) -> list[Any]:
-    """The answers of the queue that this page receives from now on."""
-    answers: list[Any] = []
-    page.page.on("response", lambda answer: "/api/v1/queue" in answer.url and answers.append(answer))
-    return answers
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -175,9 +157,4 @@ async def test_every_figure_can_be_read_on_a_phone(
         assert found["cells"] >= 3 * 7 + 1 * 5 + 3 * 7 + 1 * 8
         assert found["width"] <= 390
         shown = await page.page.evaluate(figures.PAGE)
-        shot = await snapshots.taken(shown["at"])
-        figures.bands(shown["bands"], shot)
-        figures.flows(shown["flows"], shot)
-        figures.workloads(shown["workloads"], shot)
-        figures.endpoints(shown["endpoints"], shot)
-        figures.replicas(shown["replicas"], shot)
+        figures.all_of(shown, await snapshots.taken(shown["at"]))

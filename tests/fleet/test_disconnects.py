@@ -5,15 +5,17 @@ A lease lasts 15 s. What is released sooner was released because its client left
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 from fleet_load import Caller, at_rest, decisions
+from whole_fleet import suspended
 
 SOON_S = 10.0
 PLACED_AND_CANCELLED = ["bypassed", "cancelled"]
 TRIES = 30
-CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}, "decision_log": {"enabled": True}}
+CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}}
 
 
 @pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
@@ -54,17 +56,12 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
         before = len(await decisions(slow))
         calls, resets = await calls_of_replicas(slow)
 
-        async def arrived() -> bool:
-            return (await calls_of_replicas(slow))[0] > calls
-
-        async def reset() -> bool:
-            return (await calls_of_replicas(slow))[1] > resets
-
-        with slow.redis_stopped():  # so the replica's admission gets no reply
+        with suspended(slow.child("valkey-server")):  # so the replica's admission gets no reply
             caller = await Caller.ask(slow.url, tokens=1000)
-            await slow.eventually(arrived, what="the request at a replica")
+            seen = partial(slow.eventually, lambda: calls_of_replicas(slow))
+            await seen(lambda now: now[0] > calls, what="the request at a replica")
             await caller.leave()
-            await slow.eventually(reset, what="the end of the replica's stream")
+            await seen(lambda now: now[1] > resets, what="the end of the replica's stream")
         await at_rest(slow, within_s=SOON_S)
         return [entry.event for entry in (await decisions(slow))[before:]]
 

@@ -7,7 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_load import PATIENT, at_rest, served_by, stream
+from fleet_load import at_rest, served_by, stream
+from whole_fleet import suspended
 
 
 @pytest.fixture(scope="module")
@@ -17,31 +18,30 @@ def here(shared_fleet: Any) -> Any:
 
 
 async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(here: Any) -> None:
-    stopped = here.stop_endpoint(0)
+    stopped = here.state["endpoints"][0]["address"]
 
-    async def all_say(wanted: str) -> bool:
-        return {await here.endpoint_status(stopped, replica) for replica in range(3)} == {wanted}
+    async def seen() -> set[str]:
+        return {await here.endpoint_status(stopped, replica) for replica in range(3)}
 
-    async with here.client(**PATIENT) as client:
-        try:
+    async with here.client() as client:
+        with suspended(here.endpoint(0)):
             # No request is sent: scraping alone takes it out, for every replica.
-            await here.eventually(lambda: all_say("down"), within_s=60, what="the mark")
+            await here.eventually(seen, lambda each: each == {"down"}, within_s=60, what="the mark")
             assert stopped not in await served_by(client, 12)
-        finally:
-            here.continue_endpoint(0)
-        await here.eventually(lambda: all_say("ready"), within_s=60, what="its return")
-
-        async def serves() -> bool:
-            return stopped in await served_by(client, 8)
-
-        await here.eventually(serves, within_s=60, what="a request that it serves")
+        await here.eventually(seen, lambda each: each == {"ready"}, within_s=60, what="its return")
+        await here.eventually(
+            lambda: served_by(client, 8),
+            lambda by: stopped in by,
+            within_s=60,
+            what="a request that it serves",
+        )
     await at_rest(here)
 
 
 async def test_a_drained_endpoint_finishes_its_requests_and_gets_no_new_ones(here: Any) -> None:
     drained, *others = (each["address"] for each in here.state["endpoints"])
 
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(stream(client, f"runs {i}", 1000)) for i in range(4)]
         await here.until_state(stock=4)
         assert (await here.post(f"endpoints/{drained}/drain"))["drained"] is True

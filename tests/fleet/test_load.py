@@ -34,13 +34,17 @@ async def ended(process: Process) -> tuple[int, str]:
     return process.returncode or 0, said.decode()
 
 
-async def load(*arguments: str) -> tuple[int, str]:
-    return await ended(await started("picker_fleet.cli", "load", *arguments))
+async def load(*arguments: str, report: Path) -> tuple[int, str]:
+    return await ended(await started("picker_fleet.cli", "load", *arguments, "--report", str(report)))
 
 
-def verdicts(folder: Path) -> dict[str, str]:
-    summary = json.loads((folder / "summary.json").read_text())
-    return {promise["name"]: promise["verdict"] for promise in summary["promises"]}
+def summary_of(report: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((report / "summary.json").read_text())
+    return found
+
+
+def verdicts(report: Path) -> dict[str, str]:
+    return {promise["name"]: promise["verdict"] for promise in summary_of(report)["promises"]}
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +54,22 @@ def here(shared_fleet: Any) -> Any:
 
 
 async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
-    size = ("--own", "--replicas", "2", "--endpoints", "2")
-    status, said = await load("noisy-neighbour", *size, "--duration", "2", "--report", str(tmp_path))
+    size = ("--own", "--replicas", "2", "--endpoints", "2", "--duration", "2")
+    status, said = await load("noisy-neighbour", *size, report=tmp_path)
     # It starts a fleet, and the promises are kept, those of the log too.
     found = verdicts(tmp_path)
     assert status == 0, said
-    assert {found[name] for name in ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")} == {
-        "held"
-    }
+    kept = ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")
+    assert {found[name] for name in kept} == {"held"}
     assert "broken" not in found.values()
     assert "<svg" in (tmp_path / "report.html").read_text()
-    mine = [
-        child for child in psutil.Process().children(recursive=True) if "picker-load-" in str(child.cmdline())
-    ]
-    assert mine == []
+    children = psutil.Process().children(recursive=True)
+    assert [child for child in children if "picker-load-" in str(child.cmdline())] == []
 
 
 async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
-    status, said = await load("replica-crash", "--duration", "4", "--report", str(tmp_path))
-    found = verdicts(tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    status, said = await load("replica-crash", "--duration", "4", report=tmp_path)
+    found, summary = verdicts(tmp_path), summary_of(tmp_path)
     assert summary["faults"]["kills"]
     assert found["at-rest"] == found["G6"] == "held"
     unserved = sum(source["sent"] - source["served"] for source in summary["sources"].values())
@@ -78,8 +78,8 @@ async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
 
 async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
     # The objective asks for first tokens sooner than the model servers can give them.
-    where = ("--state-file", str(here.state_file), "--duration", "2", "--report", str(tmp_path))
-    status, said = await load("steady", *where, "--slo-ttft", "0.005")
+    where = ("--state-file", str(here.state_file), "--duration", "2")
+    status, said = await load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
     # The broken promise is named, with what was measured.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
@@ -90,9 +90,7 @@ async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> N
 
 
 async def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
-    status, said = await load(
-        "priority-overload", "--state-file", str(here.state_file), "--report", str(tmp_path)
-    )
+    status, said = await load("priority-overload", "--state-file", str(here.state_file), report=tmp_path)
     assert status == 2
     assert "needs a fleet with an objective 'critical', an objective 'sheddable'" in said
 
@@ -109,7 +107,7 @@ async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> Non
     status, said = await ended(process)
     # There is a report of what was sent.
     assert status == 130, said
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = summary_of(tmp_path)
     assert summary["interrupted"] is True
     assert summary["counts"]["served"] > 0
     assert "broken" not in verdicts(tmp_path).values()
@@ -125,10 +123,8 @@ async def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None
     status, said = await ended(process)
     # Requests of both are served, none fails, and the first bytes are timed.
     assert status == 0, said
-    with (tmp_path / "stats_stats.csv").open() as file_of_stats:
-        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(file_of_stats)}
-    total = rows["", "Aggregated"]
-    assert int(total["Failure Count"]) == 0, said
-    assert int(rows["POST", "client-1"]["Request Count"]) > 0
-    assert int(rows["POST", "talk"]["Request Count"]) > 0
+    with (tmp_path / "stats_stats.csv").open() as stats:
+        rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(stats)}
+    assert int(rows["", "Aggregated"]["Failure Count"]) == 0, said
+    assert all(int(rows["POST", name]["Request Count"]) > 0 for name in ("client-1", "talk"))
     assert float(rows["TTFT", "client-1"]["Average Response Time"]) > 0

@@ -4,19 +4,20 @@ import asyncio
 import contextlib
 import resource
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import yaml
 from extproc_client import body, headers, parts, trailers
+from fleet_load import total
 from metrics_page import samples_of
-from own_replica import Replica, served
+from own_replica import PATIENT_S, Replica, served
 from redis_servers import Server
+from script_fleet import until
 
 from picker_fleet.config import parse
-from picker_tools.local_fleet import network
 
 MIB = 1024 * 1024
 PEAK_MIB = 400
@@ -60,29 +61,12 @@ def mib(replica: Replica, what: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(what))) // 1024
 
 
-async def page(replica: Replica) -> dict[tuple[str, ...], float]:
-    return samples_of((await replica.admin.get("/metrics")).text)
+async def page(replica: Replica) -> str:
+    return (await replica.admin.get("/metrics")).text
 
 
 async def buffered(replica: Replica) -> float:
-    return (await page(replica))[("epp_buffered_bytes",)]
-
-
-async def answers(replica: Replica) -> Counter[str]:
-    """Answers so far by code."""
-    found: Counter[str] = Counter()
-    for (name, *labels), count in (await page(replica)).items():
-        if name == "epp_requests_total":
-            (code,) = (label.removeprefix("code=") for label in labels if label.startswith("code="))
-            found[code] += int(count)
-    return found
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async def look() -> bool | None:
-        return await holds() or None
-
-    assert await network.until(look, within_s=60)
+    return total(await page(replica), "epp_buffered_bytes")
 
 
 async def at_rest(replica: Replica) -> None:
@@ -91,7 +75,7 @@ async def at_rest(replica: Replica) -> None:
     async def is_empty() -> bool:
         return await buffered(replica) == 0
 
-    await until(is_empty)
+    await until(is_empty, PATIENT_S)
 
 
 async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = False) -> None:
@@ -152,9 +136,12 @@ async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(
         await at_rest(replica)
         assert replica.process.returncode is None
         assert mib(replica, "VmHWM") < PEAK_MIB
-        codes = await answers(replica)
-        assert sum(codes.values()) == 20 + 64
-        assert codes.keys() == {"ok", "bad_request", "buffer_full"}
+        codes = Counter[str]()
+        for (name, *labels), count in samples_of(await page(replica)).items():
+            if name == "epp_requests_total":
+                codes.update({label: int(count) for label in labels if label.startswith("code=")})
+        assert codes.total() == 20 + 64
+        assert codes.keys() == {"code=ok", "code=bad_request", "code=buffer_full"}
 
 
 async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_allows(
@@ -170,11 +157,11 @@ async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_al
         async def each_waits_or_is_refused() -> bool:
             nonlocal queued, refused
             now = await page(replica)
-            queued = int(sum(value for key, value in now.items() if key[0] == "epp_queue_length"))
-            refused = (await answers(replica))["buffer_full"]
+            queued = int(total(now, "epp_queue_length"))
+            refused = int(total(now, "epp_requests_total", code="buffer_full"))
             return queued + refused == len(waiting)
 
-        await until(each_waits_or_is_refused)
+        await until(each_waits_or_is_refused, PATIENT_S)
         # The heap may keep as much again as the bodies take.
         assert 4 <= queued <= BOUND // len(text)
         assert await buffered(replica) == queued * len(text)

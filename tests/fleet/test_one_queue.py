@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from decision_ledger import Ledger
-from fleet_load import PATIENT, at_rest, complete, decisions, served_by, shared
+from fleet_load import at_rest, complete, decisions, served_by
 
-CONFIG = {"decision_log": {"enabled": True}, "fair_request_queue": {"flow_capacity": 1000}}
+CONFIG = {"fair_request_queue": {"flow_capacity": 1000}}
 
 
 @pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
@@ -19,7 +19,7 @@ def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
 
 
 async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
-    async with here.client(**PATIENT) as client:
+    async with here.client() as client:
         answers = await asyncio.gather(*(complete(client, f"prompt {i}", 5) for i in range(300)))
     assert [answer for answer in answers if not answer.whole] == []
     await at_rest(here)
@@ -36,38 +36,32 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
 
 
 async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(here: Any) -> None:
-    async with here.client(**PATIENT) as client:
+    async with here.client() as client:
         assert (await complete(client, "before", 2)).whole
-        dead = here.kill_endpoint(0)
+        dead = here.state["endpoints"][0]["address"]
+        here.endpoint(0).kill()
         here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
         served = await served_by(client, 40)
         assert dead not in served
         assert len(served) == 3
         await at_rest(here)
 
-        async def is_down() -> bool:
+        async def status() -> str:
             assert (await complete(client, "meets it", 2)).whole
-            return await here.endpoint_status(dead, 1) == "down"
+            return str(await here.endpoint_status(dead, 1))
 
-        await here.eventually(is_down, what="the mark")
-        assert (await shared(here, 2))["ready_backends"] == 3
+        await here.eventually(status, lambda found: found == "down", what="the mark")
+        assert (await here.get("state", 2))["ready_backends"] == 3
         assert dead not in await served_by(client, 12)
     await at_rest(here)
 
 
 async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(fleet: Any) -> None:
-    config = {
-        "decision_log": {"enabled": True},
-        "fair_request_queue": {
-            "total_capacity": 1,
-            "flow_capacity": 1,
-            "overload_status": 429,
-            "queue_ttl": "3s",
-        },
-    }
+    room = {"total_capacity": 1, "flow_capacity": 1, "overload_status": 429, "queue_ttl": "3s"}
+    config = {"fair_request_queue": room}
     here = fleet("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "0", config=config)
     ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         await here.post("pause")
         waiting = tasks.create_task(complete(client, "x", 1))
         await here.until_state(queued=1)
@@ -91,15 +85,13 @@ async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(f
 async def test_without_a_queue_requests_beyond_the_bound_run_at_once(fleet: Any) -> None:
     config = {"request_queue_controller": {"enabled": False, "watermark_per_backend": 1}}
     here = fleet("--replicas", "2", "--endpoints", "2", "--sim-ttft", "500", "--sim-itl", "1", config=config)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as clients:
+    async with here.client() as client, asyncio.TaskGroup() as clients:
         tasks = [clients.create_task(complete(client, f"prompt {i}", 100)) for i in range(20)]
 
-        async def half_on_each() -> bool:
-            state = await shared(here)
+        def half_on_each(state: dict[str, Any]) -> bool:
             assert (state["queue_enabled"], state["queued"], state["stock"]) == (False, 0, 0)
             return state["leases"] == 20 and sorted(state["in_flight"].values()) == [10, 10]
 
-        await here.eventually(half_on_each, what="twenty in flight, half on each endpoint")
-        answers = [await task for task in tasks]
-    assert all(answer.whole for answer in answers)
+        await here.until("state", half_on_each, what="twenty in flight, half on each endpoint")
+    assert all(task.result().whole for task in tasks)
     await at_rest(here)

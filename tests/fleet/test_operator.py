@@ -1,12 +1,14 @@
 """An operator changes a running fleet: pause, live changes, eviction; preemption; bands of any priority."""
 
 import asyncio
+import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
-from admin_calls import ask
-from fleet_load import PATIENT, at_rest, decisions, shared
+from admin_calls import paused
+from fleet_load import at_rest, decisions, metric
 
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
 from picker_tools.audit.log import Entry
@@ -14,7 +16,7 @@ from picker_tools.audit.log import Entry
 PRIORITIES = (-3, MOST_PRIORITY, 100, LEAST_PRIORITY, 7, 10)
 ROOM = 100  # in the queue
 CONFIG = {
-    "decision_log": {"enabled": True},
+    
     "objectives": [
         {"name": "gold", "criticality": "Critical"},
         {"name": "scrap", "criticality": "Sheddable"},
@@ -41,8 +43,7 @@ def here(shared_fleet: Any) -> Any:
 async def logged(fleet: Any, since: int) -> list[Entry]:
     """The log from the entry `since` on, once the fleet is at rest; whatever began has ended once."""
     await at_rest(fleet)
-    log = await decisions(fleet)
-    return log[since:]
+    return (await decisions(fleet))[since:]
 
 
 def granted(log: list[Entry]) -> list[int]:
@@ -51,22 +52,19 @@ def granted(log: list[Entry]) -> list[int]:
 
 async def test_each_change_may_be_made_through_another_replica(here: Any) -> None:
     since = len(await decisions(here))
-    await here.post("pause", replica=0)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(ask(client)) for _ in range(6)]
+    async with paused(here) as send:
+        asked = [send() for _ in range(6)]
         await here.until_state(queued=6)
-        assert (await shared(here))["stock"] == 0
+        assert (await here.get("state"))["stock"] == 0
         ids = [entry.request for entry in (await decisions(here))[since:] if entry.event == "queued"]
         assert await here.post(f"requests/{ids[3]}/evict", replica=1) == {"id": ids[3], "result": "evicted"}
         done, _ = await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-        answers = [task.result() for task in done]
-        assert [(answer.status_code, answer.headers[DROPPED]) for answer in answers] == [
-            (503, "evicted-queue-pressure")
-        ]
+        (evicted,) = [task.result() for task in done]
+        assert (evicted.status_code, evicted.headers[DROPPED]) == (503, "evicted-queue-pressure")
         changed = await here.patch({"request_queue_controller": {"watermark_per_backend": 3}}, replica=2)
         assert changed["changes"] == {"request_queue_controller": {"watermark_per_backend": 3.0}}
         for replica in range(3):
-            config_there = (await here.admin("/api/v1/config", replica)).json()
+            config_there = await here.get("config", replica)
             assert config_there["config"]["request_queue_controller"]["watermark_per_backend"] == 3
             assert config_there["paused"] is True
         await here.post("resume", replica=1)
@@ -80,11 +78,10 @@ async def test_each_change_may_be_made_through_another_replica(here: Any) -> Non
 async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
     since = len(await decisions(here))
     await here.patch({"fair_request_queue": {"total_capacity": 3, "flow_capacity": 3}})
-    await here.post("pause", replica=0)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        scrap = [tasks.create_task(ask(client, objective="scrap")) for _ in range(3)]
+    async with paused(here) as send:
+        scrap = [send(objective="scrap") for _ in range(3)]
         await here.until_state(queued=3)
-        gold = tasks.create_task(ask(client, objective="gold"))
+        gold = send(objective="gold")
         done, _ = await asyncio.wait(scrap, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         (preempted,) = [task.result() for task in done]
         assert (preempted.status_code, preempted.headers[DROPPED]) == (503, "evicted-queue-pressure")
@@ -97,20 +94,19 @@ async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
     await here.patch({"fair_request_queue": {"total_capacity": ROOM, "flow_capacity": ROOM}})
 
 
-async def metric_bands(here: Any, replica: int = 0) -> dict[str, float]:
-    """The gauge of queued requests, by its label."""
-    text = (await here.admin("/metrics", replica)).text
-    lines = [line for line in text.splitlines() if line.startswith("epp_band_queue_length{")]
-    return {line.split('band="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+async def metric_bands(here: Any) -> set[str]:
+    """The bands that have a series of queued requests."""
+    return set(
+        re.findall(r'^epp_band_queue_length{.*band="(\w+)"', (await here.admin("/metrics")).text, re.M)
+    )
 
 
 async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> None:
     since = len(await decisions(here))
-    await here.post("pause", replica=0)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with paused(here) as send:
         # Two requests of each priority come in any order while nothing is dispatched.
-        asked = [tasks.create_task(ask(client, objective=f"p{each}")) for each in (*PRIORITIES, *PRIORITIES)]
-        asked.append(tasks.create_task(ask(client, objective="nobody has made this one")))
+        asked = [send(objective=f"p{each}") for each in PRIORITIES * 2]
+        asked.append(send(objective="nobody has made this one"))
         await here.until_state(queued=len(asked))
         # Each replica shows the bands in use with their priorities, and the lists by their names.
         expected = sorted((*PRIORITIES, 0, -10), reverse=True)
@@ -121,47 +117,40 @@ async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> 
         assert (await here.get("queue?band=seven", 2))["total"] == 2
         assert (await here.get(f"flows?band={LEAST_PRIORITY}"))["flows"][0]["band"] == str(LEAST_PRIORITY)
 
-        async def shown() -> bool:
-            return (await metric_bands(here)).get("100") == 2
-
-        await here.eventually(shown, what="the metric of a band that was made")
+        length = partial(metric, here, "epp_band_queue_length", 0, band="100")
+        await here.eventually(length, lambda count: count == 2, what="the metric of a band that was made")
         await here.post("resume", replica=2)
     # All are answered, the highest first.
     assert {task.result().status_code for task in asked} == {200}
     order = granted(await logged(here, since))
     assert order == sorted(order, reverse=True)
-    assert Counter(order) == Counter((*PRIORITIES, *PRIORITIES, 0))
+    assert Counter(order) == Counter((*PRIORITIES * 2, 0))
 
     # Bands that are not configured go, and their series too.
-    async def collected() -> bool:
-        bands = (await here.get("state"))["bands"]
-        return [each["band"] for each in bands] == ["Critical", "seven", "Default", "Sheddable"]
-
-    await here.eventually(collected, what="collected bands")
-
-    async def gone() -> bool:
-        return set(await metric_bands(here)) == set(NAMES.values())
-
-    await here.eventually(gone, what="the series of collected bands to go")
+    configured = ["Critical", "seven", "Default", "Sheddable"]
+    await here.until(
+        "state",
+        lambda state: [each["band"] for each in state["bands"]] == configured,
+        what="collected bands",
+    )
+    await here.eventually(
+        lambda: metric_bands(here), lambda bands: bands == set(configured), what="only series of these bands"
+    )
 
 
 async def test_bands_share_by_weights_that_change_while_requests_wait(here: Any) -> None:
     since = len(await decisions(here))
-    await here.post("pause", replica=0)
     priorities = (100, 7, -3)  # with weights 70, 30 and 10
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        asked = [
-            tasks.create_task(ask(client, objective=f"p{each}")) for _ in range(16) for each in priorities
-        ]
+    async with paused(here) as send:
+        asked = [send(objective=f"p{each}") for each in priorities * 16]
         await here.until_state(queued=len(asked))
         await here.patch({"fair_request_queue": {"band_policy": "weighted", "band_weights": {"seven": 70}}})
 
-        async def in_force() -> bool:
-            bands = (await here.get("state", 1))["bands"]
-            weights = {each["priority"]: each["weight"] for each in bands}
+        def in_force(state: dict[str, Any]) -> bool:
+            weights = {each["priority"]: each["weight"] for each in state["bands"]}
             return [weights[each] for each in priorities] == [70, 70, 10]
 
-        await here.eventually(in_force, what="the weights on another replica")
+        await here.until("state", in_force, replica=1, what="the weights on another replica")
         await here.post("resume", replica=1)
     assert {task.result().status_code for task in asked} == {200}
     first = Counter(granted(await logged(here, since))[:15])
@@ -170,31 +159,30 @@ async def test_bands_share_by_weights_that_change_while_requests_wait(here: Any)
 
 
 async def test_a_band_has_its_bytes_as_soon_as_an_operator_sets_them(here: Any) -> None:
-    await here.post("pause", replica=0)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(ask(client, objective="p7")) for _ in range(2)]
+    async with paused(here) as send:
+        waits = [send(objective="p7") for _ in range(2)]
         await here.until_state(queued=2)
 
-        async def band(name: str = "seven") -> dict[str, Any]:
-            return next(each for each in (await here.get("state", 1))["bands"] if each["band"] == name)
+        async def band() -> dict[str, Any]:
+            return next(each for each in (await here.get("state", 1))["bands"] if each["band"] == "seven")
 
         size = (await band())["queued_bytes"]
         assert size > 0
         # Two bodies wait where now one and a half may. They stay, and the next one is refused.
         await here.patch({"fair_request_queue": {"priority_bands": {"seven": {"bytes": size * 3 // 4}}}})
-        refused = await ask(client, objective="p7")
+        refused = await send(objective="p7")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "band_bytes")
         # Other bands do not have this limit.
-        waits.append(tasks.create_task(ask(client, objective="scrap")))
+        waits.append(send(objective="scrap"))
         await here.until_state(queued=3)
 
-        async def shown() -> bool:
-            found = await band()
-            return (found["queued_bytes"], found["bytes"]) == (size, size * 3 // 4)
-
-        await here.eventually(shown, what="the limit on another replica")
+        await here.eventually(
+            band,
+            lambda found: (found["queued_bytes"], found["bytes"]) == (size, size * 3 // 4),
+            what="the limit on another replica",
+        )
         await here.patch({"fair_request_queue": {"priority_bands": {"seven": None}}})
-        waits.append(tasks.create_task(ask(client, objective="p7")))
+        waits.append(send(objective="p7"))
         await here.until_state(queued=4)
         await here.post("resume", replica=2)
     assert {task.result().status_code for task in waits} == {200}

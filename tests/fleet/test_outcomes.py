@@ -4,19 +4,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from counting_servers import counting_servers
+from crowd import http_client
 from edge_envoy import Tree, edge, http_manager
-from fleet_load import PATIENT, Caller, at_rest, decisions, fresh
-from metrics_page import samples_of
+from fleet_load import Caller, at_rest, decisions, fresh, total
 from redis_servers import Server
 from whole_fleet import exact_bounds, running
 
 DROPPED = "x-llm-d-request-dropped-reason"
 BODY = {"model": "llama", "prompt": "x", "max_tokens": 1}
 SMALL = ("--replicas", "1", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
-LOGGED = {"decision_log": {"enabled": True}}
 Key = tuple[str, str, str]
 
 
@@ -26,27 +24,18 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
     async def page() -> str:
         return str((await fleet.admin("/metrics")).text)
 
-    def total(page: str, name: str, *label: str) -> float:
-        return sum(
-            value
-            for key, value in samples_of(page).items()
-            if key[0] == name and (not label or "=".join(label) in key[1:])
-        )
-
-    async def all_waits() -> bool:
-        return total(await page(), "epp_queue_latency_seconds_count") >= waits
-
-    await fleet.eventually(all_waits, what=f"{waits} waits")
+    name = "epp_queue_latency_seconds_count"
+    await fleet.eventually(page, lambda page: total(page, name) >= waits, what=f"{waits} waits")
     final = await fresh(page)
-    assert {key: total(final, *key) for key in expected} == expected
-    assert total(final, "epp_queue_latency_seconds_count") == waits
+    assert {key: total(final, key[0], **{key[1]: key[2]}) for key in expected} == expected
+    assert total(final, name) == waits
 
 
 @pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the last one serves the next test, too
 async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: str, shared_fleet: Any) -> None:
-    here = shared_fleet("--mode", mode, *SMALL, config=LOGGED)
+    here = shared_fleet("--mode", mode, *SMALL)
     await here.post("pause")
-    async with here.client(**PATIENT) as client:
+    async with here.client() as client:
         for header, value, status, reason in (
             ("x-request-timeout", "300ms", 504, "rejected-context-cancelled"),
             ("grpc-timeout", "300m", 504, "rejected-context-cancelled"),
@@ -91,7 +80,7 @@ async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: st
 async def test_the_route_timeout_of_another_envoy_is_the_clients_deadline(
     shared_fleet: Any, tmp_path: Path
 ) -> None:
-    here = shared_fleet("--mode", "standard", *SMALL, config=LOGGED)
+    here = shared_fleet("--mode", "standard", *SMALL)
     await here.post("pause")
 
     def trust_this_host(tree: Tree) -> None:
@@ -99,7 +88,7 @@ async def test_the_route_timeout_of_another_envoy_is_the_clients_deadline(
         http_manager(tree)["internalAddressConfig"]["cidrRanges"] = addresses
 
     with edge(here, tmp_path / "inner", edit=trust_this_host) as inner:
-        async with httpx.AsyncClient(base_url=inner.url, trust_env=False, timeout=90.0) as client:
+        async with http_client(inner.url) as client:
             headers = {"x-envoy-expected-rq-timeout-ms": "300"}
             answer = await client.post("/v1/completions", json=BODY, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -119,7 +108,7 @@ async def test_a_wait_across_a_redis_outage_counts_once_and_no_client_counts_as_
         folder = tmp_path / "fleet"
         folder.mkdir()
         async with running(folder, *options, config=config, unaudited="Redis is lost") as here:
-            async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+            async with here.client() as client, asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(client.post("/v1/completions", json=BODY)) for _ in range(9)]
                 await here.until_state(queued=8)
                 valkey.kill()

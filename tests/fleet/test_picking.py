@@ -1,26 +1,16 @@
 """Picking by scores in a whole fleet: replicas share what they scrape and route."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
-import httpx
 import pytest
-from fleet_load import PATIENT, at_rest, complete, decisions, metric, stream
+from fleet_load import at_rest, complete, decisions, metric, stream
 
 from picker_tools.audit.log import Entry
 
-CONFIG = {
-    "scheduling": {
-        "scorers": [
-            {"name": "queue-depth", "weight": 1},
-            {"name": "kv-cache", "weight": 1},
-            {"name": "prefix-affinity", "weight": 6},
-            {"name": "latency", "weight": 0.1},
-            {"name": "session-affinity", "weight": 12},
-        ]
-    }
-}
-LOGGED = {"decision_log": {"enabled": True}}
+WEIGHTS = {"queue-depth": 1, "kv-cache": 1, "prefix-affinity": 6, "latency": 0.1, "session-affinity": 12}
+CONFIG = {"scheduling": {"scorers": [{"name": name, "weight": weight} for name, weight in WEIGHTS.items()]}}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
 
@@ -37,28 +27,22 @@ def scored(shared_fleet: Any) -> Any:
 
 
 async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None:
-    async def known() -> bool:
+    async def waiting() -> list[Any]:
         pages = [await scored.get("endpoints", replica) for replica in range(3)]
-        return all(each["waiting"] == 0 for page in pages for each in page)  # unknown once it is stale
+        return [each["waiting"] for page in pages for each in page]  # unknown once it is stale
 
-    await scored.eventually(known, what="the figures")
+    await scored.eventually(waiting, lambda found: found == [0] * 12, what="the figures")
 
-    async def one_scraper_each() -> bool:
-        return sum([await metric(scored, "epp_scrape_endpoints", replica) for replica in range(3)]) == 4
-
-    await scored.eventually(one_scraper_each, what="one scraper for each endpoint")
+    scrapers = partial(metric, scored, "epp_scrape_endpoints")
+    await scored.eventually(scrapers, lambda count: count == 4, what="one scraper for each endpoint")
 
 
 async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: Any) -> None:
     before = await routes(scored)
-
-    async def published() -> bool:
-        return await routes(scored) > before
-
-    async with scored.client(**PATIENT) as client:
+    async with scored.client() as client:
         first = await complete(client, LONG, 2)
         assert first.whole
-        await scored.eventually(published, what="the route in the stream")
+        await scored.eventually(lambda: routes(scored), lambda n: n > before, what="the route in the stream")
         turns = [await complete(client, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
     assert {turn.endpoint for turn in turns} == {first.endpoint}
     await at_rest(scored)
@@ -66,15 +50,13 @@ async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: A
 
 async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
     ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
-    async with scored.client(**PATIENT) as client:
+    async with scored.client() as client:
         # A token that the fleet has not signed is ignored.
         first = await client.post("/v1/completions", json=ask, headers={"x-session-token": "alice"})
         token = first.headers["x-session-token"]
-        headers = {"x-session-token": token}
-        turns = [
-            await client.post("/v1/completions", json={**ask, "prompt": f"Turn {turn}."}, headers=headers)
-            for turn in range(12)
-        ]
+        client.headers["x-session-token"] = token
+        asks = [{**ask, "prompt": f"Turn {turn}."} for turn in range(12)]
+        turns = [await client.post("/v1/completions", json=each) for each in asks]
     assert {turn.headers["x-served-by"] for turn in turns} == {first.headers["x-served-by"]}
     assert {turn.headers["x-session-token"] for turn in turns} == {token}
     await at_rest(scored)
@@ -82,16 +64,14 @@ async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
 
 async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) -> None:
     await at_rest(scored)
-    async with scored.client(**PATIENT) as client:
+    async with scored.client() as client:
         answer = await complete(client, f"Explain this. {LONG}", 2)
     *_, entry = await entries(scored, "bypassed")
     replies = [await scored.admin(f"/api/v1/requests/{entry.request}", replica) for replica in range(3)]
     known = [reply.json()["explanation"] for reply in replies if reply.status_code == 200]
     (explained,) = [explanation for explanation in known if explanation is not None]
     assert explained["chosen"][0] == answer.endpoint
-    assert set(explained["candidates"][0]["parts"]) == {
-        "in-flight", "queue-depth", "kv-cache", "prefix-affinity", "latency", "session-affinity"
-    }  # fmt: skip
+    assert set(explained["candidates"][0]["parts"]) == {"in-flight", *WEIGHTS}
     assert len(explained["candidates"]) == 4
     # The chosen endpoint has the highest score together with the live load that the script found.
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
@@ -100,8 +80,8 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
 
 
 async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
-    here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5", config=LOGGED)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         endless = tasks.create_task(stream(client, "runs", 10_000))
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
         answer = await complete(client, "new", 2)
@@ -118,7 +98,7 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
 
         async def is_explained() -> bool:
             # The replica learns of a drain slightly later than the scripts.
-            assert (await complete_or_not(client)) == 503
+            assert (await complete(client, "one more", 2)).status == 503
             refused = (await entries(here, "refused"))[-1]
             request = await here.get(f"requests/{refused.request}")
             assert request["why"] == "this replica refused it: there was no endpoint for it"
@@ -133,9 +113,3 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
 async def entries(fleet: Any, event: str) -> list[Entry]:
     """The decision log's entries of one kind, oldest first."""
     return [entry for entry in await decisions(fleet) if entry.event == event]
-
-
-async def complete_or_not(client: httpx.AsyncClient) -> int:
-    """The status of one more request."""
-    ask = {"model": "llama", "prompt": "one more", "max_tokens": 2}
-    return (await client.post("/v1/completions", json=ask)).status_code

@@ -16,7 +16,9 @@ import grpc
 import httpx
 import pytest
 import pytest_asyncio
+from crowd import http_client
 from extproc_client import body, headers, response_body, response_headers, set_headers
+from fleet_load import counts
 from own_replica import PATIENT_S, exchange_on, served_here
 from page_server import answered, serving
 from picking_table import GROUPS, TABLE, Ask, Case, Server
@@ -24,8 +26,7 @@ from redis_servers import redis_server
 
 from picker_fleet.allowlist import STEERING
 from picker_fleet.scheduling.endpoint_states import REFRESH_S
-
-_POLL_S = 0.02
+from picker_tools.local_fleet import network
 
 
 class PickingReplica:
@@ -132,10 +133,11 @@ class PickingReplica:
             return
         old, self._open, self._servers = self._open, contextlib.AsyncExitStack(), servers
         self._addresses = [await self._open.enter_async_context(_served(server)) for server in servers]
-        listed = zip(self._addresses, servers, strict=True)
-        self._file.write_text(
-            json.dumps([{"address": address, "labels": dict(server.labels)} for address, server in listed])
-        )
+        rows = [
+            {"address": address, "labels": dict(server.labels)}
+            for address, server in zip(self._addresses, servers, strict=True)
+        ]
+        self._file.write_text(json.dumps(rows))
         await old.aclose()
         await self._until(self._are_known)
         await asyncio.sleep(1.1 * REFRESH_S)  # the chooser refreshes its figures so often
@@ -160,15 +162,13 @@ class PickingReplica:
         return bool((await self._state())["queued"] == 1)
 
     async def _at_rest(self) -> bool:
-        state = await self._state()
-        return not (state["stock"] or state["queued"] or state["leases"] or any(state["in_flight"].values()))
+        return not any(counts(await self._state()))
 
     async def _until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        clock = asyncio.get_running_loop().time
-        until_s = clock() + PATIENT_S
-        while not await holds():
-            assert clock() < until_s, f"{holds.__name__}: {await self._state()}"
-            await asyncio.sleep(_POLL_S)
+        async def look() -> bool | None:
+            return await holds() or None
+
+        assert await network.until(look, within_s=PATIENT_S), f"{holds.__name__}: {await self._state()}"
 
 
 def _is_known(server: Server, row: Mapping[str, Any]) -> bool:
@@ -207,7 +207,7 @@ async def picking_replica(redis_url: str, folder: Path, group: str) -> AsyncIter
         contextlib.AsyncExitStack() as servers,
         served_here(tree) as at,
         grpc.aio.insecure_channel(at.grpc) as channel,
-        httpx.AsyncClient(base_url=at.admin, trust_env=False, verify=False, timeout=PATIENT_S) as admin,
+        http_client(at.admin) as admin,
     ):
         replica = PickingReplica(channel, admin, file)
         servers.push_async_callback(replica.aclose)  # after the replica, which is connected to them
@@ -221,38 +221,29 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
-class Replicas:
-    """The replica of the current group: cases come group by group."""
-
-    def __init__(self, redis_url: str, folders: pytest.TempPathFactory) -> None:
-        self._redis_url = redis_url
-        self._folders = folders
-        self._group = ""
-        self._open = contextlib.AsyncExitStack()
-        self._replica: PickingReplica | None = None
-
-    async def of(self, group: str) -> PickingReplica:
-        if self._replica is None or group != self._group:
-            await self.aclose()
-            self._group = group
-            started = picking_replica(self._redis_url, self._folders.mktemp("replica"), group)
-            self._replica = await self._open.enter_async_context(started)
-        return self._replica
-
-    async def aclose(self) -> None:
-        await self._open.aclose()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def replicas(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
-    async with contextlib.aclosing(Replicas(redis_url, tmp_path_factory)) as all_of_them:
-        yield all_of_them
+async def replica_of(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Callable[[str], Awaitable[PickingReplica]]]:
+    """The replica of a group: cases come group by group."""
+    running: dict[str, PickingReplica] = {}
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def replica(group: str) -> PickingReplica:
+            if group not in running:
+                running.clear()
+                await stack.aclose()
+                started = picking_replica(redis_url, tmp_path_factory.mktemp("replica"), group)
+                running[group] = await stack.enter_async_context(started)
+            return running[group]
+
+        yield replica
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TABLE])
-async def test_a_request_goes_to_the_expected_endpoints_or_is_refused(replicas: Replicas, case: Case) -> None:
-    replica = await replicas.of(case.group)
+async def test_a_request_goes_to_the_expected_endpoints_or_is_refused(replica_of: Any, case: Case) -> None:
+    replica = await replica_of(case.group)
     picked, running = await replica.run(case)
     assert re.fullmatch(case.expected, picked), picked
     assert not case.waits or picked[0] == running[0][0]

@@ -3,20 +3,24 @@
 import asyncio
 import copy
 import json
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from crowd import http_client
 from edge_envoy import Edge, Tree, started
-from fleet_load import PATIENT, Answer
+from fleet_load import Answer, metric
 from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
 from picker_fleet.config import parse
+from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
@@ -56,14 +60,22 @@ async def state(here: Fleet, pool: str, replica: int = 0) -> dict[str, Any]:
     return found
 
 
+async def post(here: Fleet, pool: str, change: str) -> None:
+    """A change of one pool, which must be accepted."""
+    answer = await here.admin(f"/pools/{pool}/api/v1/{change}", method="POST")
+    assert answer.is_success, answer.text
+
+
 async def until(here: Fleet, pool: str, *, replicas: Sequence[int] = (0,), **wanted: Any) -> None:
     """Wait until the pool's state has these values, as each of the replicas tells it."""
 
-    async def has_them() -> bool:
+    async def values() -> list[dict[str, Any]]:
         states = [await state(here, pool, replica) for replica in replicas]
-        return all(each.get(name) == value for each in states for name, value in wanted.items())
+        return [{name: each.get(name) for name in wanted} for each in states]
 
-    await here.eventually(has_them, within_s=30, what=f"{pool}: {wanted}")
+    await here.eventually(
+        values, lambda found: found == [wanted] * len(replicas), within_s=30, what=f"{pool}: {wanted}"
+    )
 
 
 async def at_rest(here: Fleet) -> None:
@@ -71,24 +83,15 @@ async def at_rest(here: Fleet) -> None:
         await until(here, pool, stock=0, queued=0)
 
 
-def to(pool: str) -> dict[str, str]:
-    """The header by which a client of the local fleet's Envoy names the pool."""
-    return {"host": pool}
-
-
 async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answer:
+    """The answer to a small request; by the host, a client of the local fleet's Envoy names the pool."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = await client.post(
         "/v1/completions",
         json={"model": "llama", "prompt": "hi", "max_tokens": 2},
-        headers={**(to(pool) if pool else {}), **named},
+        headers={**({"host": pool} if pool else {}), **named},
     )
     return Answer(answer.status_code, True, answer.headers.get("x-served-by"), answer.text)
-
-
-def _host_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host, int(port)
 
 
 @contextmanager
@@ -102,8 +105,8 @@ def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[st
         mode=mode,
         listen=(LOOPBACK, 0),
         admin=(LOOPBACK, 0),
-        pickers=[_host_port(each["grpc"]) for each in replicas],
-        http_pickers=[_host_port(each["http"]) for each in replicas],
+        pickers=[split_host_port(each["grpc"]) for each in replicas],
+        http_pickers=[split_host_port(each["http"]) for each in replicas],
         pool_listens={"batch": listens["batch"]},
     )
     of_batch = tree["staticResources"]["listeners"][1]
@@ -116,10 +119,6 @@ def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[st
         yield running_envoy, {name: f"http://{host}:{port}" for name, (host, port) in listens.items()}
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, **PATIENT)
-
-
 @pytest.mark.parametrize("mode", ["lean", "http"])
 async def test_route_and_listener_choose_the_pool_and_no_client_does(
     two: Two, tmp_path: Path, mode: Mode
@@ -127,50 +126,38 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
     here, _ = two
     default, batch = (endpoint_of(here, pool) for pool in POOLS)
     with envoy(here, tmp_path / "edge", mode) as (edge, listeners):
-        async with client_of(edge.url) as client:
-            served = {
-                "no name": (await ask(client)).endpoint,
-                "its own name": (await ask(client, "default")).endpoint,
-                "a host": (await ask(client, "batch")).endpoint,
-                "a host with a port": (await ask(client, "batch:8080")).endpoint,
-                "a name below": (await ask(client, "batch.example.org")).endpoint,
-                "a client's header": (await ask(client, x_picker_pool="batch")).endpoint,
-                "a client's header against the route": (
-                    await ask(client, "batch", x_picker_pool="default")
-                ).endpoint,
-            }
-        assert served == {
-            "no name": default,
-            "its own name": default,
-            "a host": batch,
-            "a host with a port": batch,
-            "a name below": batch,
-            "a client's header": default,
-            "a client's header against the route": batch,
-        }
-        async with client_of(listeners["batch"]) as client:
+        async with http_client(edge.url) as client:
+            for endpoint, name, headers in (
+                (default, "", {}),
+                (default, "default", {}),
+                (batch, "batch", {}),
+                (batch, "batch:8080", {}),
+                (batch, "batch.example.org", {}),
+                (default, "", {"x_picker_pool": "batch"}),  # a client's header
+                (batch, "batch", {"x_picker_pool": "default"}),  # against the route
+            ):
+                assert (await ask(client, name, **headers)).endpoint == endpoint, (name, headers)
+        async with http_client(listeners["batch"]) as client:
             hosts = [(await ask(client, host)).endpoint for host in ("", "default")]
             hosts.append((await ask(client, x_picker_pool="default")).endpoint)
         assert hosts == [batch] * 3
-        async with client_of(listeners["nobody"]) as client:
+        async with http_client(listeners["nobody"]) as client:
             refused = [await ask(client), await ask(client, x_picker_pool="batch")]
         assert [(each.status, each.endpoint) for each in refused] == [(404, None)] * 2
         assert json.loads(refused[0].text)["error"]["code"] == "unknown_pool"
     # Each end was accounted for in its own pool, by its access-log entry.
     await at_rest(here)
+    labels = {"code": "unknown_pool", "mode": mode, "model": "", "pool": "default"}
 
-    async def counted() -> bool:
-        pages = [(await here.admin("/metrics", replica)).text for replica in range(2)]
-        return any(f'code="unknown_pool",mode="{mode}",model="",pool="default"' in page for page in pages)
-
-    await here.eventually(counted, what="the refusals of the unknown pool")
+    refusals = partial(metric, here, "epp_requests_total", **labels)
+    await here.eventually(refusals, what="the refusals of the unknown pool")
 
 
 async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
     here, _ = two
     before = await state(here, "batch")
     await here.post("pause")  # of the default pool
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
         await until(here, "default", queued=PLACES, paused=True)
         refused = await ask(client)
@@ -211,11 +198,9 @@ async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
     }
 
     # A live change reaches every replica of its pool, and nothing of the other.
-    address = here.state["replicas"][0]["admin"]
     change = {"fair_request_queue": {"total_capacity": 770}, "weights": {"gold": 3}}
-    async with httpx.AsyncClient(base_url=address, trust_env=False, verify=False, timeout=30) as client:
-        answer = await client.patch("/pools/batch/api/v1/config", json=change)
-        assert answer.status_code == 200, answer.text
+    answer = await here.admin("/pools/batch/api/v1/config", method="PATCH", json=change)
+    assert answer.status_code == 200, answer.text
     for replica in range(2):
         changed, same = [
             (await here.admin(f"/pools/{pool}/api/v1/config", replica)).json()
@@ -224,13 +209,11 @@ async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
         assert changed["config"]["fair_request_queue"]["total_capacity"] == 770
         assert (same["config"]["fair_request_queue"]["total_capacity"], same["changes"]) == (PLACES, {})
     drained = endpoint_of(here, "batch")
-    assert (
-        await here.admin(f"/pools/batch/api/v1/endpoints/{drained}/drain", method="POST")
-    ).status_code == 200
+    await post(here, "batch", f"endpoints/{drained}/drain")
     assert (await here.admin(f"/api/v1/endpoints/{drained}/drain", method="POST")).status_code == 404
     await until(here, "batch", ready_backends=0)
     assert (await state(here, "default"))["ready_backends"] == 1
-    await here.admin(f"/pools/batch/api/v1/endpoints/{drained}/undrain", method="POST")
+    await post(here, "batch", f"endpoints/{drained}/undrain")
     await until(here, "batch", ready_backends=1)
 
 
@@ -246,14 +229,9 @@ async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: A
             assert await shown.page.locator("#pools").input_value() == pool
             assert await shown.page.locator("#rows-endpoints tr").count() == 1
     for pool, options in (("default", ()), ("batch", ("--pool", "batch"))):
-        url = here.state["replicas"][0]["admin"]
-        top = await asyncio.create_subprocess_exec(
-            *picker_command("top", "--admin", url, "--view", "endpoints", "--once", *options),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(60):
-            frame = (await top.communicate())[0].decode()
-        assert endpoints[pool] in frame
+        top = picker_command("top", "--admin", here.admin_url(), "--view", "endpoints", "--once", *options)
+        frame = await asyncio.to_thread(subprocess.run, top, capture_output=True, text=True, timeout=60)
+        assert endpoints[pool] in frame.stdout
 
 
 async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:
@@ -261,12 +239,12 @@ async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) ->
     await here.until_counted()
     valkey.freeze()
     try:
-        async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+        async with here.client() as client, asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(client, pool)) for pool in POOLS for _ in range(2)]
             for pool in POOLS:
                 await until(here, pool, replicas=(0,), degraded=True)
         assert {task.result().status for task in asked} == {200}
-        async with here.client(**PATIENT) as client:
+        async with here.client() as client:
             for pool in POOLS:
                 answer = await ask(client, pool)
                 assert (answer.status, answer.endpoint) == (200, endpoint_of(here, pool))
@@ -280,23 +258,22 @@ async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) ->
 async def test_a_killed_replicas_waiting_requests_of_both_pools_are_served(two: Two) -> None:
     here, _ = two
     for pool in POOLS:
-        await here.admin(f"/pools/{pool}/api/v1/pause", method="POST")
+        await post(here, pool, "pause")
         await until(here, pool, paused=True)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = {pool: [tasks.create_task(ask(client, pool)) for _ in range(PLACES)] for pool in POOLS}
         for pool in POOLS:
             await until(here, pool, queued=PLACES)
-        here.kill_replica(1)
+        here.replica(1).kill()
         for pool in POOLS:
-            await here.admin(f"/pools/{pool}/api/v1/resume", method="POST")
+            await post(here, pool, "resume")
     for pool, asked in waiting.items():
         assert [task.result().status for task in asked] == [200] * PLACES
         assert {task.result().endpoint for task in asked} == {endpoint_of(here, pool)}
     here.wait_line("starting it again")
 
-    async def both_live() -> bool:
-        states = [await state(here, pool) for pool in POOLS]
-        return all(len(each["replicas"]) == 2 for each in states)
+    async def live() -> list[int]:
+        return [len((await state(here, pool))["replicas"]) for pool in POOLS]
 
-    await here.eventually(both_live, within_s=60, what="two replicas in both pools")
+    await here.eventually(live, lambda found: found == [2, 2], within_s=60, what="two replicas in both pools")
     await at_rest(here)

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet_load import PATIENT, Caller, at_rest
+from admin_calls import ask
+from fleet_load import Caller, at_rest
 
 HEADER = "x-queue-pressure"
 SLOW = ("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")
@@ -24,31 +25,26 @@ async def test_every_answer_has_the_fill_of_the_queue_before_and_when_it_refuses
     fleet: Any, mode: str
 ) -> None:
     here = fleet("--mode", mode, "--debug-headers", *SLOW, config=CONFIG)
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as clients:
+    async with here.client() as client, asyncio.TaskGroup() as clients:
 
-        async def pressure_is(pressure: str) -> bool:
-            return bool((await client.get("/v1/models")).headers[HEADER] == pressure)
+        async def models() -> httpx.Response:
+            return await client.get("/v1/models")
 
-        answer = await completion(client)
+        answer = await ask(client)
         assert answer.headers[HEADER] == "0.00"
         # The endpoint is the same in the header and in the gateway's metadata namespace.
         assert answer.headers["x-picker-endpoint"] == answer.headers["x-picker-header"] != ""
         running = await Caller.ask(here.url, tokens=1000)
         assert b"200 OK" in await running.first_bytes()
-        waiting = [clients.create_task(completion(client)) for _ in range(2)]
-        await here.eventually(lambda: pressure_is("0.50"), what="half a queue")
-        waiting += [clients.create_task(completion(client)) for _ in range(2)]
+        waiting = [clients.create_task(ask(client)) for _ in range(2)]
+        await here.eventually(models, lambda each: each.headers[HEADER] == "0.50", what="half a queue")
+        waiting += [clients.create_task(ask(client)) for _ in range(2)]
         await here.until_state(queued=4)
-        refused = await completion(client)
+        refused = await ask(client)
         assert (refused.status_code, refused.headers[HEADER]) == (503, "1.00")
         await running.leave()
-        answers = [await task for task in waiting]
+        answers = await asyncio.gather(*waiting)
         assert [each.status_code for each in answers] == [200] * 4
         assert 0 < max(float(each.headers[HEADER]) for each in answers) <= 1
-        await here.eventually(lambda: pressure_is("0.00"), what="an empty queue")
+        await here.eventually(models, lambda each: each.headers[HEADER] == "0.00", what="an empty queue")
     await at_rest(here)
-
-
-async def completion(client: httpx.AsyncClient) -> httpx.Response:
-    ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
-    return await client.post("/v1/completions", json=ask)

@@ -2,20 +2,19 @@
 
 import asyncio
 import base64
-import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from fleet_load import Caller, at_rest, decisions, fresh
+from crowd import http_client
+from fleet_load import Caller, at_rest, decisions, exchange, fresh, total
 from own_proxy import haproxy, nginx
 
 CONFIG = {
-    "decision_log": {"enabled": True},
     "extproc": {"trusted_headers": ["x-gateway-inference-fairness-id"]},
     "request_queue_controller": {"watermark_per_backend": 1},
     "fair_request_queue": {"queue_ttl": "5s", "total_capacity": 20, "flow_capacity": 20},
@@ -46,7 +45,7 @@ def url(urls: dict[str, str], request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as opened:
+    async with http_client(url) as opened:
         yield opened
 
 
@@ -56,12 +55,18 @@ def ask(tokens: int = 1, **fields: Any) -> dict[str, Any]:
 
 async def streaming(url: str) -> Caller:
     """A client whose answer streams for 10 s."""
-    at = urlsplit(url)
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    body = json.dumps(ask(500, stream=True))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\nx-model: llama\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-    return Caller(reader, writer)
+    return await Caller.ask(url, 500, header="x-model: llama")
+
+
+@asynccontextmanager
+async def full(*urls: str) -> AsyncIterator[list[Caller]]:
+    """Clients whose answers stream take a place by each URL, and leave at the end."""
+    callers = [await streaming(url) for url in urls]
+    for caller in callers:
+        assert b"200 OK" in await caller.first_bytes()
+    yield callers
+    for caller in callers:
+        await caller.leave()
 
 
 async def ends(fleet: Any) -> list[tuple[str, str]]:
@@ -99,26 +104,21 @@ async def test_a_list_of_models_needs_no_place(client: httpx.AsyncClient) -> Non
 
 
 async def test_a_client_that_leaves_its_answer_frees_its_place(here: Any, url: str) -> None:
-    caller = await streaming(url)
-    assert b"200 OK" in await caller.first_bytes()
     before = len(await ends(here))
-    await caller.leave()
+    async with full(url):
+        pass
     await settled(here)
     assert [event for _, event in (await ends(here))[before:]] == ["client_gone"]
 
 
 async def leaving_the_queue(fleet: Any, url: str, within_s: float) -> None:
     """Two clients have the places, three leave the queue, which is then empty; the two leave, too."""
-    running = [await streaming(url) for _ in range(2)]
-    for caller in running:
-        await caller.first_bytes()
-    waiting = [await streaming(url) for _ in range(3)]
-    await fleet.until_state(queued=3)
-    for caller in waiting:
-        await caller.leave()
-    await fleet.until_state(queued=0, within_s=within_s)
-    for caller in running:
-        await caller.leave()
+    async with full(url, url):
+        waiting = [await streaming(url) for _ in range(3)]
+        await fleet.until_state(queued=3)
+        for caller in waiting:
+            await caller.leave()
+        await fleet.until_state(queued=0, within_s=within_s)
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) -> None:
@@ -126,21 +126,21 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) 
     await settled(here)
 
 
-async def test_a_refusal_has_its_status_and_its_body(client: httpx.AsyncClient, url: str, here: Any) -> None:
+async def refusals(client: httpx.AsyncClient, url: str) -> None:
+    """Each refusal has its status and its body: an unknown model, an unknown path, a TTL that has passed."""
     unnamed = await client.post("/v1/completions", json=ask(model="unknown"), headers=[RED])
     assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "bad_request")
     elsewhere = await client.post("/v1/load_lora_adapter", json=ask(), headers=[RED, MODEL])
     assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (404, "unknown_path")
-    running = [await streaming(url) for _ in range(2)]
-    for caller in running:
-        await caller.first_bytes()
-    late = await client.post(
-        "/v1/completions", json=ask(), headers=[RED, MODEL, ("x-llm-d-inference-ttl", "100ms")]
-    )
+    async with full(url, url):
+        brief = ("x-llm-d-inference-ttl", "100ms")
+        late = await client.post("/v1/completions", json=ask(), headers=[RED, MODEL, brief])
     assert (late.status_code, late.json()["error"]["code"]) == (503, "expired_ttl")
     assert int(late.headers["retry-after"]) >= 1
-    for caller in running:
-        await caller.leave()
+
+
+async def test_a_refusal_has_its_status_and_its_body(client: httpx.AsyncClient, url: str, here: Any) -> None:
+    await refusals(client, url)
     await settled(here)
 
 
@@ -174,12 +174,17 @@ async def test_no_header_of_a_client_of_envoy_reaches_the_check(here: Any) -> No
 async def ends_of(here: Any, url: str, headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """How a request with these headers ends; its client sees nothing of the picker's."""
     before = len(await ends(here))
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
+    await assert_served(url, headers)
+    await settled(here)
+    return (await ends(here))[before:]
+
+
+async def assert_served(url: str, headers: list[tuple[str, str]]) -> None:
+    """A request with these headers is served, and its client sees nothing of the picker's."""
+    async with http_client(url) as client:
         answer = await client.post("/v1/completions", json=ask(), headers=headers)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith(("x-picker", "x-gateway"))]
-    await settled(here)
-    return (await ends(here))[before:]
 
 
 async def test_no_model_that_a_body_names_becomes_another_header(
@@ -224,15 +229,8 @@ async def test_no_path_of_a_client_reaches_the_settle_address(here: Any, urls: d
 
 async def posted(url: str, path: str, token: str) -> bytes:
     """The status of a bodyless POST to `path`, sent as it is written."""
-    at = urlsplit(url)
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    writer.write(
-        f"POST {path} HTTP/1.1\r\nhost: a\r\nx-picker-settle-token: {token}\r\nx-model: llama\r\n"
-        "connection: close\r\ncontent-length: 0\r\n\r\n".encode()
-    )
-    async with asyncio.timeout(30):
-        answer = await reader.read()
-    writer.close()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nx-picker-settle-token: {token}\r\nx-model: llama\r\n"
+    answer = await exchange(url, f"{head}connection: close\r\ncontent-length: 0\r\n\r\n".encode())
     return answer.split()[1]
 
 
@@ -243,30 +241,24 @@ async def page_of(fleet: Any, replica: int) -> str:
 
 async def settlements(fleet: Any) -> float:
     """Reports that replicas refused for their token: what reached a settle address."""
-    total = 0.0
-    for page in await asyncio.gather(*(fresh(partial(page_of, fleet, replica)) for replica in range(2))):
-        lines = [line for line in page.splitlines() if line.startswith("epp_access_log_rejected_total")]
-        lines = [line for line in lines if "no-ticket" not in line]  # Envoy logs refused requests without one
-        total += sum(float(line.rpartition(" ")[2]) for line in lines)
-    return total
+    pages = await asyncio.gather(*(fresh(partial(page_of, fleet, replica)) for replica in range(2)))
+    name = "epp_access_log_rejected_total"
+    # Envoy logs refused requests without a token.
+    return sum(total(page, name) - total(page, name, reason="no-ticket") for page in pages)
 
 
 async def test_a_long_answer_keeps_its_place_longer_than_a_lease(here: Any, urls: dict[str, str]) -> None:
-    callers = [await streaming(url) for url in urls.values()]  # for 10 s, and a lease lasts 8 s
-    async with asyncio.timeout(60):
+    async with full(*urls.values()) as callers:  # for 10 s, and a lease lasts 8 s
         for caller in callers:
-            while b"[DONE]" not in (part := await caller.reader.read(65536)):
-                assert part
-    for caller in callers:
-        await caller.leave()
+            await caller.read_to_end()
     await settled(here)
 
 
 async def test_a_dead_endpoint_is_passed_over(fleet: Any, tmp_path: Path) -> None:
     own = fleet("--mode", "http", "--replicas", "1", "--endpoints", "2", config=CONFIG, unaudited="a kill")
     with nginx(own, tmp_path / "nginx") as url:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as client:
-            own.kill_endpoint(0)
+        async with http_client(url) as client:
+            own.endpoint(0).kill()
             asks = [client.post("/v1/completions", json=ask(), headers=[RED, MODEL]) for _ in range(6)]
             assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200] * 6
         await settled(own)
@@ -277,15 +269,11 @@ async def test_a_request_that_waits_on_a_replica_that_dies_is_served_by_another(
 ) -> None:
     own = fleet("--mode", "http", "--replicas", "2", "--endpoints", "1", config=CONFIG, unaudited="a kill")
     with nginx(own, tmp_path / "nginx") as one, haproxy(own, tmp_path / "haproxy") as other:
-        running = await streaming(one)
-        await running.first_bytes()
-        async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
-            waiting = [
-                asyncio.create_task(client.post(f"{url}/v1/completions", json=ask(), headers=[RED, MODEL]))
+        async with http_client() as client, asyncio.TaskGroup() as tasks, full(one):
+            asks = [
+                tasks.create_task(client.post(f"{url}/v1/completions", json=ask(), headers=[RED, MODEL]))
                 for url in (one, other) * 4
             ]
             await own.until_state(queued=8)
-            own.kill_replica(1)
-            await running.leave()
-            answers = await asyncio.gather(*waiting)
-            assert [answer.status_code for answer in answers] == [200] * 8
+            own.replica(1).kill()
+        assert [each.result().status_code for each in asks] == [200] * 8

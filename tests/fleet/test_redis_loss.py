@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 import pytest_asyncio
 from admin_calls import ask
 from counting_servers import CountingServers, counting_servers
-from fleet_load import PATIENT, at_rest, metric, shared
+from fleet_load import at_rest, metric
 from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
@@ -34,10 +35,8 @@ class Load:
 
     async def ask(self, client: httpx.AsyncClient) -> None:
         while not self.stop.is_set():
-            body = {"model": "llama", "prompt": "hi", "max_tokens": 1}
-            answer = await client.post("/v1/completions", json=body)
-            self.answers.append(answer)
-            if answer.status_code != 200:
+            self.answers.append(await ask(client))
+            if self.answers[-1].status_code != 200:
                 await asyncio.sleep(REFUSED_S)
 
     @property
@@ -48,7 +47,7 @@ class Load:
 @asynccontextmanager
 async def loaded(here: Any, clients: int) -> AsyncIterator[Load]:
     load = Load()
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(load.ask(client))
         try:
@@ -107,7 +106,7 @@ async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without
 
 async def waiting(here: Any, replica: int) -> list[int]:
     """How many requests of each of PRIORITIES wait in a replica's own queue."""
-    lengths = (await shared(here, replica))["local"]["queue_length"]
+    lengths = (await here.get("state", replica))["local"]["queue_length"]
     return [lengths.get(str(each), 0) for each in PRIORITIES]
 
 
@@ -123,13 +122,13 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
     valkey.kill()
     await until_degraded(here, True)
     servers.forget_peak()
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         asked = ask_all(tasks, client)
 
-        async def both_wait() -> bool:
-            return any([min(await waiting(here, replica)) > 0 for replica in range(3)])
+        async def waits() -> list[list[int]]:
+            return [await waiting(here, replica) for replica in range(3)]
 
-        await here.eventually(both_wait, what="both in one queue")
+        await here.eventually(waits, lambda found: any(map(all, found)), what="both in one queue")
         looks = 0
         for replica in range(3):
             before = await waiting(here, replica)
@@ -140,7 +139,7 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
         assert looks
     assert {task.result().status_code for task in asked} == {200}
     # Those that wait when Redis returns are served, too.
-    async with here.client(**PATIENT) as client, asyncio.TaskGroup() as tasks:
+    async with here.client() as client, asyncio.TaskGroup() as tasks:
         asked = ask_all(tasks, client)
         await asyncio.to_thread(valkey.revive)
         await until_degraded(here, False)
@@ -162,38 +161,33 @@ async def test_without_redis_every_replica_admits_within_the_last_bound(three: T
         load.answers.clear()
 
         async def admitted() -> list[int]:
-            return [(await shared(here, replica))["local"]["let_go"] for replica in range(3)]
+            return [(await here.get("state", replica))["local"]["let_go"] for replica in range(3)]
 
         before = await admitted()
         await servers.until_served(60)
-
-        async def every_replica_admits() -> bool:
-            return all(now > then for then, now in zip(before, await admitted(), strict=True))
-
-        await here.eventually(every_replica_admits, within_s=60, what="an admission by every replica")
-
-        async def refusals() -> list[httpx.Response]:
-            return [answer for answer in load.answers if answer.status_code != 200]
-
-        refused = await here.eventually(refusals, within_s=60, what="a refusal")
+        await here.eventually(
+            admitted,
+            lambda now: all(count > then for then, count in zip(before, now, strict=True)),
+            within_s=60,
+            what="an admission by every replica",
+        )
+        refused = await here.eventually(
+            lambda: [answer for answer in load.answers if answer.status_code != 200],
+            within_s=60,
+            what="a refusal",
+        )
         assert {answer.status_code for answer in refused} == {503}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
         for replica in range(3):
             assert (await here.admin("/healthz", replica)).json()["status"] == "degraded"
             assert (await here.admin("/readyz", replica)).status_code == 200
             assert await metric(here, "epp_degraded", replica) == 1
-        if loss == "killed":
-            await asyncio.to_thread(valkey.revive)
-        else:
-            valkey.thaw()
+        await asyncio.to_thread(valkey.revive if loss == "killed" else valkey.thaw)
         await until_degraded(here, False)
         load.answers.clear()
         await servers.until_served(50)
         assert load.statuses <= {200, 503}
-
-        async def shows_no_loss() -> bool:
-            return await metric(here, "epp_degraded", 0) == 0
-
-        await here.eventually(shows_no_loss, what="epp_degraded 0")
+        degraded = partial(metric, here, "epp_degraded")
+        await here.eventually(degraded, lambda count: count == 0, what="epp_degraded 0")
     assert servers.peak <= BOUND
     await at_rest(here, within_s=LEASE_S + 5)

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import audited_log
-from fleet_load import PATIENT, complete, shared
+from fleet_load import complete, counts
 from redis_servers import LOOPBACK, debian, redis_server
 from tls_files import authority
 
 import picker_fleet
-
-CONFIG = {"fair_request_queue": {"flow_capacity": 1000}, "decision_log": {"enabled": True}}
-LOADED = ("--sim-ttft", "20", "--sim-itl", "2")
 
 
 async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
@@ -28,19 +25,15 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
         place = f"{LOOPBACK}:{server.port}/0?{options}"
         scorers = [{"name": name} for name in ("prefix-affinity", "latency", "queue-depth")]
         here = fleet(
-            *("--redis", f"rediss://picker:secret@{place}", *LOADED),
-            config={**CONFIG, "scheduling": {"scorers": scorers}},
+            *("--redis", f"rediss://picker:secret@{place}", "--sim-ttft", "20", "--sim-itl", "2"),
+            config={"fair_request_queue": {"flow_capacity": 1000}, "scheduling": {"scorers": scorers}},
             unaudited="its user may not read the log; the auditor does below",
         )
-        async with here.client(**PATIENT) as http:
+        async with here.client() as http:
             answers = await asyncio.gather(*(complete(http, f"prompt {i}", 5) for i in range(60)))
         assert [answer for answer in answers if not answer.whole] == []
 
-        async def rests() -> bool:
-            state = await shared(here)
-            return not any([state["stock"], state["queued"], state["leases"], *state["in_flight"].values()])
-
-        await here.eventually(rests, what="rest")
+        await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         audited_log.assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
         assert server.ask("ACL", "LOG") == []

@@ -12,10 +12,10 @@ from extproc_client import body, headers
 from own_replica import ASK, exchange_on, served_here
 from page_server import serving
 from redis_servers import Server
+from script_fleet import until
 
 import picker_fleet
 from picker_fleet.state.scripts import load_library
-from picker_tools.local_fleet import network
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(picker_fleet.__file__).parent
@@ -73,11 +73,7 @@ async def test_the_architecture_page_lists_the_files_that_one_request_runs_throu
             served_here({"redis": {"url": valkey.url}, "discovery": endpoints, **QUIET}) as address,
             grpc.aio.insecure_channel(address.grpc) as channel,
         ):
-
-            async def ready() -> bool | None:
-                return await ask(channel, "the first") or None
-
-            assert await network.until(ready, within_s=60)
+            await until(lambda: ask(channel, "the first"), 60)
             python, lua = [], []
             for number in range(REQUESTS):
                 ran: set[str] = set()

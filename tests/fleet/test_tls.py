@@ -8,16 +8,30 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from crowd import http_client
 from edge_envoy import edge
 from fleet_load import at_rest, complete
 from tls_files import Pair, authority, signed
 
+from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.clusters import PickerTls
 from picker_tools.local_fleet.parts import Mode
 
 CASES = [("lean", "native"), ("lean", "grpcio"), ("standard", "native"), ("http", "native")]
+
+
+class Certificates:
+    """Of an authority: the replicas' own, and Envoy's; `tls` is a replica's configuration."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = authority(folder, "ours")
+        self.own, self.envoy = (
+            signed(folder, "picker", self.authority),
+            signed(folder, "envoy", self.authority),
+        )
+        files = {"cert": self.own.cert, "key": self.own.key, "client_ca": self.authority.cert}
+        self.tls = {name: str(file) for name, file in files.items()}
 
 
 def replace(old: Pair, new: Pair) -> None:
@@ -29,11 +43,10 @@ def replace(old: Pair, new: Pair) -> None:
 
 def presented(address: str, own: Pair) -> bytes:
     """The certificate that `address` shows to a client with `own`."""
-    host, _, port = address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(own.cert, own.key)
-    with context.wrap_socket(socket.create_connection((host, int(port)), timeout=30)) as secured:
+    with context.wrap_socket(socket.create_connection(split_host_port(address), timeout=30)) as secured:
         return secured.getpeercert(binary_form=True) or b""
 
 
@@ -41,24 +54,21 @@ def presented(address: str, own: Pair) -> bytes:
 async def test_a_fleet_serves_over_tls_while_its_certificates_change(
     fleet: Any, tmp_path: Path, mode: Mode, transport: str
 ) -> None:
-    ours = authority(tmp_path, "ours")
-    own, client = signed(tmp_path, "picker", ours), signed(tmp_path, "envoy", ours)
-    tls = {"cert": str(own.cert), "key": str(own.key), "client_ca": str(ours.cert)}
-    config = {"extproc": {"tls": tls, "transport": transport}, "http": {"tls": tls}}
+    files = Certificates(tmp_path)
+    config = {"extproc": {"tls": files.tls, "transport": transport}, "http": {"tls": files.tls}}
     here = fleet("--mode", mode, "--replicas", "2", "--endpoints", "1", config=config)
     ports = [each["http" if mode == "http" else "grpc"] for each in here.state["replicas"]]
     (tmp_path / "next").mkdir()
-    renewed = signed(tmp_path / "next", "picker", ours)
+    renewed = signed(tmp_path / "next", "picker", files.authority)
     shown = ssl.PEM_cert_to_DER_cert(renewed.cert.read_text())
     async with here.client() as through:
         before = asyncio.create_task(complete(through, "hi", 100))
-        replace(own, renewed)
+        replace(files.own, renewed)
 
-        async def all_show_it() -> bool:
-            found = [await asyncio.to_thread(presented, port, client) for port in ports]
-            return found == [shown, shown]
+        async def found() -> list[bytes]:
+            return [await asyncio.to_thread(presented, port, files.envoy) for port in ports]
 
-        await here.eventually(all_show_it, what="the new certificate")
+        await here.eventually(found, lambda each: each == [shown] * 2, what="the new certificate")
         assert (await before).whole
         assert all([(await complete(through, "hi", 3)).whole for _ in range(5)])
     await at_rest(here)
@@ -67,13 +77,11 @@ async def test_a_fleet_serves_over_tls_while_its_certificates_change(
 async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
     fleet: Any, tmp_path: Path
 ) -> None:
-    ours = authority(tmp_path, "ours")
-    own, client = signed(tmp_path, "picker", ours), signed(tmp_path, "envoy", ours)
-    tls = {"cert": str(own.cert), "key": str(own.key), "client_ca": str(ours.cert)}
-    here = fleet("--replicas", "1", "--endpoints", "1", config={"extproc": {"tls": tls}})
-    checking = PickerTls(str(ours.cert), str(client.cert), str(client.key))
+    files = Certificates(tmp_path)
+    here = fleet("--replicas", "1", "--endpoints", "1", config={"extproc": {"tls": files.tls}})
+    checking = PickerTls(str(files.authority.cert), str(files.envoy.cert), str(files.envoy.key))
     with edge(here, tmp_path / "edge", picker_tls=checking) as running:
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=60.0) as through:
+        async with http_client(running.url) as through:
             assert (await complete(through, "hi", 3)).whole
     await at_rest(here)
 

@@ -35,39 +35,39 @@ def config(collector: Collector, sample: float = 0.0) -> dict[str, Any]:
 async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
     fleet: Any, collector: Collector, mode: str
 ) -> None:
-    running = fleet(
-        *("--replicas", "2", "--endpoints", "1", "--mode", mode, "--sim-itl", "5"), config=config(collector)
-    )
+    options = ("--replicas", "2", "--endpoints", "1", "--mode", mode, "--sim-itl", "5")
+    running = fleet(*options, config=config(collector))
     traces = [secrets.token_hex(16) for _ in range(REQUESTS)]
+    parents = [{"traceparent": f"00-{trace}-{'1' * 16}-01"} for trace in traces]
     async with running.client() as client:
         answers = await asyncio.gather(
-            *(
-                client.post("/v1/completions", json=ASK, headers={"traceparent": f"00-{trace}-{'1' * 16}-01"})
-                for trace in traces
-            ),
-            client.post("/v1/completions", json=ASK),
+            *(client.post("/v1/completions", json=ASK, headers=headers) for headers in (*parents, {}))
         )
     assert {answer.status_code for answer in answers} == {200}
 
-    async def whole() -> dict[str, list[ReceivedSpan]] | None:
-        found = defaultdict(list)
+    def spans_by_trace() -> dict[str, dict[str, ReceivedSpan]]:
+        """The spans of each trace by their names."""
+        found: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
         for span in collector.spans:
-            found[span.trace].append(span)
-        names = [{span.name for span in spans} for spans in found.values()]
-        return dict(found) if sum({"decide", "settle"} <= each for each in names) >= REQUESTS else None
+            assert span.name not in found[span.trace]
+            found[span.trace][span.name] = span
+        return found
 
-    found = await running.eventually(whole, within_s=30.0, what="every request's last span")
+    found = await running.eventually(
+        spans_by_trace,
+        lambda found: sum({"decide", "settle"} <= each.keys() for each in found.values()) >= REQUESTS,
+        within_s=30.0,
+        what="every request's last span",
+    )
     assert found.keys() == set(traces)
     for spans in found.values():
-        decide = next(span for span in spans if span.name == "decide")
+        decide, settle = spans.pop("decide"), spans.pop("settle")
         assert decide.parent == "1" * 16
-        assert {span.parent for span in spans if span is not decide} == {decide.span}
+        assert {span.parent for span in (settle, *spans.values())} == {decide.span}
         assert decide.attributes["picker.endpoint"] == running.state["endpoints"][0]["address"]
-        settle = next(span for span in spans if span.name == "settle")
         assert settle.attributes["picker.verdict"] == "settled"
         assert settle.attributes["gen_ai.usage.output_tokens"] == "4"
-        stages = [span.name for span in spans if span.name not in ("decide", "settle")]
-        assert sorted(stages) in (["admit"], ["admit", "place", "wait"])
+        assert sorted(spans) in (["admit"], ["admit", "place", "wait"])
     assert any(span.name == "wait" for span in collector.spans)
 
 
@@ -84,18 +84,16 @@ async def test_while_the_collector_is_away_requests_are_served_and_each_decision
     assert {answer.status_code for answer in answers} == {200}
     assert (served.status_code, refused.status_code) == (200, 400)
 
-    async def lines() -> dict[str, Any] | None:
-        log = next(running.state_file.parent.rglob("replica-1.log")).read_text()
-        parsed = [
-            json.loads(line) for line in log.splitlines() if '"picker_fleet.telemetry.decisions"' in line
-        ]
-        by_decision = {line["decision"]: line for line in parsed}
-        return by_decision if by_decision.get("ok", {}).get("flow") == "tenant-7" else None
+    def lines() -> dict[str, Any]:
+        """The last line of each decision."""
+        log = next(running.state_file.parent.rglob("replica-1.log")).read_text().splitlines()
+        parsed = [json.loads(line) for line in log if '"picker_fleet.telemetry.decisions"' in line]
+        return {line["decision"]: line for line in parsed}
 
-    found = await running.eventually(lines, what="the last line")
-    assert found["ok"]["level"] == "debug"
-    assert found["ok"]["flow"] == "tenant-7"
-    assert found["ok"]["band"] == "Sheddable"
+    found = await running.eventually(
+        lines, lambda found: found.get("ok", {}).get("flow") == "tenant-7", what="the last line"
+    )
+    assert (found["ok"]["level"], found["ok"]["band"]) == ("debug", "Sheddable")
     assert found["ok"]["endpoints"] == running.state["endpoints"][0]["address"]
     assert found["ok"]["request_id"]
     assert found["bad_request"]["level"] == "info"

@@ -6,22 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from crowd import http_client
 from edge_envoy import Edge, admitted, edge, http_manager
-from fleet_load import at_rest, decisions
+from fleet_load import at_rest, decisions, exchange
 from http2_client import upload
 
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
 
 MODES = ["lean", "standard", "headers"]
+SMALL = ("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20")
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 GATEWAY, OTHER = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
-CONFIG = {
-    "decision_log": {"enabled": True},
-    "objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}],
-}
+CONFIG = {"objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}]}
 # Headers by which a client could claim to be somebody else, in different spellings.
 CLAIMS = [
     ("X-Gateway-Inference-Fairness-Id", "invented"),
@@ -43,14 +41,18 @@ CLAIMS = [
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    return shared_fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", config=CONFIG)
+    return shared_fleet(*SMALL, config=CONFIG)
 
 
 @pytest.fixture(params=MODES, scope="module")
-def strangers(
-    request: pytest.FixtureRequest, here: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Edge]:
-    with edge(here, tmp_path_factory.mktemp("edge"), mode=request.param) as running:
+def mode(request: pytest.FixtureRequest) -> Mode:
+    found: Mode = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def strangers(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
+    with edge(here, tmp_path_factory.mktemp("edge"), mode=mode) as running:
         yield running
 
 
@@ -62,7 +64,9 @@ async def test_claims_in_headers_and_trailers_have_no_effect(here: Any, stranger
         f"content-type: application/json\r\ntransfer-encoding: chunked\r\n"
         f"trailer: {GATEWAY}\r\n\r\n{len(body):x}\r\n"
     )
-    answer = (await strangers.exchange(head.encode() + body + f"\r\n0\r\n{claims}\r\n".encode())).decode()
+    answer = (
+        await exchange(strangers.url, head.encode() + body + f"\r\n0\r\n{claims}\r\n".encode())
+    ).decode()
     # Its flow is its model, its band is Default, and its model is unchanged.
     assert answer.startswith("HTTP/1.1 200"), answer
     assert '"model":"llama"' in answer.replace(" ", "")
@@ -84,7 +88,7 @@ async def test_an_envoy_that_trusts_a_header_passes_both_its_spellings_and_nothi
     here: Any, tmp_path: Path
 ) -> None:
     with edge(here, tmp_path, trusted=(GATEWAY, OTHER)) as running:
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=False) as client:
+        async with http_client(running.url) as client:
             for name in (GATEWAY, OTHER):
                 headers = {name: f"by-{name}", "x-gateway-inference-objective": "gold"}
                 assert (await client.post("/v1/completions", json=ASK, headers=headers)).status_code == 200
@@ -130,11 +134,11 @@ def request(method: str, path: str, *, body: bytes | None = None) -> bytes:
 
 async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strangers: Edge) -> None:
     for method, path in SERVED:
-        assert (await strangers.exchange(request(method, path))).startswith(b"HTTP/1.1 200"), path
+        assert (await exchange(strangers.url, request(method, path))).startswith(b"HTTP/1.1 200"), path
     await at_rest(here)
     before = len(await decisions(here))
     # In parallel: Envoy keeps the connection of a refused client open for a second.
-    answers = await asyncio.gather(*(strangers.exchange(request(*each)) for each in NOT_SERVED))
+    answers = await asyncio.gather(*(exchange(strangers.url, request(*each)) for each in NOT_SERVED))
     for (_, path), answer in zip(NOT_SERVED, answers, strict=True):
         # Envoy answers in the form of any other refusal, or closes the connection if this is no HTTP.
         refusals = (b"HTTP/1.1 404", b"HTTP/1.1 400")
@@ -147,8 +151,8 @@ async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strange
     assert len(await decisions(here)) == before
 
 
-@pytest.fixture(params=MODES)
-def gateway(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iterator[Edge]:
+@pytest.fixture
+def gateway(mode: Mode, here: Any, tmp_path: Path) -> Iterator[Edge]:
     """Another project's gateway: it passes every path to the pool unchanged."""
 
     def edit(tree: dict[str, Any]) -> None:
@@ -157,33 +161,31 @@ def gateway(request: pytest.FixtureRequest, here: Any, tmp_path: Path) -> Iterat
         host = manager["routeConfig"]["virtualHosts"][0]
         host["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "0s"}}]
 
-    with edge(here, tmp_path, mode=request.param, edit=edit) as running:
+    with edge(here, tmp_path, mode=mode, edit=edit) as running:
         yield running
 
 
 async def test_behind_any_gateway_the_picker_passes_only_listed_paths(here: Any, gateway: Edge) -> None:
     for method, path in (("POST", "/v1/completions?user=/../metrics"), ("GET", "/v1/models?x")):
-        assert (await gateway.exchange(request(method, path))).startswith(b"HTTP/1.1 200"), path
+        assert (await exchange(gateway.url, request(method, path))).startswith(b"HTTP/1.1 200"), path
     await at_rest(here)
     before = len(await decisions(here))
     refused = [*NOT_SERVED, ("POST", "/v1//completions"), ("GET", "//v1/models"), ("GET", "/v1/models/")]
-    answers = await asyncio.gather(*(gateway.exchange(request(*each)) for each in refused))
+    answers = await asyncio.gather(*(exchange(gateway.url, request(*each)) for each in refused))
     for (_, path), answer in zip(refused, answers, strict=True):
         assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")) or answer == b"", (path, answer)
         assert b"x-served-by" not in answer, path
     assert sum(b'"code":"unknown_path"' in answer for answer in answers) > 10
     # Inference without a body and a list of models with a body are bad requests.
     for method, path, body in (("POST", "/v1/completions", b""), ("GET", "/v1/models", b"{}")):
-        answer = await gateway.exchange(request(method, path, body=body))
+        answer = await exchange(gateway.url, request(method, path, body=body))
         assert answer.startswith(b"HTTP/1.1 400"), answer
         assert b'"code":"bad_request"' in answer
     assert len(await decisions(here)) == before
 
 
-@pytest.fixture(params=MODES, scope="module")
-def impatient(
-    request: pytest.FixtureRequest, here: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Edge]:
+@pytest.fixture(scope="module")
+def impatient(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     """With short timeouts, and for three connections at most."""
 
     def edit(tree: dict[str, Any]) -> None:
@@ -192,16 +194,16 @@ def impatient(
         manager.update(requestHeadersTimeout="0.3s", requestTimeout="0.6s")
 
     folder = tmp_path_factory.mktemp("edge")
-    with edge(here, folder, mode=request.param, edit=edit, max_connections=3) as running:
+    with edge(here, folder, mode=mode, edit=edit, max_connections=3) as running:
         yield running
 
 
 async def test_half_sent_requests_time_out_and_slow_answers_do_not(here: Any, impatient: Edge) -> None:
     half_headers = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-half: "
     for half in (half_headers, request("POST", "/v1/completions")[:-10]):
-        assert (await impatient.exchange(half)).startswith(b"HTTP/1.1 408")
+        assert (await exchange(impatient.url, half)).startswith(b"HTTP/1.1 408")
     slow = json.dumps({**ASK, "max_tokens": 70, "stream": True}).encode()
-    answer = await impatient.exchange(request("POST", "/v1/completions", body=slow))
+    answer = await exchange(impatient.url, request("POST", "/v1/completions", body=slow))
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"[DONE]" in answer
     await at_rest(here)
@@ -211,26 +213,24 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
     impatient: Edge,
 ) -> None:
     open_ones = [await asyncio.open_connection(LOOPBACK, impatient.port) for _ in range(3)]
-    for _, writer in open_ones:
+    for reader, writer in open_ones:
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-    for reader, _ in open_ones:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-    assert await impatient.exchange(request("GET", "/v1/models")) == b""
-    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+    assert await exchange(impatient.url, request("GET", "/v1/models")) == b""
+    async with http_client() as client:
         assert (await client.get(f"{impatient.admin}/ready")).status_code == 200
     for _, writer in open_ones:
         writer.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES)  # last: its fleet takes the place of `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarded_for(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:
-    config = {**CONFIG, "fair_request_queue": {"new_flows_per_minute": 5}}
-    few = shared_fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20", config=config)
+    few = shared_fleet(*SMALL, config={**CONFIG, "fair_request_queue": {"new_flows_per_minute": 5}})
     codes = []
     with edge(few, tmp_path, mode=mode) as running:
-        async with httpx.AsyncClient(base_url=running.url, trust_env=False, verify=False) as client:
+        async with http_client(running.url) as client:
             for n in range(12):
                 ask = {**ASK, "model": f"invented-{mode}-{n}"}
                 forged = {"x-forwarded-for": f"10.0.0.{n}"}

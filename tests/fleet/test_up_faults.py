@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,19 +10,16 @@ import pytest
 
 from picker_fleet import cli
 from picker_tools.local_fleet.network import free_port
+from picker_tools.local_fleet.processes import picker_command
 
 SMALL = ("--replicas", "1", "--endpoints", "1")
 
 
 def up(*options: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`picker up` that is expected to end by itself; its files are made in `temporary`."""
+    environment = {**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})}
     return subprocess.run(
-        [sys.executable, "-P", "-m", "picker_fleet.cli", "up", *options],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})},
+        picker_command("up", *options), capture_output=True, text=True, timeout=90, env=environment
     )
 
 
@@ -50,31 +46,34 @@ def test_a_port_that_cannot_be_used_is_named(taken_port: int, envoy: str, admin:
     assert done.stderr.startswith(said.format(**ports))
 
 
-def test_part_that_fails_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    # A simulator cannot serve these models: a comma separates names.
+@pytest.mark.parametrize(
+    ("endpoints", "text", "part", "said"),
+    [
+        # A simulator cannot serve these models: a comma separates names.
+        pytest.param(
+            *("1", "models: [{name: a}, {name: 'a,b'}]", "endpoint-1", "distinct names"), id="a model server"
+        ),
+        # A replica reads the missing discovery file once it listens.
+        pytest.param(
+            *("0", "discovery: {file: none.yaml}", "replica-1", "none.yaml: cannot be read"), id="a replica"
+        ),
+    ],
+)
+def test_part_that_fails_is_named_with_the_end_of_its_log(
+    tmp_path: Path, endpoints: str, text: str, part: str, said: str
+) -> None:
     config = tmp_path / "picker.yaml"
-    config.write_text("models: [{name: a}, {name: 'a,b'}]\n")
-    said = up(*SMALL, "--port", "0", "--config", str(config), temporary=tmp_path)
-    # It names the part, shows the end of its log and says where the log is.
-    first, *tail, last = said.stderr.splitlines()
-    assert said.returncode == 1
-    assert first == "endpoint-1: exited with 1 before the fleet was ready"
-    assert any("distinct names" in line for line in tail)
+    config.write_text(text)
+    options = ("--replicas", "1", "--endpoints", endpoints, "--port", "0", "--config", str(config))
+    done = up(*options, temporary=tmp_path)
+    # It names the part, shows the end of its log, and says where the log is.
+    first, *tail, last = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert first == f"{part}: exited with 1 before the fleet was ready"
+    assert any(said in line for line in tail)
     folder = Path(last.removeprefix("logs: "))
     assert folder.parent == tmp_path
-    assert (folder / "endpoint-1.log").exists()
-
-
-def test_replica_without_its_first_list_of_endpoints_is_named(tmp_path: Path) -> None:
-    # A replica reads the missing discovery file once it listens.
-    config = tmp_path / "picker.yaml"
-    config.write_text(f"discovery: {{file: {tmp_path}/none.yaml}}\n")
-    options = ("--replicas", "1", "--endpoints", "0", "--port", "0", "--config", str(config))
-    said = up(*options, temporary=tmp_path)
-    # The user sees the replica's own error.
-    assert said.returncode == 1
-    assert said.stderr.startswith("replica-1: exited with 1 before the fleet was ready")
-    assert "none.yaml: cannot be read" in said.stderr
+    assert (folder / f"{part}.log").exists()
 
 
 def test_unreachable_redis_is_told() -> None:

@@ -5,15 +5,16 @@ At its end its decision log must keep every promise, its exit status must be 0, 
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import audited_log
 import httpx
@@ -21,21 +22,16 @@ import psutil
 import pytest
 import redis.asyncio
 import yaml
-from crowd import Crowd
+from crowd import Crowd, http_client
 from forked_up import ForkedUp
 
 from picker_fleet.state import primary
 from picker_fleet.state.keys import Keys
 
-if TYPE_CHECKING:
-    import openai
-
-DRAIN_GRACE = "PICKER_EXTPROC__DRAIN_GRACE"
 READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_ADMIN_PAUSE_S = 0.1
 _COUNTED_AFTER_S = 6.0
 
 
@@ -66,10 +62,11 @@ class Fleet:
             arguments += ["--config", str(file)]
         # No request is sent when a fleet ends, so its replicas need not announce the end for long.
         given = config or {}
-        grace = {} if "drain_grace" in given.get("extproc", {}) else {DRAIN_GRACE: "100ms"}
+        grace = {} if "drain_grace" in given.get("extproc", {}) else {"PICKER_EXTPROC__DRAIN_GRACE": "100ms"}
         log = audited_log.environment(given)
         self._pools = tuple(given.get("pools", ("default",)))
-        self._audit_due = audited_log.is_on(given) and not unaudited
+        is_logged = given.get("decision_log", {}).get("enabled", True)
+        self._audit_due = is_logged and not unaudited
         self._name = f"`picker up {' '.join(options)}`"
         self._killed = False
         self._lines: list[str] = []
@@ -109,36 +106,30 @@ class Fleet:
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         """HTTP through Envoy; to be closed by its user (`async with`)."""
-        return httpx.AsyncClient(base_url=self.url, transport=Crowd(), **{"timeout": 60.0, **options})
-
-    def openai(self, **options: Any) -> "openai.AsyncOpenAI":
-        """The official client through Envoy, without its own retries; to be closed by its user."""
-        import openai  # takes half a second
-
-        return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, "timeout": 60.0, **options}
-        )
+        return httpx.AsyncClient(base_url=self.url, transport=Crowd(), **{"timeout": 90.0, **options})
 
     def redis(self) -> redis.asyncio.Redis:
         """A client of the fleet's Redis; to be closed by its user (`async with`)."""
         return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
+    def admin_url(self, replica: int = 0) -> str:
+        return str(self.state["replicas"][replica]["admin"])
+
     async def admin(
-        self, path: str, replica: int = 0, *, method: str = "GET", patient: bool = True
+        self, path: str, replica: int = 0, *, method: str = "GET", **request: Any
     ) -> httpx.Response:
         """Answer of one replica's admin API to a read, or to a change that may be made twice.
 
         A replica gives Redis 2 s and then answers `state_unavailable`, also when the machine paused. So the
-        call is repeated for up to 30 s while it is answered so, unless `patient` is false.
+        call is repeated for up to 30 s while it is answered so.
         """
-        clock = asyncio.get_running_loop().time
-        end_s = clock() + _ADMIN_PATIENCE_S
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-            while True:
-                answer = await client.request(method, f"{self.state['replicas'][replica]['admin']}{path}")
-                if not patient or not says_unavailable(answer) or clock() >= end_s:
-                    return answer
-                await asyncio.sleep(_ADMIN_PAUSE_S)
+        async with http_client(timeout=10.0) as client:
+            return await self.eventually(  # type: ignore[no-any-return]
+                lambda: client.request(method, f"{self.admin_url(replica)}{path}", **request),
+                lambda answer: not says_unavailable(answer),
+                within_s=_ADMIN_PATIENCE_S,
+                what="an answer of Redis",
+            )
 
     async def get(self, path: str, replica: int = 0) -> Any:
         """What one replica answers to a read of /api/v1/`path`, which must succeed."""
@@ -150,9 +141,7 @@ class Fleet:
 
     async def patch(self, changes: dict[str, Any], replica: int = 0) -> Any:
         """The configuration after a live change through one replica, which must accept it."""
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
-            url = f"{self.state['replicas'][replica]['admin']}/api/v1/config"
-            return _of_success(await client.patch(url, json=changes))
+        return _of_success(await self.admin("/api/v1/config", replica, method="PATCH", json=changes))
 
     async def endpoint_status(self, address: str, replica: int = 0) -> str:
         """What one replica says of an endpoint, such as `ready`."""
@@ -161,80 +150,66 @@ class Fleet:
 
     async def envoy_admin(self, path: str) -> httpx.Response:
         """Answer of Envoy's admin interface."""
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=10.0) as client:
+        async with http_client(timeout=10.0) as client:
             return await client.get(f"{self.state['envoy_admin']}{path}")
 
     async def eventually(
-        self, look: Callable[[], Awaitable[Any]], *, within_s: float = 15.0, what: str = "it"
+        self,
+        look: Callable[[], Any],
+        holds: Callable[[Any], object] = bool,
+        *,
+        within_s: float = 15.0,
+        what: str = "it",
     ) -> Any:
-        """The first true result of `look`, which is called until then, less and less often: a look costs CPU
-        that the fleet could use."""
+        """The first result of `look` that `holds`. It may be asynchronous, and is called until then, less and
+        less often: a look costs CPU that the fleet could use."""
         last: Any = None
         pause_s = _POLL_S
         try:
             async with asyncio.timeout(within_s):
                 while True:
-                    last = await look()
-                    if last:
+                    last = look()
+                    if inspect.isawaitable(last):
+                        last = await last
+                    if holds(last):
                         return last
                     await asyncio.sleep(pause_s)
                     pause_s = min(1.5 * pause_s, _LONGEST_POLL_S)
         except TimeoutError:
             pytest.fail(f"{what} did not come within {within_s:g} s; last seen: {last!r}\n{self.output}")
 
+    async def until(self, path: str, holds: Callable[[Any], object], *, replica: int = 0, **more: Any) -> Any:
+        """The first answer of one replica to a read of /api/v1/`path` that `holds`."""
+        return await self.eventually(lambda: self.get(path, replica), holds, **more)
+
     async def until_state(self, *, within_s: float = 15.0, replica: int = 0, **wanted: Any) -> None:
         """Wait until /api/v1/state has these values, such as `queued=5`."""
 
-        async def has_them() -> bool:
-            state = await self.get("state", replica)
+        def has_them(state: dict[str, Any]) -> bool:
             return all(state.get(name) == value for name, value in wanted.items())
 
-        await self.eventually(has_them, within_s=within_s, what=str(wanted))
+        await self.until("state", has_them, replica=replica, within_s=within_s, what=str(wanted))
 
     async def until_counted(self) -> None:
         """Wait until each replica has a part of the bound when it loses Redis; a young one has none."""
 
-        async def are_counted() -> bool:
-            listed = (await self.get("replicas"))["replicas"]
-            old = [each for each in listed if each["started_s_ago"] > _COUNTED_AFTER_S]
-            return len(old) == len(listed) == len(self.state["replicas"])
+        def are_counted(found: dict[str, Any]) -> bool:
+            old = [each for each in found["replicas"] if each["started_s_ago"] > _COUNTED_AFTER_S]
+            return len(old) == len(found["replicas"]) == len(self.state["replicas"])
 
-        await self.eventually(are_counted, within_s=60, what="replicas that count")
+        await self.until("replicas", are_counted, within_s=60, what="replicas that count")
 
-    @contextlib.contextmanager
-    def redis_stopped(self) -> Iterator[None]:
-        """Its own Redis is suspended within the block."""
-        server = next(child for child in self.children() if "valkey-server" in " ".join(child.cmdline()))
-        server.suspend()
-        try:
-            yield
-        finally:
-            server.resume()
+    def replica(self, index: int) -> psutil.Process:
+        return psutil.Process(int(self.state["replicas"][index]["pid"]))
 
-    def kill_replica(self, index: int) -> None:
-        """SIGKILL to a replica."""
-        self._process("replicas", index).kill()
+    def endpoint(self, index: int) -> psutil.Process:
+        """The process of a simulator."""
+        return psutil.Process(int(self.state["endpoints"][index]["pid"]))
 
-    def terminate_replica(self, index: int) -> None:
-        """SIGTERM to a replica."""
-        self._process("replicas", index).terminate()
-
-    def kill_endpoint(self, index: int) -> str:
-        """SIGKILL to a simulator; its address."""
-        self._process("endpoints", index).kill()
-        return str(self.state["endpoints"][index]["address"])
-
-    def stop_endpoint(self, index: int) -> str:
-        """SIGSTOP to a simulator until `continue_endpoint`; its address."""
-        self._process("endpoints", index).suspend()
-        return str(self.state["endpoints"][index]["address"])
-
-    def continue_endpoint(self, index: int) -> None:
-        """SIGCONT to a simulator."""
-        self._process("endpoints", index).resume()
-
-    def _process(self, kind: str, index: int) -> psutil.Process:
-        return psutil.Process(int(self.state[kind][index]["pid"]))
+    def child(self, name: str) -> psutil.Process:
+        """The process that executes a program called so: `envoy`, `valkey-server`."""
+        (found,) = (child for child in self.children() if child.name() == name)
+        return found
 
     def children(self) -> list[psutil.Process]:
         """Every running process that it has started."""
@@ -253,22 +228,19 @@ class Fleet:
         try:
             self._audit_once()
         finally:
-            self._end(children)
+            try:
+                self.process.send_signal(signal.SIGINT)
+                code = self.process.wait(STOP_S)
+            finally:
+                self.discard()
+        _, alive = psutil.wait_procs(children, timeout=0)
+        assert code == 0, self.output
+        assert not alive, f"left behind: {[child.cmdline() for child in alive]}"
 
     def _audit_once(self) -> None:
         due, self._audit_due = self._audit_due, False
         if due:
             self.audit()
-
-    def _end(self, children: list[psutil.Process]) -> None:
-        try:
-            self.process.send_signal(signal.SIGINT)
-            code = self.process.wait(STOP_S)
-        finally:
-            self.discard()
-        _, alive = psutil.wait_procs(children, timeout=0)
-        assert code == 0, self.output
-        assert not alive, f"left behind: {[child.cmdline() for child in alive]}"
 
     def kill(self) -> None:
         """Audit its log, then SIGKILL to `picker up` itself; `stop` has nothing left to check."""
@@ -306,6 +278,16 @@ def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subpro
         text=True,
         env=environment,
     )
+
+
+@contextlib.contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    """`process` is stopped within the block."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
 
 
 def exact_bounds(per_backend: float) -> dict[str, float]:

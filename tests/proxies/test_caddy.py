@@ -7,17 +7,28 @@ from typing import Any
 
 import httpx
 import pytest
+from crowd import http_client
 from fleet_load import at_rest, decisions
 from own_proxy import caddy
-from test_proxies import MODEL, PATHS, RED, SPOOFED, ask, leaving_the_queue, posted, streaming
+from test_proxies import CONFIG as WITH_REPORTS
+from test_proxies import (
+    MODEL,
+    PATHS,
+    RED,
+    SPOOFED,
+    ask,
+    assert_served,
+    leaving_the_queue,
+    posted,
+    refusals,
+    streaming,
+)
 from whole_fleet import started
 
 _ENDS_WITHIN_S = 30.0
 # As docs/proxies.md says for a proxy that reports no ends.
 CONFIG = {
-    "decision_log": {"enabled": True},
-    "extproc": {"trusted_headers": ["x-gateway-inference-fairness-id"]},
-    "request_queue_controller": {"watermark_per_backend": 1},
+    **WITH_REPORTS,
     "fair_request_queue": {"queue_ttl": "20s", "total_capacity": 20, "flow_capacity": 20},
     "http": {"longest_request": "1s"},
     "leases": {"inflight": "10m", "access_log_interval": "1s"},
@@ -40,7 +51,7 @@ def url(here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as opened:
+    async with http_client(url) as opened:
         yield opened
 
 
@@ -65,7 +76,7 @@ async def test_a_long_answer_keeps_its_place(here: Any, url: str) -> None:
     async with asyncio.timeout(60):
         while b"[DONE]" not in (part := await caller.reader.read(65536)):
             assert part
-            assert (await here.admin("/api/v1/state")).json()["stock"] == 1
+            assert (await here.get("state"))["stock"] == 1
     await caller.leave()
     await at_rest(here, within_s=_ENDS_WITHIN_S)
 
@@ -76,27 +87,13 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(here: Any, url: str) 
 
 
 async def test_a_refusal_has_its_status_and_its_body(here: Any, client: httpx.AsyncClient, url: str) -> None:
-    unnamed = await client.post("/v1/completions", json=ask(), headers=[RED])
-    assert (unnamed.status_code, unnamed.json()["error"]["code"]) == (400, "bad_request")
-    elsewhere = await client.post("/v1/load_lora_adapter", json=ask(), headers=[RED, MODEL])
-    assert (elsewhere.status_code, elsewhere.json()["error"]["code"]) == (404, "unknown_path")
-    running = [await streaming(url) for _ in range(2)]
-    for caller in running:
-        await caller.first_bytes()
-    brief = ("x-llm-d-inference-ttl", "100ms")
-    late = await client.post("/v1/completions", json=ask(), headers=[RED, MODEL, brief])
-    assert (late.status_code, late.json()["error"]["code"]) == (503, "expired_ttl")
-    assert int(late.headers["retry-after"]) >= 1
-    for caller in running:
-        await caller.leave()
+    await refusals(client, url)
     await at_rest(here, within_s=_ENDS_WITHIN_S)
 
 
-async def test_no_header_of_a_client_reaches_the_check(here: Any, client: httpx.AsyncClient) -> None:
+async def test_no_header_of_a_client_reaches_the_check(here: Any, url: str) -> None:
     before = len(await flows(here))
-    answer = await client.post("/v1/completions", json=ask(), headers=[RED, MODEL, *SPOOFED])
-    assert answer.status_code == 200
-    assert not [name for name in answer.headers if name.startswith(("x-picker", "x-gateway"))]
+    await assert_served(url, [RED, MODEL, *SPOOFED])
     await at_rest(here, within_s=_ENDS_WITHIN_S)
     assert (await flows(here))[before:] == ["red"]
 
@@ -107,7 +104,7 @@ async def test_no_path_of_a_client_reaches_the_settle_address(here: Any, url: st
 
 
 async def test_a_dead_endpoint_is_passed_over(here: Any, client: httpx.AsyncClient) -> None:
-    here.kill_endpoint(0)
+    here.endpoint(0).kill()
     asks = [client.post("/v1/completions", json=ask(), headers=[RED, MODEL]) for _ in range(4)]
     assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200] * 4
     await at_rest(here, within_s=_ENDS_WITHIN_S)
@@ -117,12 +114,12 @@ async def test_a_request_that_waits_on_a_replica_that_dies_is_asked_again_at_ano
     here: Any, client: httpx.AsyncClient
 ) -> None:
     # Places stay with the fleet, so both are taken by an operator's pause.
-    assert (await here.admin("/api/v1/pause", method="POST")).is_success
+    await here.post("pause")
     asks = [
         asyncio.create_task(client.post("/v1/completions", json=ask(), headers=[RED, MODEL]))
         for _ in range(4)
     ]
     await here.until_state(queued=4)
-    here.kill_replica(1)
-    assert (await here.admin("/api/v1/resume", method="POST")).is_success
+    here.replica(1).kill()
+    await here.post("resume")
     assert [answer.status_code for answer in await asyncio.gather(*asks)] == [200] * 4

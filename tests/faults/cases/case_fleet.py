@@ -1,13 +1,15 @@
 """The configuration of the suite's fleets, and readings of everything that counts requests."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import psutil
-from fleet_load import at_rest
+from crowd import http_client
+from fleet_load import at_rest, total
 from whole_fleet import Fleet, exact_bounds
 
 from picker_fleet.state.keys import Keys
@@ -31,7 +33,7 @@ def config(
         },
         "request_queue_controller": exact_bounds(per_endpoint),
         "fair_request_queue": {"total_capacity": 20_000, "flow_capacity": 20_000, "queue_ttl": "60s"},
-        "decision_log": {"enabled": True, "max_entries": 3_000_000},
+        
         **sections,
     }  # fmt: skip
 
@@ -49,9 +51,17 @@ async def log_of(fleet: Fleet) -> list[dict[str, str]]:
 
 async def model_servers(fleet: Fleet) -> list[int]:
     """What each simulator itself counts as running or waiting; -1 for one that does not answer."""
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=5.0) as client:
+
+    async def busy(address: str) -> int:
+        try:
+            page = (await client.get(f"http://{address}/metrics")).text
+        except httpx.TransportError:
+            return -1
+        return int(total(page, "vllm:num_requests_running") + total(page, "vllm:num_requests_waiting"))
+
+    async with http_client(timeout=5.0) as client:
         addresses = [endpoint["address"] for endpoint in fleet.state["endpoints"]]
-        return list(await asyncio.gather(*(_busy(client, address) for address in addresses)))
+        return list(await asyncio.gather(*map(busy, addresses)))
 
 
 async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
@@ -61,28 +71,21 @@ async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
     """
     end_s = time.monotonic() + within_s
     await at_rest(fleet, within_s=within_s)
-
-    async def idle() -> bool:
-        return not any(await model_servers(fleet))
-
     left_s = max(end_s - time.monotonic(), MACHINE_S)
-    await fleet.eventually(idle, within_s=left_s, what="idle model servers")
+    await fleet.eventually(
+        lambda: model_servers(fleet), lambda busy: not any(busy), within_s=left_s, what="idle model servers"
+    )
 
 
 async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
     """Wait until each of `replicas` is ready, by Envoy's health checks too."""
 
     async def look() -> bool:
-        for replica in replicas:
-            try:
-                if (await fleet.admin("/readyz", replica)).status_code != 200:
-                    return False
-            except httpx.TransportError:
-                return False
         try:
-            return await _healthy(fleet) >= len(replicas)
+            pages = [await fleet.admin("/readyz", replica) for replica in replicas]
+            return all(page.is_success for page in pages) and await _healthy(fleet) >= len(replicas)
         except (httpx.TransportError, ValueError):
-            return False  # Envoy is starting
+            return False  # a replica or Envoy is starting
 
     await fleet.eventually(look, within_s=30, what="ready replicas")
 
@@ -92,10 +95,6 @@ async def envoy_stats(fleet: Fleet, *names: str) -> list[int]:
     lines = (await fleet.envoy_admin("/stats")).text.splitlines()
     found = dict(line.split(": ", 1) for line in lines if ": " in line)
     return [int(found[name]) for name in names]
-
-
-def replica_process(fleet: Fleet, index: int) -> psutil.Process:
-    return psutil.Process(int(fleet.state["replicas"][index]["pid"]))
 
 
 def cluster_of(mode: str) -> str:
@@ -109,14 +108,12 @@ async def _healthy(fleet: Fleet) -> int:
     return min(int(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-async def _busy(client: httpx.AsyncClient, address: str) -> int:
-    try:
-        page = (await client.get(f"http://{address}/metrics")).text
-    except httpx.TransportError:
-        return -1
-    counts = [
-        float(line.rsplit(" ", 1)[1])
-        for line in page.splitlines()
-        if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{"))
-    ]
-    return int(sum(counts))
+async def replace(fleet: Fleet, part: str, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """End one of the `replicas` or `endpoints`; returns when the supervisor has another process there."""
+
+    def pid() -> int:
+        return int(fleet.state[part][index]["pid"])
+
+    former = pid()
+    os.kill(former, number)
+    await fleet.eventually(pid, lambda now: now != former, within_s=40, what="another process")

@@ -8,7 +8,7 @@ from typing import Any
 
 from case_fleet import REAP_S
 from counting_servers import CountingServers, counting_servers
-from fleet_load import at_rest, shared
+from fleet_load import at_rest, metric
 from whole_fleet import Fleet, exact_bounds
 
 from picker_tools.load.client_history import ClientRecord
@@ -37,7 +37,6 @@ async def counted(
         config = {
             "discovery": {"static": [{"address": address} for address in counting.addresses]},
             "request_queue_controller": exact_bounds(each),
-            "decision_log": {"enabled": True, "max_entries": 3_000_000},
             **sections,
         }
         options = ("--endpoints", "0", "--redis", redis_url, "--no-restart")
@@ -48,18 +47,13 @@ async def counted(
 
 async def all_shared(here: Fleet) -> bool:
     """Whether every replica takes part in the common queue."""
-    states = await asyncio.gather(*(shared(here, replica) for replica in REPLICAS))
+    states = await asyncio.gather(*(here.get("state", replica) for replica in REPLICAS))
     return all(state["degraded"] is False for state in states)
 
 
 async def departures(here: Fleet) -> int:
     """How often replicas have left Redis and served by themselves."""
-    found = 0.0
-    for replica in REPLICAS:
-        for line in (await here.admin("/metrics", replica)).text.splitlines():
-            if line.startswith("epp_failover_transitions_total{") and 'to="local"' in line:
-                found += float(line.rsplit(" ", 1)[1])
-    return int(found)
+    return int(await metric(here, "epp_failover_transitions_total", to="local"))
 
 
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:

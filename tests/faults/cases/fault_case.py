@@ -2,12 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from picker_tools.load.client_history import ClientRecord, HistoryCheck, check_history, save_run
+from case_fleet import log_of
+from whole_fleet import Fleet
+
+from picker_tools.load.client_history import ClientRecord, ClosedLoop, HistoryCheck, check_history, save_run
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
 # How long model servers take to a first token where a case wants a full pool, however fast it turns. In the
@@ -36,21 +39,28 @@ class Case:
         """How many of something: the form of `make test`, or that of `make faults`."""
         return full if FULL else short
 
-    def check(
-        self, history: Sequence[ClientRecord], log: Sequence[Mapping[str, str]], **rules: Any
-    ) -> HistoryCheck:
-        """`check_history` of the clients' records and the log.
+    async def check(self, fleet: Fleet, history: Sequence[ClientRecord] = (), **rules: Any) -> HistoryCheck:
+        """`check_history` of the clients' records and the fleet's log, which must find no fault.
 
         The full form saves both in bench/results/faults/, in place of the last run's, unless that one
         has faults.
         """
-        if not FULL:
-            return check_history(history, log, **rules)
-        folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
-        found = save_run(folder, history, log, **rules).check()
-        if found.faults:
-            folder.rename(folder.with_name(f"{folder.name}-{datetime.now(UTC):%Y-%m-%dT%H.%M.%S}"))
+        log = await log_of(fleet)
+        if FULL:
+            folder = RESULTS / "faults" / self.name.replace("[", "-").rstrip("]")
+            found = save_run(folder, history, log, **rules).check()
+            if found.faults:
+                folder.rename(folder.with_name(f"{folder.name}-{datetime.now(UTC):%Y-%m-%dT%H.%M.%S}"))
+        else:
+            found = check_history(history, log, **rules)
+        self.report(f"G1–G6 over {found.entries} log entries")
+        assert found.faults == ()
         return found
+
+    def all_served(self, load: ClosedLoop) -> None:
+        """No client that waited may see an error."""
+        self.report(f"{len(load.failed)} errors in {len(load.history)} requests")
+        assert load.failed == []
 
     def record(self, passed: bool) -> None:
         """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""

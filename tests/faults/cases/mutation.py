@@ -4,12 +4,14 @@ to the port of mode `http` that no proxy sends.
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from extproc_client import body, response_body, response_trailers, trailers
 
 _NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-inference-objective",
           "x-llm-d-inference-ttl", "x-gateway-model-name-rewrite", "x-request-id", "content-length",
@@ -25,6 +27,7 @@ _FORWARDED = (
     "x-picker-refuse-as",
 )
 _REPORTED = ("x-picker-outcome", "x-picker-answer-status", "x-picker-served", "x-picker-seconds")
+_FIELDS = (None, [], {}, -1, 2**70, 1e308, "x", True, ["a", 3], [[1, 2]], [{"role": 1, "content": [{}]}])
 _MODES = ((4, 4), (4, 0), (0, 0), (2, 1), (99, 4))
 _NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e308)
 
@@ -36,7 +39,7 @@ def exchange(dice: random.Random, name: str) -> list[bytes]:
         messages.append(_part(dice))
     if dice.random() < 0.1:
         dice.shuffle(messages)
-    return _damaged(dice, [message.SerializeToString() for message in messages], 0.3)
+    return _damaged(dice, [message.SerializeToString() for message in messages])
 
 
 def entries(dice: random.Random, names: Sequence[str]) -> bytes:
@@ -44,7 +47,7 @@ def entries(dice: random.Random, names: Sequence[str]) -> bytes:
     message = StreamAccessLogsMessage()
     for _ in range(dice.randrange(4)):
         message.http_logs.log_entry.append(_entry(dice, dice.choice([*names, "nobody", ""])))
-    return _damaged(dice, [message.SerializeToString()], 0.3)[0]
+    return _damaged(dice, [message.SerializeToString()])[0]
 
 
 def end(name: str) -> HTTPAccessLogEntry:
@@ -62,12 +65,12 @@ def requests(dice: random.Random, name: str, tokens: Sequence[str]) -> list[tupl
     """
     found = []
     for number in range(dice.randrange(1, 4)):
-        body = b"".join(message.request_body.body for message in _bodies(dice))
+        text = b"".join(message.request_body.body for message in _bodies(dice))
         common = {"x-request-id": f"{name}-{number}".encode()}
         common |= {dice.choice(_NAMES): dice.choice(_VALUES) for _ in range(dice.randrange(3))}
         match dice.randrange(4):
             case 0 | 1:
-                found.append(_request(b"POST /check/v1/completions", common, body))
+                found.append(_request(b"POST /check/v1/completions", common, text))
             case 2:
                 said = {"x-forwarded-method": b"POST", "x-forwarded-uri": b"/v1/completions"}
                 more = {"x-picker-model": b"llama", dice.choice(_FORWARDED): dice.choice(_VALUES)}
@@ -76,7 +79,7 @@ def requests(dice: random.Random, name: str, tokens: Sequence[str]) -> list[tupl
                 token = dice.choice([*(each.encode() for each in tokens), *_VALUES])
                 report = {dice.choice(_REPORTED): dice.choice(_VALUES)}
                 found.append(_request(b"POST /settle", {"x-picker-settle-token": token, **report}))
-    return [(data, data in found) for data in _damaged(dice, [*found], 0.3)]
+    return [(data, data in found) for data in _damaged(dice, [*found])]
 
 
 def settlement(token: str) -> bytes:
@@ -102,10 +105,8 @@ def _headers(dice: random.Random, name: str) -> ProcessingRequest:
         message.protocol_config.request_body_mode = request
         message.protocol_config.response_body_mode = response
     if dice.random() < 0.3:
-        space = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
-        space.update(
-            {"x-gateway-destination-endpoint-subset": dice.choice(([], [1, None], "x", ["a:b"], {}))}
-        )
+        hint = {"x-gateway-destination-endpoint-subset": dice.choice(([], [1, None], "x", ["a:b"], {}))}
+        message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
     if dice.random() < 0.2:
         fields = {"model": dice.choice(("llama", 7, "", "x" * 2000)), "max_tokens": dice.choice(_NUMBERS)}
         message.metadata_context.filter_metadata["picker.request"].update(fields)
@@ -115,33 +116,20 @@ def _headers(dice: random.Random, name: str) -> ProcessingRequest:
 def _bodies(dice: random.Random) -> list[ProcessingRequest]:
     ask: dict[str, Any] = {"model": "llama", "prompt": "x" * dice.randrange(200), "max_tokens": 4}
     if dice.random() < 0.4:
-        ask[dice.choice(("model", "prompt", "max_tokens", "stream", "messages", "n"))] = dice.choice(
-            (None, [], {}, -1, 2**70, 1e308, "x", True, ["a", 3], [[1, 2]], [{"role": 1, "content": [{}]}])
-        )
-    body = _scarred(dice, json.dumps(ask).encode()) if dice.random() < 0.3 else json.dumps(ask).encode()
-    cuts = sorted(dice.randrange(len(body) + 1) for _ in range(dice.randrange(3)))
-    chunks = [body[a:b] for a, b in zip([0, *cuts], [*cuts, len(body)], strict=True)]
-    found = []
-    for number, chunk in enumerate(chunks):
-        message = ProcessingRequest()
-        message.request_body.body = chunk
-        message.request_body.end_of_stream = number == len(chunks) - 1 and dice.random() < 0.9
-        found.append(message)
-    return found
+        ask[dice.choice(("model", "prompt", "max_tokens", "stream", "messages", "n"))] = dice.choice(_FIELDS)
+    text = json.dumps(ask).encode()
+    text = _scarred(dice, text) if dice.random() < 0.3 else text
+    cuts = sorted(dice.randrange(len(text) + 1) for _ in range(dice.randrange(3)))
+    *chunks, last = (text[a:b] for a, b in pairwise((0, *cuts, len(text))))
+    return [*(body(chunk, ended=False) for chunk in chunks), body(last, ended=dice.random() < 0.9)]
 
 
 def _part(dice: random.Random) -> ProcessingRequest:
-    message = ProcessingRequest()
-    kind = dice.randrange(5)
-    if kind == 0:
-        message.request_trailers.SetInParent()
-    elif kind == 1:
-        message.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
-    elif kind == 2:
-        message.response_body.body = b"data: " + dice.choice(_VALUES)
-    elif kind == 3:
-        message.response_trailers.SetInParent()
-    return message
+    """One that is out of turn, or nothing."""
+    status = ProcessingRequest()
+    status.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
+    data = response_body(b"data: " + dice.choice(_VALUES))
+    return dice.choice((trailers(), status, data, response_trailers(), ProcessingRequest()))
 
 
 def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
@@ -151,38 +139,28 @@ def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
     common.intermediate_log_entry = dice.random() < 0.3
     entry.response.response_code.value = dice.choice((0, 200, 503, 2**32 - 1))
     if dice.random() < 0.5:
-        accounting_token = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
-        accounting_token[dice.randrange(9)] = dice.choice(
-            ("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10")
-        )
-        common.metadata.filter_metadata["picker"].update(
-            {"ticket": "\t".join(accounting_token[: dice.randrange(7, 11)])}
-        )
+        fields = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
+        fields[dice.randrange(9)] = dice.choice(("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10"))
+        token = "\t".join(fields[: dice.randrange(7, 11)])
+        common.metadata.filter_metadata["picker"].update({"ticket": token})
     if dice.random() < 0.5:
         usage = {"prompt_tokens": dice.choice(_NUMBERS), "completion_tokens": dice.choice(_NUMBERS)}
         common.metadata.filter_metadata["picker.usage"].update(usage)
     if dice.random() < 0.3:
-        common.metadata.filter_metadata["envoy.lb"].update(
-            {"x-gateway-destination-endpoint-served": dice.choice(("", "nowhere", 7, "[::1]:0", "a\tb"))}
-        )
+        served = dice.choice(("", "nowhere", 7, "[::1]:0", "a\tb"))
+        common.metadata.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})
     if dice.random() < 0.3:
         common.time_to_last_downstream_tx_byte.seconds = dice.choice((-5, 0, 10**11))
     return entry
 
 
-def _damaged(dice: random.Random, messages: list[bytes], share: float) -> list[bytes]:
-    """`messages`, a share of the lists with one of them scarred, lost or doubled."""
-    if dice.random() < share:
+def _damaged(dice: random.Random, messages: list[bytes]) -> list[bytes]:
+    """`messages`, three of ten lists with one of them scarred, lost or doubled."""
+    if dice.random() < 0.3:
         at = dice.randrange(len(messages))
-        change: Callable[[], list[bytes]] = dice.choice(
-            (
-                lambda: [_scarred(dice, messages[at])],
-                lambda: [messages[at], messages[at]],
-                lambda: [dice.randbytes(dice.randrange(60))],
-                lambda: [b""],
-            )
-        )
-        messages[at : at + 1] = change()
+        message = messages[at]
+        noise, scarred = dice.randbytes(dice.randrange(60)), _scarred(dice, message)
+        messages[at : at + 1] = dice.choice(([scarred], [message, message], [noise], [b""]))
     return messages
 
 

@@ -4,12 +4,14 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from case_fleet import TERMS, cluster_of, config, envoy_stats, log_of, ready, replica_process, rests
+from case_fleet import TERMS, cluster_of, config, envoy_stats, ready, rests
 from fault_case import Case
-from fleet_load import Caller, shared
+from fleet_load import Caller
+from whole_fleet import suspended
 
 from picker_tools.load.client_history import (
     ClientRequest,
@@ -40,10 +42,10 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
-    found = case.check([*streams, *load.history], await log_of(here))
-    case.report(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s: {found.ends['reclaimed']} reaped")
-    assert found.faults == ()
-    assert load.failed == []
+    case.report(f"6 streams of {lasted_s:.0f} s, lease {lease_s:g} s")
+    found = await case.check(here, [*streams, *load.history])
+    case.report(f"{found.ends['reclaimed']} reaped")
+    case.all_served(load)
 
 
 @pytest.mark.short_form("lean", "http")
@@ -66,20 +68,16 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     since = time.monotonic()
     await rests(here, within_s=5.0)
     # Every count is 0 long before a lease could end, and nothing stays connected.
-    case.report(
-        f"{_left(load)} of {len(load.history)} left; all counts 0 after {time.monotonic() - since:.1f} s"
-    )
+    case.report(f"{_left(load)} left; all counts 0 after {time.monotonic() - since:.1f} s")
     assert _left(load) >= count
-    assert load.failed == []
-
-    async def closed() -> bool:
-        now = await _open(here, case.mode)
-        return all(now[what] <= most for what, most in baseline.items())
-
-    await here.eventually(closed, what=f"the baseline {baseline}")
-    case.report(f"connections and requests open as before: {await _open(here, case.mode)}, before {baseline}")
-    found = case.check(load.history, await log_of(here))
-    assert found.faults == ()
+    case.all_served(load)
+    now = await here.eventually(
+        lambda: _open(here, case.mode),
+        lambda now: all(now[what] <= most for what, most in baseline.items()),
+        what=f"the baseline {baseline}",
+    )
+    case.report(f"connections and requests open as before: {now}, before {baseline}")
+    await case.check(here, load.history)
 
 
 @pytest.mark.short_form("http")
@@ -88,30 +86,21 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
     case.describe(f"clients leave before Envoy has read the picker's answer, {times} times")
     # Requests wait in a paused fleet.
     here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=30))
-    (envoy,) = (each for each in here.children() if each.name() == "envoy")
     for _ in range(times):
-        assert (await here.admin("/api/v1/pause", method="POST")).is_success
+        await here.post("pause")
         callers = [await Caller.ask(here.url, 20) for _ in range(3)]
-        await here.eventually(lambda: _holds(here, "queued", 3), what="three that wait")
+        await here.until_state(queued=3)
         # Their clients leave and they are placed while Envoy is stopped, so its log has no token of them.
-        envoy.suspend()
-        try:
+        with suspended(here.child("envoy")):
             for caller in callers:
                 await caller.leave()
-            assert (await here.admin("/api/v1/resume", method="POST")).is_success
-            await here.eventually(lambda: _holds(here, "stock", 3), what="three that are placed")
-        finally:
-            envoy.resume()
+            await here.post("resume")
+            await here.until_state(stock=3)
         since = time.monotonic()
         # They are released long before their leases end, since their endpoints do not have them.
         await rests(here, within_s=15.0)
         case.report(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
-    found = case.check([], await log_of(here))
-    assert found.faults == ()
-
-
-async def _holds(here: Any, what: str, count: int) -> bool:
-    return bool((await shared(here))[what] == count)
+    await case.check(here)
 
 
 async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
@@ -125,14 +114,8 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
             asyncio.create_task(send_request(here.url, ClientRequest("long", 3000, streamed=True)))
             for _ in range(40)
         ]
-
-        async def full() -> bool:
-            state = (await here.admin("/api/v1/state")).json()
-            return bool(state["stock"] == 16 and state["queued"] == 24)
-
-        await here.eventually(full, what="16 running, 24 queued")
-        envoy = next(child for child in here.children() if "envoy" in child.name())
-        envoy.kill()
+        await here.until_state(stock=16, queued=24)
+        here.child("envoy").kill()
         since = time.monotonic()
         # The leases, which nobody renews any more, and one sweep release what Envoy had.
         await rests(here)
@@ -143,15 +126,15 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
         await load.wait_for_served(50)
     await rests(here)
     case.report(f"all counts 0 within {longest_s:.1f} s ({TERMS})")
-    assert load.failed == []
-    assert case.check(load.history, await log_of(here)).faults == ()
+    case.all_served(load)
+    await case.check(here, load.history)
 
 
 def _fickle(dice: random.Random, number: int) -> ClientRequest:
     """A mixed request; three of four clients leave while it would be served."""
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
-    return ClientRequest(request.prompt, 60, request.streamed, request.pad_bytes, leaves_s, request.headers)
+    return replace(request, tokens=60, leaves_s=leaves_s)
 
 
 def _left(load: ClosedLoop) -> int:
@@ -163,8 +146,8 @@ async def _open(here: Any, mode: str) -> dict[str, int]:
     of connections that Envoy keeps to them.
     """
     pickers = f"cluster.{cluster_of(mode)}"
-    names = (f"http.{mode}.downstream_cx_active", f"{pickers}.upstream_rq_active",
-             "cluster.pool.upstream_rq_active")  # fmt: skip
+    names = (f"http.{mode}.downstream_cx_active", f"{pickers}.upstream_rq_active")
+    names += ("cluster.pool.upstream_rq_active",)
     *values, kept = await envoy_stats(here, *names, f"{pickers}.upstream_cx_active")
-    files = sum(replica_process(here, index).num_fds() for index in range(3)) - kept
+    files = sum(here.replica(index).num_fds() for index in range(3)) - kept
     return {**dict(zip(names, values, strict=True)), "files": files}

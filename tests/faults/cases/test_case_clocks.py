@@ -69,11 +69,7 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
         send_request(fleet.url, ClientRequest("blocking", 100_000, streamed=True, leaves_s=60.0))
     )
 
-    async def state(stock: int, queued: int) -> bool:
-        now = (await fleet.admin("/api/v1/state", 0)).json()
-        return (now["stock"], now["queued"]) == (stock, queued)
-
-    await fleet.eventually(lambda: state(1, 0), what="the one that runs")
+    await fleet.until_state(stock=1, queued=0)
     waiting: list[asyncio.Task[ClientRecord]] = []
     for number in range(count):
         # Three flows of unlike cost; every fourth request expires in the queue.
@@ -82,27 +78,26 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
             headers.append(("x-llm-d-inference-ttl", "3s"))
         request = ClientRequest(f"number {number}", 1, headers=tuple(headers))
         waiting.append(asyncio.create_task(send_request(fleet.url, request)))
-
-        async def came(number: int = number) -> bool:
-            return [entry["event"] for entry in await log_of(fleet)].count("queued") == number + 1
-
-        await fleet.eventually(came, what=f"request {number}")
-
-    async def ran_out() -> bool:
-        return [entry["event"] for entry in await log_of(fleet)].count("expired") == count // 4
-
-    await fleet.eventually(ran_out, what="expiries")
+        await _until_logged(fleet, "queued", number + 1)
+    await _until_logged(fleet, "expired", count // 4)
     blocking.cancel()
     await asyncio.gather(*waiting)
     await asyncio.gather(blocking, return_exceptions=True)
     await rests(fleet)
     log = await log_of(fleet)
     numbers = [entry["request"] for entry in log if entry["event"] == "queued"]
-    decided = [
-        (entry["event"], entry["request"]) for entry in log if entry["event"] in ("granted", "expired")
-    ]
-    ordered = sorted(decided, key=lambda each: each[0] == "expired")
+    decided = [(entry["event"], entry["request"]) for entry in log]
+    ordered = [each for event in ("granted", "expired") for each in decided if each[0] == event]
     return [(event, numbers.index(request)) for event, request in ordered]
+
+
+async def _until_logged(fleet: Any, event: str, count: int) -> None:
+    """Wait until the log has `event` so many times."""
+
+    async def logged() -> int:
+        return [entry["event"] for entry in await log_of(fleet)].count(event)
+
+    await fleet.eventually(logged, lambda found: found == count, what=f"{count} x {event}")
 
 
 async def _offset_s(fleet: Any, replica: int) -> int:

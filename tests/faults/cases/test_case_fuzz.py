@@ -3,13 +3,15 @@
 import asyncio
 import random
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
-from case_fleet import config, ready, replica_process, rests
+from case_fleet import config, ready, rests
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
@@ -39,13 +41,13 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     case.describe(f"{count} mutated {KINDS[case.mode]}")
     # A fleet, one replica of which is warm.
     # What is placed and never settled counts for a lease.
-    sections = {"http": {"longest_request": "1s"}}
-    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000, **sections))
+    settings = config(per_endpoint=2000, http={"longest_request": "1s"})
+    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=settings)
     replica = here.state["replicas"][0]
     async with grpc.aio.insecure_channel(replica["grpc"]) as channel:
-        fuzz = HttpFuzz(SEED, replica["http"]) if case.mode == "http" else GrpcFuzz(SEED, channel)
+        fuzz = HttpFuzz(replica["http"]) if case.mode == "http" else GrpcFuzz(channel)
         await fuzz.run(count // 5)
-        process = replica_process(here, 0)
+        process = here.replica(0)
         before = process.memory_info().rss
         # The replica is sent messages that no Envoy sends.
         await fuzz.run(count)
@@ -68,11 +70,11 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     await rests(here)
 
 
-class Fuzz:
+class Fuzz(ABC):
     """What was sent, and how the streams ended: by their status, or that they hang."""
 
-    def __init__(self, seed: int) -> None:
-        self.dice = random.Random(seed)
+    def __init__(self) -> None:
+        self.dice = random.Random(SEED)
         self.sent = 0
         self.streams = 0
         self.ends: Counter[str] = Counter()
@@ -90,16 +92,27 @@ class Fuzz:
             for _ in range(STREAMS):
                 tasks.create_task(talk())
 
+    @abstractmethod
     async def stream(self) -> None:
         """One stream or connection, from its beginning to its end."""
-        raise NotImplementedError
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """A call that fails ends with its status, and one that is not answered hangs."""
+        try:
+            async with asyncio.timeout(HANGS_S):
+                yield
+        except grpc.aio.AioRpcError as fault:
+            self.ends[fault.code().name] += 1
+        except TimeoutError:
+            self.ends["hangs"] += 1
 
 
 class HttpFuzz(Fuzz):
     """Connections to the port of mode `http` at `address`."""
 
-    def __init__(self, seed: int, address: str) -> None:
-        super().__init__(seed)
+    def __init__(self, address: str) -> None:
+        super().__init__()
         self._host, self._port = split_host_port(address)
         self._tokens: list[str] = []  # of requests that were placed and get a true end
 
@@ -141,39 +154,30 @@ class HttpFuzz(Fuzz):
 class GrpcFuzz(Fuzz):
     """Streams of ext_proc and of the access log."""
 
-    def __init__(self, seed: int, channel: grpc.aio.Channel) -> None:
-        super().__init__(seed)
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__()
         self._exchanges = channel.stream_stream(f"/{SERVICE}/Process")
         self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
         self._placed: list[str] = []
 
     async def stream(self) -> None:
-        if self.dice.random() < 0.8:
-            await self._exchange()
-        else:
-            await self._report()
+        await (self._exchange() if self.dice.random() < 0.8 else self._report())
 
     async def _exchange(self) -> None:
         name = f"fuzz-{self.streams}"
         messages = exchange(self.dice, name)
         self.sent += len(messages)
         call = self._exchanges()
-        try:
-            async with asyncio.timeout(HANGS_S):
-                try:
-                    for message in messages:
-                        await call.write(message)
-                    await call.done_writing()
-                except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                    pass  # the replica answered before the last message
-                while (answer := await call.read()) is not grpc.aio.EOF:
-                    self._remember_placed(answer)
-                self.ends[(await call.code()).name] += 1
-        except grpc.aio.AioRpcError as fault:
-            self.ends[fault.code().name] += 1
-        except TimeoutError:
-            call.cancel()
-            self.ends["hangs"] += 1
+        async with self.patience():
+            # The replica may answer before the last message.
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                for message in messages:
+                    await call.write(message)
+                await call.done_writing()
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                self._remember_placed(answer)
+            self.ends[(await call.code()).name] += 1
+        call.cancel()
 
     def _remember_placed(self, answer: bytes) -> None:
         """Keep what a placement says of the request's name, for the access log."""
@@ -188,15 +192,9 @@ class GrpcFuzz(Fuzz):
         truth = StreamAccessLogsMessage()
         truth.http_logs.log_entry.extend(end(name) for name in mine)
         self.sent += len(messages) + 1
-        call = self._reports(iter([*messages, truth.SerializeToString()]))
-        try:
-            async with asyncio.timeout(HANGS_S):
-                await call
-                self.ends["reported"] += 1
-        except grpc.aio.AioRpcError as fault:
-            self.ends[fault.code().name] += 1
-        except TimeoutError:
-            self.ends["hangs"] += 1
+        async with self.patience():
+            await self._reports(iter([*messages, truth.SerializeToString()]))
+            self.ends["reported"] += 1
 
 
 def _errors(here: Any) -> list[str]:

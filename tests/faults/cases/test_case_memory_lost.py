@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, log_of, rests
+from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, rests
 from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
 
@@ -28,12 +28,9 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
             await redis.script_flush()
             await asyncio.sleep(EVERY_S)
     # No client sees an error, and no promise is broken.
-    case.report(f"{len(load.failed)} errors in {len(load.history)} requests")
-    assert load.failed == []
+    case.all_served(load)
     await rests(here)
-    found = case.check(load.history, await log_of(here))
-    case.report(f"G1–G6 over {found.entries} log entries")
-    assert found.faults == ()
+    await case.check(here, load.history)
 
 
 @pytest.mark.short_form("http")
@@ -55,11 +52,9 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             await redis.flushall()
             since = time.monotonic()
             # Every stream is counted again within a lease and one sweep.
-
-            async def rebuilt(running: set[bytes] = running) -> bool:
-                return running <= set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
-
-            await here.eventually(rebuilt, within_s=LEASE_S + REAP_S, what="a rebuilt state")
+            await here.eventually(
+                lambda: _placed(redis), running.issubset, within_s=LEASE_S + REAP_S, what="a rebuilt state"
+            )
             rebuilt_s.append(time.monotonic() - since)
             histories += await asyncio.gather(*streams)
     case.report(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
@@ -67,14 +62,17 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
     case.report(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
     assert failed == []
     await rests(here)
-    found = case.check([*load.history, *histories], await log_of(here), log_lost=True)
+    found = await case.check(here, [*load.history, *histories], log_lost=True)
     case.report(f"highest stock {found.highest_stock:g} of 16 after the last one")
-    assert found.faults == ()
+
+
+async def _placed(redis: Any) -> set[bytes]:
+    return set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
 
 
 async def _longest(redis: Any) -> set[bytes]:
     """The request ids of the six streams, which are placed and in no named flow."""
     records = await redis.hgetall(KEYS.prefix + "requests")
-    placed = set(await redis.zrange(KEYS.prefix + "inflight", 0, -1))
+    placed = await _placed(redis)
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}
     return found if len(found) == 6 else set()

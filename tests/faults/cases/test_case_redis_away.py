@@ -24,15 +24,15 @@ ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
 REFUSED_WITHIN_S = 1.0  # after its TTL
 PAUSE_S = 0.25
 SHARED_S = 5.0  # after Redis answers, at most
-LOSSES: dict[str, tuple[str, Callable[[Server], None]]] = {
-    "killed": ("SIGKILL of Redis, back empty", Server.kill),
-    "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze),
+LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]] = {
+    "killed": ("SIGKILL of Redis, back empty", Server.kill, Server.revive),
+    "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze, Server.thaw),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES if FULL else ["killed"])
 async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server, loss: str) -> None:
-    fault, lose = LOSSES[loss]
+    fault, lose, end_loss = LOSSES[loss]
     away_s, beside_s = case.size(4, 60), case.size(1, 15)
     case.describe(f"{fault} after {away_s} s")
     size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
@@ -49,10 +49,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
             lose(valkey)
             servers.forget_peak()
             await asyncio.sleep(away_s)
-            if loss == "killed":
-                await asyncio.to_thread(valkey.revive)
-            else:
-                valkey.thaw()
+            await asyncio.to_thread(end_loss, valkey)
             back_s, meanwhile = time.monotonic(), servers.peak
             servers.forget_peak()
             await here.eventually(lambda: all_shared(here), within_s=30, what="shared operation")

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms, quantile
 from fault_case import FULL, Case
+from fleet_load import total
 from paced import Paced, paced
 from proxy import Proxy
 from whole_fleet import Fleet
@@ -89,13 +90,9 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
 
 async def _decisions(here: Fleet) -> tuple[int, int]:
     """How many took longer than `MOST_S` so far, and how many there were: all replicas' histograms."""
-    pages = [(await here.admin("/metrics", replica)).text.splitlines() for replica in REPLICAS]
-    found = [line for page in pages for line in page if line.startswith("epp_decision_latency_seconds_")]
-    bucket = [line for line in found if "_bucket{" in line and f'le="{MOST_S:g}"' in line]
-    assert bucket
-    taken = _sum(line for line in found if "_count{" in line)
-    return taken - _sum(bucket), taken
-
-
-def _sum(lines: Iterable[str]) -> int:
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+    pages = [(await here.admin("/metrics", replica)).text for replica in REPLICAS]
+    name = "epp_decision_latency_seconds"
+    assert all(f'le="{MOST_S:g}"' in page for page in pages)
+    taken = sum(total(page, f"{name}_count") for page in pages)
+    in_time = sum(total(page, f"{name}_bucket", le=f"{MOST_S:g}") for page in pages)
+    return int(taken - in_time), int(taken)

@@ -2,30 +2,22 @@
 
 import asyncio
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from case_fleet import (
-    REAP_S,
-    TERMS,
-    cluster_of,
-    config,
-    envoy_stats,
-    log_of,
-    model_servers,
-    ready,
-    replica_process,
-    rests,
-)
+from case_fleet import REAP_S, TERMS, cluster_of, config, envoy_stats, model_servers, ready, replace, rests
 from fault_case import TTFT_MS, Case
+from whole_fleet import suspended
 
 from picker_tools.load.client_history import ClientRequest, closed_loop, send_request
 
 CLIENTS = 40
 OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
+ENDS = ("completed", "reclaimed")
 
 
 @pytest.mark.short_form("lean", "http")
@@ -39,20 +31,18 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
             await load.wait_for_served(dice.randrange(20, 120))
             # One is killed, and the supervisor starts another.
             await ready(here)
-            here.kill_replica(dice.randrange(3))
+            here.replica(dice.randrange(3)).kill()
         await load.wait_for_served(50)
-    case.report(f"{len(load.failed)} client errors in {len(load.history)} requests")
-    assert load.failed == []
+    case.all_served(load)
     # The counts are exact within a lease and one sweep.
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
     # The log keeps every promise: order, bounds, one end each.
     # A request whose end only the killed replica has received ends with its lease.
-    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
     case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
-    case.report(f"G1–G6 over {found.entries} log entries; {found.ends['reclaimed']} ended by their lease")
-    assert found.faults == ()
+    found = await case.check(here, load.history, may_end=ENDS)
+    case.report(f"{found.ends['reclaimed']} ended by their lease")
 
 
 @pytest.mark.short_form("http")
@@ -66,23 +56,20 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
             await load.wait_for_served(dice.randrange(30, 90))
             await ready(here)
             # One is stopped for longer than every lease it knows of, and continues.
-            stopped = replica_process(here, dice.randrange(3))
-            stopped.suspend()
-            until_s = time.monotonic() + lease_s + 1
-            while time.monotonic() < until_s:
-                highest = max(highest, sum(await model_servers(here)))
-                await asyncio.sleep(0.05)
-            stopped.resume()
+            with suspended(here.replica(dice.randrange(3))):
+                until_s = time.monotonic() + lease_s + 1
+                while time.monotonic() < until_s:
+                    highest = max(highest, sum(await model_servers(here)))
+                    await asyncio.sleep(0.05)
             for _ in range(40):
                 highest = max(highest, sum(await model_servers(here)))
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
     # Its stale grants admit nothing, by the log and by the model servers' counts.
-    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"), may_resume=True)
+    case.report(f"{len(load.failed)} client errors in {len(load.history)}, {highest} at the model servers")
+    found = await case.check(here, load.history, may_end=ENDS, may_resume=True)
     case.report(f"{found.resumed} requests were admitted twice: a stopped replica had ended them, too")
-    case.report(f"highest stock {found.highest_stock:g} of 16, {highest} at the model servers")
-    case.report(f"{len(load.failed)} client errors in {len(load.history)}")
-    assert found.faults == ()
+    case.report(f"highest stock {found.highest_stock:g} of 16")
     assert found.highest_stock <= 16
     assert highest <= 16
 
@@ -94,36 +81,25 @@ async def test_rolling_restart_with_another_library(
     rounds = case.size(1, 4)
     case.describe(f"rolling restart, old and new script versions together, {rounds} × 3 replicas")
     # Three replicas of one version under load.
-    here = faulty(
-        *OPTIONS,
-        config=config(extproc={"drain_grace": "1s"}),
-        environment=two_versions.environment,
-    )
+    graceful = config(extproc={"drain_grace": "1s"})
+    here = faulty(*OPTIONS, config=graceful, environment=two_versions.environment)
     async with closed_loop(here.url, clients=CLIENTS) as load:
         await load.wait_for_served(100)
         for number in range(rounds):
             # The scripts change, and one replica after another is replaced.
             two_versions.change(f"version {number}")
             for index in range(3):
-                before = here.state["replicas"][index]["pid"]
-                here.terminate_replica(index)
-
-                async def replaced(index: int = index, before: int = before) -> bool:
-                    return bool(here.state["replicas"][index]["pid"] != before)
-
-                await here.eventually(replaced, within_s=40, what="another process")
+                await replace(here, "replicas", index, signal.SIGTERM)
                 await ready(here)
                 await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
     # Both versions run side by side, and no client sees an error.
-    case.report(f"{libraries} libraries loaded; {len(load.failed)} failed of {len(load.history)} requests")
+    case.report(f"{libraries} libraries loaded")
     assert libraries == rounds + 1
-    assert load.failed == []
+    case.all_served(load)
     await rests(here)
-    found = case.check(load.history, await log_of(here), may_end=("completed", "reclaimed"))
-    case.report(f"G1–G6 over {found.entries} log entries")
-    assert found.faults == ()
+    await case.check(here, load.history, may_end=ENDS)
 
 
 async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
@@ -153,17 +129,14 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
     async with closed_loop(here.url, clients=8) as load:
         await load.wait_for_served(30)
         for index in range(3):
-            here.kill_replica(index)
+            here.replica(index).kill()
     since = time.monotonic()
 
-    async def has_settled() -> bool:
+    async def seen() -> tuple[list[int], int]:
         healthy = await envoy_stats(here, f"cluster.{cluster_of(case.mode)}.membership_healthy")
-        return (
-            healthy == [0]
-            and (await send_request(here.url, ClientRequest("first ", tokens=1))).status == settled
-        )
+        return healthy, (await send_request(here.url, ClientRequest("first ", tokens=1))).status
 
-    await here.eventually(has_settled, what=f"an answer {settled} without replicas")
+    await here.eventually(seen, lambda found: found == ([0], settled), what=f"{settled} without replicas")
     statuses = dict(Counter(record.status for record in load.history if record.status != 200))
     assert set(statuses) <= {503}
     case.report(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
