@@ -7,31 +7,26 @@ from typing import Any
 import pytest
 from fleet_load import at_rest, complete, post_while_reading
 
-JSON = (b"content-type", b"application/json")
+JSON = {"content-type": b"application/json"}
 GOOD = {"model": "llama", "prompt": "x", "max_tokens": 1}
 HUGE = b'{"model": "llama", "prompt": "' + b"x" * 20_000_000 + b'"}'
 
 ASK = json.dumps(GOOD).encode()
-WORKLOAD, FAIRNESS = b"x-workload-context", b"x-gateway-inference-fairness-id"
-# Of each: what its refusal names.
-BODIES = {
-    "cut off": (b'{"model":', "JSON"),
-    "no JSON": (b"not json", "JSON"),
-    "no UTF-8": (b"\xff\xfe\x00", "JSON"),
-    "no model": (b'{"prompt": "x"}', "model"),
-    "model no string": (b'{"model": 7, "prompt": "x"}', "model"),
-    "model empty": (b'{"model": "", "prompt": "x"}', "model"),
-    "model with a control character": (b'{"model": "a\\u001fb", "prompt": "x"}', "model"),
-    "no object": (b'["model"]', ""),
+WORKLOAD, FAIRNESS = "x-workload-context", "x-gateway-inference-fairness-id"
+REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, and what the refusal names
+    "cut off": (b'{"model":', {}, "JSON"),
+    "no JSON": (b"not json", {}, "JSON"),
+    "no UTF-8": (b"\xff\xfe\x00", {}, "JSON"),
+    "no model": (b'{"prompt": "x"}', {}, "model"),
+    "model no string": (b'{"model": 7, "prompt": "x"}', {}, "model"),
+    "model empty": (b'{"model": "", "prompt": "x"}', {}, "model"),
+    "model with a control character": (b'{"model": "a\\u001fb", "prompt": "x"}', {}, "model"),
+    "no object": (b'["model"]', {}, ""),
+    "workload no UTF-8": (ASK, {WORKLOAD: b"\xff\xfe"}, WORKLOAD),
+    "flow no UTF-8": (ASK, {FAIRNESS: b"\xff\xfe"}, FAIRNESS),
+    "flow of 300 characters": (ASK, {FAIRNESS: b"f" * 300}, FAIRNESS),
+    "TTL no duration": (ASK, {"x-llm-d-inference-ttl": b"soon"}, "x-llm-d-inference-ttl"),
 }
-HEADERS = {
-    "workload no UTF-8": (WORKLOAD, b"\xff\xfe"),
-    "flow no UTF-8": (FAIRNESS, b"\xff\xfe"),
-    "flow of 300 characters": (FAIRNESS, b"f" * 300),
-    "TTL no duration": (b"x-llm-d-inference-ttl", b"soon"),
-}
-REFUSED = {name: (body, (), named) for name, (body, named) in BODIES.items()}
-REFUSED |= {name: (ASK, (header,), header[0].decode()) for name, header in HEADERS.items()}
 WORKLOADS = {
     "long id": b'{"workload_id": "' + b"w" * 40_000 + b'"}',
     "NUL": json.dumps({"workload_id": "a\0b"}).encode(),
@@ -59,7 +54,7 @@ async def assert_serves(fleet: Any) -> None:
 async def test_bad_input_is_refused_by_name_and_the_next_request_is_served(small: Any, name: str) -> None:
     body, headers, named = REFUSED[name]
     async with small.client() as client:
-        answer = await client.post("/v1/completions", content=body, headers=[JSON, *headers])
+        answer = await client.post("/v1/completions", content=body, headers={**JSON, **headers})
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
     await assert_serves(small)
@@ -75,7 +70,7 @@ async def test_a_body_of_20_mb_is_refused_before_all_of_it_is_received(small: An
 @pytest.mark.parametrize("name", WORKLOADS)
 async def test_a_request_with_a_hostile_workload_is_served_as_anonymous(small: Any, name: str) -> None:
     async with small.client() as client:
-        headers = [JSON, (WORKLOAD, WORKLOADS[name])]
+        headers = {**JSON, WORKLOAD: WORKLOADS[name]}
         answer = await client.post("/v1/completions", content=ASK, headers=headers)
     assert answer.status_code == 200, answer.text
     await assert_serves(small)
