@@ -54,6 +54,7 @@ def endpoints_of(listed: tuple[StaticEndpoint, ...]) -> tuple[Endpoint, ...]:
 _log = logging.getLogger(__name__)
 _LIST: TypeAdapter[EndpointList] = TypeAdapter(EndpointList)
 _READ_S = 5.0
+_SETTLE_MS = 200  # a writer may need several steps
 
 
 class FileFault(ValueError):
@@ -63,10 +64,9 @@ class FileFault(ValueError):
 class FileSource:
     """Watches `path`. `recheck_s`: how often it is read again although no change was announced."""
 
-    def __init__(self, path: Path, *, recheck_s: float = 5.0, settle_ms: int = 200) -> None:
+    def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
         self._path = path
         self._recheck_ms = int(recheck_s * 1000)
-        self._settle_ms = settle_ms  # a writer may need several steps
 
     async def watch(self, report: Report) -> None:
         """As Source.watch. Raises StartupError if the file is missing or broken at the start."""
@@ -80,7 +80,7 @@ class FileSource:
             self._path.parent,
             watch_filter=None,
             recursive=False,
-            debounce=self._settle_ms,
+            debounce=_SETTLE_MS,
             rust_timeout=self._recheck_ms,
             yield_on_timeout=True,
         ):
@@ -138,9 +138,8 @@ def source_of(settings: Discovery) -> Source:
     if settings.file is not None:
         return FileSource(settings.file)
     if settings.dns is not None:
-        from picker_fleet.endpoints.dns_source import (
-            DnsSource,  # its package takes a tenth of a replica's start
-        )
+        # Its package takes a tenth of a replica's start.
+        from picker_fleet.endpoints.dns_source import DnsSource
 
         return DnsSource(settings.dns.name, settings.dns.port, interval_s=settings.dns.interval)
     if settings.kubernetes is not None:

@@ -7,14 +7,13 @@ unless it is ready and stays. What is gone is no longer listed, and what still r
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from picker_fleet.endpoints.discovery import Report
-from picker_fleet.endpoints.kubernetes_api import Api, Collection, Kind, Metadata, Reflector
+from picker_fleet.endpoints.kubernetes_api import Api, Collection, Metadata, Reflector
 from picker_fleet.request import Endpoint
 from picker_fleet.units import endpoint_address
 
@@ -153,15 +152,9 @@ class KubernetesSource:
     """Follows the InferencePool `pool` and its pods; `namespace` is that of the credentials if None."""
 
     def __init__(
-        self,
-        pool: str,
-        namespace: str | None,
-        *,
-        api: Callable[[], Api] = Api.of_environment,
-        draw: Callable[[float, float], float] = random.uniform,
+        self, pool: str, namespace: str | None, *, api: Callable[[], Api] = Api.of_environment
     ) -> None:
-        self._name, self._namespace = pool, namespace
-        self._api_of, self._draw = api, draw
+        self._name, self._namespace, self._api_of = pool, namespace, api
         self._changed = asyncio.Event()
         self._logged = ""
 
@@ -183,7 +176,8 @@ class KubernetesSource:
     async def _follow(self, api: Api, report: Report, group: asyncio.TaskGroup) -> None:
         namespace = self._namespace or api.namespace
         base = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
-        pools = self._reflector(api, Collection(f"InferencePool {self._name}", base, name=self._name), Pool)
+        collection = Collection(f"InferencePool {self._name}", base, name=self._name)
+        pools = Reflector(api, collection, Pool, self._changed.set)
         group.create_task(pools.run())
         pods: _Selected | None = None
         following: _Selected | None = None  # lists the pods of a new selector
@@ -232,11 +226,8 @@ class KubernetesSource:
         collection = Collection(
             f"pods of InferencePool {self._name}", f"/api/v1/namespaces/{namespace}/pods", labels=labels
         )
-        reflector = self._reflector(api, collection, Pod)
+        reflector = Reflector(api, collection, Pod, self._changed.set)
         return _Selected(dict(labels), reflector, group.create_task(reflector.run()))
-
-    def _reflector(self, api: Api, collection: Collection, kind: type[Kind]) -> Reflector[Kind]:
-        return Reflector(api, collection, kind, self._changed.set, draw=self._draw)
 
     def _log_pool(self, pool: Pool | None) -> None:
         """Log what the pool says, once for each change."""

@@ -59,12 +59,6 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
 
 
 @dataclass(slots=True)
-class _Queued:
-    waiting: Waiting
-    turn: asyncio.Future[bool]  # True: its cost is acquired; False: ask the shared gate
-
-
-@dataclass(slots=True)
 class _TransferRequest:
     """Another replica waits for `minimum`."""
 
@@ -90,8 +84,7 @@ class LocalGate:
         self._bound, self._largest_claim = bound, rules.claim_share * bound
         self._paused = paused
         self._queue = LocalQueue(rules)
-        self._queued: dict[str, _Queued] = {}
-        self._by_waiting: dict[Waiting, _Queued] = {}
+        self._waiting: dict[str, Waiting] = {}  # by id
         self._turns: deque[_TransferRequest | None] = deque([None])  # None: the own queue's turn
 
     @property
@@ -100,7 +93,7 @@ class LocalGate:
 
     @property
     def waiting(self) -> int:
-        return len(self._queued)
+        return len(self._waiting)
 
     @property
     def fill(self) -> float:
@@ -129,7 +122,7 @@ class LocalGate:
             DeadlineExceeded: the client's own deadline passed.
             ClientGone: a newer stream has taken the request over.
         """
-        former = self._queued.get(request.id)
+        former = self._waiting.get(request.id)
         if former is not None and not former.turn.done():
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         if not self._paused and not len(self._queue) and self._budget.acquire(cost):
@@ -138,11 +131,11 @@ class LocalGate:
             return True
         if wait.arrived_s + request.ttl_s <= self._loop.time():
             raise self._time_up(request)
-        queued = self._enter(request, cost, wait.arrived_s)
+        waiting = self._enter(request, cost, wait.arrived_s)
         wait.queued = True
-        return await self._wait(queued)
+        return await self._wait(waiting)
 
-    def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> _Queued:
+    def _enter(self, request: InferenceRequest, cost: float, arrived_s: float) -> Waiting:
         try:
             waiting, preempted = self._queue.offer(request, cost, arrived_s)
         except RequestError as error:
@@ -150,29 +143,27 @@ class LocalGate:
             raise
         if preempted is not None:
             why = Preempted("had to make room for a higher band", retry_after_s=1)
-            self._end_wait(self._by_waiting[preempted], why)
+            self._end_wait(preempted, why)
             self._metrics.preempted(preempted.request.band)
-        queued = _Queued(waiting, self._loop.create_future())
-        self._queued[request.id] = queued
-        self._by_waiting[waiting] = queued
+        waiting.turn = self._loop.create_future()
+        self._waiting[request.id] = waiting
         self.has_waiting.set()
         self._dispatch()
-        return queued
+        return waiting
 
-    async def _wait(self, queued: _Queued) -> bool:
-        waiting, request = queued.waiting, queued.waiting.request
-        self._metrics.waiting(request, 1)
-        timer = self._loop.call_at(waiting.deadline_s, self._end_wait, queued, None)
+    async def _wait(self, waiting: Waiting) -> bool:
+        self._metrics.waiting(waiting.request, 1)
+        timer = self._loop.call_at(waiting.deadline_s, self._end_wait, waiting, None)
         try:
-            return await queued.turn
+            return await waiting.turn
         except asyncio.CancelledError:
-            if _acquired(queued.turn):
+            if _acquired(waiting.turn):
                 self.release(waiting.cost)
             raise
         finally:
             timer.cancel()
-            self._metrics.waiting(request, -1)
-            self._leave(queued)
+            self._metrics.waiting(waiting.request, -1)
+            self._leave(waiting)
 
     def release(self, amount: float) -> None:
         """Free `amount` for the next requests. What is kept never exceeds the bound."""
@@ -184,14 +175,14 @@ class LocalGate:
         turn = self._queue.turn(self._loop.time())
         if turn is None:
             return 0.0, 0.0
-        total = sum(queued.waiting.cost for queued in self._queued.values())
+        total = sum(waiting.cost for waiting in self._waiting.values())
         return max(turn[0].cost - max(self._budget.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
         """Give up to `maximum` of the free budget to a peer at once if no request here needs it; else
         `minimum` when it is the peer's turn within `wait_s`; else 0."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
-        if not self._queued and len(self._turns) == 1 and self._budget.free >= minimum:
+        if not self._waiting and len(self._turns) == 1 and self._budget.free >= minimum:
             granted = min(maximum, self._budget.free)
             self._budget.acquire(granted)
             return granted
@@ -210,9 +201,9 @@ class LocalGate:
 
     def hand_over_waiting(self) -> None:
         """Send every request that waits to the shared gate, oldest first."""
-        for queued in [self._by_waiting[waiting] for waiting in self._queue.all()]:
-            if not queued.turn.done():
-                queued.turn.set_result(False)
+        for waiting in self._queue.all():
+            if not waiting.turn.done():
+                waiting.turn.set_result(False)
 
     def _dispatch(self) -> None:
         """Use the free budget, by turns."""
@@ -241,37 +232,35 @@ class LocalGate:
         queue, now_s = self._queue, self._loop.time()
         while (turn := queue.turn(now_s)) is not None:
             waiting, by_guard = turn
-            queued = self._by_waiting[waiting]
-            if queued.turn.done():
+            if waiting.turn.done():
                 queue.remove(waiting)
             elif waiting.deadline_s <= now_s:
-                self._end_wait(queued, None)
+                self._end_wait(waiting, None)
             elif self._budget.acquire(waiting.cost):
                 queue.serve(waiting, by_guard)
-                queued.turn.set_result(True)
+                waiting.turn.set_result(True)
                 self._metrics.dequeued(1, 1)
                 return True
             else:
                 return None
         return False
 
-    def _end_wait(self, queued: _Queued, error: RequestError | None) -> None:
+    def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
         """End its wait with `error`; None: its time is up."""
-        self._queue.remove(queued.waiting)
-        if not queued.turn.done():
-            queued.turn.set_exception(error or self._time_up(queued.waiting.request))
+        self._queue.remove(waiting)
+        if not waiting.turn.done():
+            waiting.turn.set_exception(error or self._time_up(waiting.request))
 
     def _time_up(self, request: InferenceRequest) -> RequestError:
         if not request.by_client:
             self._metrics.expired(request.model, request.target_model)
         return time_up(request, retry_after_s=1)
 
-    def _leave(self, queued: _Queued) -> None:
-        self._queue.remove(queued.waiting)
-        self._by_waiting.pop(queued.waiting, None)
-        if self._queued.get(queued.waiting.request.id) is queued:
-            del self._queued[queued.waiting.request.id]
-        if not self._queued:
+    def _leave(self, waiting: Waiting) -> None:
+        self._queue.remove(waiting)
+        if self._waiting.get(waiting.id) is waiting:
+            del self._waiting[waiting.id]
+        if not self._waiting:
             self.has_waiting.clear()
 
 

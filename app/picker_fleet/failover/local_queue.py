@@ -5,10 +5,10 @@ outage, a score has only the request's own wait and criticality (a workload's ra
 known here), and nothing is throttled (the choice of the endpoint keeps a flow's limit).
 """
 
+import asyncio
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from picker_fleet.admission.gate import REFUSALS
 from picker_fleet.bands import Band, Bands
@@ -69,7 +69,8 @@ class _UnknownWorkloads:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued request. `_s`: seconds of the caller's clock; what `Queueable` asks for is in its units."""
+    """A queued request. `_s`: seconds of the caller's clock; what `Queueable` asks for is in its units.
+    `turn` is its gate's: True once its cost is acquired, False if the shared gate is to be asked."""
 
     request: InferenceRequest
     cost: float
@@ -87,6 +88,7 @@ class Waiting:
     due_ms: float = 0.0
     flow_queue: str = ""
     queued: bool = False
+    turn: "asyncio.Future[bool]" = field(init=False, repr=False)
 
     @classmethod
     def of(cls, r: InferenceRequest, cost: float, arrived_s: float) -> "Waiting":
@@ -162,9 +164,9 @@ class LocalQueue:
         self._queue.serve(waiting, by_guard)
         self._left(waiting)
 
-    def all(self) -> Iterator[Waiting]:
+    def all(self) -> list[Waiting]:
         """All that wait, oldest first."""
-        return iter(sorted(self._queue.requests(), key=lambda each: each.arrived_s))
+        return sorted(self._queue.requests(), key=lambda each: each.arrived_s)
 
     def _left(self, waiting: Waiting) -> None:
         waiting.queued = False

@@ -6,7 +6,7 @@ know the same without asking each other. The chooser reads them for the scorers 
 
 A prompt is a chain of block hashes, equal for equal prefixes on every replica: h_0 = xxh64(model and cache
 salt), h_i = xxh64(block_i, h_(i-1)). So h_i stands for the whole prompt up to and including block i
-(docs/protocol.md). Only whole blocks count, and only the first `max_bytes` of a prompt are read:
+(docs/protocol.md). Only whole blocks count, and only the first `MAX_PROMPT_BYTES` of a prompt are read:
 the cost of a request is bounded. The prompt is taken as the client wrote it in its JSON: a client that writes
 the same text in another way (spaces, escapes) has hashes of its own, and nothing has to be built from what
 may be megabytes.
@@ -40,14 +40,15 @@ _CLOSING = b']}"'
 _EMPTY = (b"", b"[]", b"{}", b'""', b"null", b"false")
 
 
-def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview], max_bytes: int = MAX_PROMPT_BYTES) -> bytes:
-    """The first `max_bytes` of the prompt in a body with `members`, JSON texts by key; b'' if it has none.
+def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
+    """The first `MAX_PROMPT_BYTES` of the prompt in a body with `members`, JSON texts by key; b'' if it has
+    none.
 
     A longer prompt that begins with a shorter one gives bytes that begin with the shorter one's: a chat with
     one more message, a text with more text.
     """
     parts: list[bytes] = []
-    room = max_bytes
+    room = MAX_PROMPT_BYTES
     for name in _BEFORE_MESSAGES:
         member = members.get(name)
         if member is None:
@@ -65,7 +66,7 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview], max_bytes: int
             open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
             parts.append(bytes(open_ended[: max(room, 0)]))
             break
-    return b"".join(parts)[:max_bytes]
+    return b"".join(parts)[:MAX_PROMPT_BYTES]
 
 
 def block_hashes(
@@ -273,15 +274,14 @@ class LatencyTracker:
     At most `max_endpoints` windows; the endpoint without completions for longest makes room.
     """
 
-    def __init__(self, *, window: int = LATENCY_WINDOW, max_endpoints: int = 4096) -> None:
-        self._window = window
+    def __init__(self, *, max_endpoints: int = 4096) -> None:
         self._max_endpoints = max_endpoints
         self._windows: dict[str, LatencyWindow] = {}
 
     def add(self, address: str, seconds: float) -> None:
         window = self._windows.pop(address, None)
         if window is None:
-            window = LatencyWindow(self._window)
+            window = LatencyWindow()
             if len(self._windows) >= self._max_endpoints:
                 del self._windows[next(iter(self._windows))]
         self._windows[address] = window

@@ -240,9 +240,9 @@ def connections(url: str, key: str, **options: Any) -> ConnectionPool:
     options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
-        return ConnectionPool(_Socket, path=address.path, **options)
+        return ConnectionPool(UnixDomainSocketConnection, path=address.path, **options)
     options |= _tcp_options()
-    kind: type[Connection] = _Plain
+    kind: type[Connection] = _Following
     if address.tls is not None:
         kind, options = _Encrypted, options | dict(address.tls)
     return ConnectionPool(kind, find=_finder(address, key), **options)
@@ -287,15 +287,7 @@ class _Following(Connection):
             raise redis_errors.ConnectionError(f"not the primary: {fault}") from None
 
 
-class _Plain(_Following):
-    pass
-
-
 class _Encrypted(_Following, SSLConnection):
-    pass
-
-
-class _Socket(UnixDomainSocketConnection):
     pass
 
 
