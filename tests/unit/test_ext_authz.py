@@ -87,10 +87,15 @@ async def staged(
         await server.stop()
 
 
-async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back() -> None:
-    async with staged() as stage:
-        stage.gate.session, stage.gate.waited_s = "session-1", 1.5
-        reply = await stage.ask(check())
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with staged() as made:
+        yield made
+
+
+async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back(stage: Stage) -> None:
+    stage.gate.session, stage.gate.waited_s = "session-1", 1.5
+    reply = await stage.ask(check())
     assert reply.status == 200
     assert reply.headers == {
         "x-gateway-destination-endpoint": "10.0.0.1:8000,[fd00::2]:8000",
@@ -189,19 +194,17 @@ async def test_reads_go_through_without_admission_and_are_limited() -> None:
     assert stage.gate.admitted == []
 
 
-async def test_a_client_that_leaves_cancels_its_wait() -> None:
-    async with staged() as stage:
-        (await stage.wait(check())).leave()
-        await until(lambda: stage.gate.cancelled == ["req-1"])
-        await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
+async def test_a_client_that_leaves_cancels_its_wait(stage: Stage) -> None:
+    (await stage.wait(check())).leave()
+    await until(lambda: stage.gate.cancelled == ["req-1"])
+    await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
 
 
-async def test_a_request_that_waits_holds_no_bytes_of_its_body() -> None:
-    async with staged() as stage:
-        connection = await stage.wait(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
-        assert stage.context.bodies.held_bytes == 0
-        stage.gate.open.set()
-        assert (await connection.reply()).status == 200
+async def test_a_request_that_waits_holds_no_bytes_of_its_body(stage: Stage) -> None:
+    connection = await stage.wait(check(body=b'{"model": "llama", "prompt": "%b"}' % (b"x" * 1_000_000)))
+    assert stage.context.bodies.held_bytes == 0
+    stage.gate.open.set()
+    assert (await connection.reply()).status == 200
 
 
 def test_a_connection_carries_one_request_after_the_other_at_once() -> None:
@@ -222,64 +225,61 @@ def test_a_connection_carries_one_request_after_the_other_at_once() -> None:
     uvloop.run(main())
 
 
-async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait() -> None:
-    async with staged() as stage:
-        token = await placed(stage)
-        waiting = await stage.wait(check())
-        assert stage.context.drain_gate.waiting == 1
-        stage.context.drain_gate.close()
-        for ask in (check(), by_headers(), check("/v1/models", b"", "GET")):
-            assert await (await stage.send(ask)).ended() == b""
-        assert stage.context.open_requests.count == 1
-        stage.gate.open.set()
-        assert (await waiting.reply()).status == 200
-        assert (await stage.ask(settled(token))).status == 200
+async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait(
+    stage: Stage,
+) -> None:
+    token = await placed(stage)
+    waiting = await stage.wait(check())
+    assert stage.context.drain_gate.waiting == 1
+    stage.context.drain_gate.close()
+    for ask in (check(), by_headers(), check("/v1/models", b"", "GET")):
+        assert await (await stage.send(ask)).ended() == b""
+    assert stage.context.open_requests.count == 1
+    stage.gate.open.set()
+    assert (await waiting.reply()).status == 200
+    assert (await stage.ask(settled(token))).status == 200
 
 
 @pytest.mark.parametrize("apart", [True, False])
-async def test_a_second_request_before_the_answer_ends_the_connection(apart: bool) -> None:
-    async with staged() as stage:
-        if apart:
-            connection = await stage.wait(check())
-            connection.send(check())
-        else:
-            stage.gate.open.clear()
-            connection = await stage.send(check() * 2)
-        assert await connection.ended() == b""
-        await until(lambda: not stage.gate.admitted or stage.gate.cancelled == ["req-1"])
+async def test_a_second_request_before_the_answer_ends_the_connection(stage: Stage, apart: bool) -> None:
+    if apart:
+        connection = await stage.wait(check())
+        connection.send(check())
+    else:
+        stage.gate.open.clear()
+        connection = await stage.send(check() * 2)
+    assert await connection.ended() == b""
+    await until(lambda: not stage.gate.admitted or stage.gate.cancelled == ["req-1"])
 
 
-async def test_health_follows_readiness() -> None:
-    async with staged() as stage:
-        ask = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
-        assert (await stage.ask(ask)).status == 503
-        stage.server.set_ready(True)
-        assert (await stage.ask(ask)).status == 200
+async def test_health_follows_readiness(stage: Stage) -> None:
+    ask = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
+    assert (await stage.ask(ask)).status == 503
+    stage.server.set_ready(True)
+    assert (await stage.ask(ask)).status == 200
 
 
 @pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])
-async def test_a_request_that_stalls_is_ended(part: bytes) -> None:
-    async with staged() as stage:
-        connection = await stage.send(part)
-        await until(lambda: stage.context.open_requests.count)
-        stage.now_s[0] = STALLED_S - 1
-        stage.server.close_stalled()
-        assert stage.context.open_requests.count
-        stage.now_s[0] = STALLED_S + 1
-        stage.server.close_stalled()
-        reply = await connection.reply()
-        assert (reply.status, reply.error) == (408, "body_stalled")
-        assert await connection.ended() == b""
-        await until(lambda: stage.context.bodies.held_bytes == 0)
+async def test_a_request_that_stalls_is_ended(stage: Stage, part: bytes) -> None:
+    connection = await stage.send(part)
+    await until(lambda: stage.context.open_requests.count)
+    stage.now_s[0] = STALLED_S - 1
+    stage.server.close_stalled()
+    assert stage.context.open_requests.count
+    stage.now_s[0] = STALLED_S + 1
+    stage.server.close_stalled()
+    reply = await connection.reply()
+    assert (reply.status, reply.error) == (408, "body_stalled")
+    assert await connection.ended() == b""
+    await until(lambda: stage.context.bodies.held_bytes == 0)
 
 
-async def test_an_idle_connection_is_closed_in_the_end() -> None:
-    async with staged() as stage:
-        connection = await stage.send(check())
-        await connection.reply()
-        stage.now_s[0] = 1000.0
-        stage.server.close_stalled()
-        assert await connection.ended() == b""
+async def test_an_idle_connection_is_closed_in_the_end(stage: Stage) -> None:
+    connection = await stage.send(check())
+    await connection.reply()
+    stage.now_s[0] = 1000.0
+    stage.server.close_stalled()
+    assert await connection.ended() == b""
 
 
 async def test_more_connections_than_allowed_are_closed() -> None:
@@ -336,10 +336,9 @@ async def test_a_check_by_headers_names_the_endpoints_and_a_token_to_settle_with
     assert stage.metrics.answers == [("http", "llama", "ok")]
 
 
-async def test_a_list_of_models_has_nothing_to_settle() -> None:
-    async with staged() as stage:
-        reply = await stage.ask(by_headers("GET", "/v1/models"))
-        assert (reply.status, stage.gate.admitted, len(stage.server.placements)) == (200, [], 0)
+async def test_a_list_of_models_has_nothing_to_settle(stage: Stage) -> None:
+    reply = await stage.ask(by_headers("GET", "/v1/models"))
+    assert (reply.status, stage.gate.admitted, len(stage.server.placements)) == (200, [], 0)
     assert "x-picker-settle-token" not in reply.headers
 
 
@@ -358,11 +357,12 @@ LACKING = {
 
 
 @cases("ask, status, part", LACKING)
-async def test_a_check_by_headers_that_lacks_something_says_what(ask: bytes, status: int, part: str) -> None:
-    async with staged() as stage:
-        reply = await stage.ask(ask)
-        assert (reply.status, stage.gate.admitted) == (status, [])
-        assert part in json.loads(reply.body)["error"]["message"]
+async def test_a_check_by_headers_that_lacks_something_says_what(
+    stage: Stage, ask: bytes, status: int, part: str
+) -> None:
+    reply = await stage.ask(ask)
+    assert (reply.status, stage.gate.admitted) == (status, [])
+    assert part in json.loads(reply.body)["error"]["message"]
 
 
 async def test_a_refusal_comes_as_the_proxy_wants_it() -> None:
@@ -375,27 +375,25 @@ async def test_a_refusal_comes_as_the_proxy_wants_it() -> None:
     assert json.loads(carried.headers["x-picker-error"]) == json.loads(plain.body)
 
 
-async def test_headers_of_a_check_by_headers_count_nowhere_else() -> None:
-    async with staged() as stage:
-        spoofed = {"x_picker_model": "other", "x_forwarded_uri": "/v1/models", "x_forwarded_method": "GET"}
-        reply = await stage.ask(check(x_picker_refuse_as="403", **spoofed))
-        assert (reply.status, stage.gate.admitted[0][0].model) == (200, "llama")
-        assert "x-picker-settle-token" not in reply.headers
-        refused = await stage.ask(check(body=b"{", x_picker_refuse_as="403", **spoofed))
-        assert refused.status == 400
+async def test_headers_of_a_check_by_headers_count_nowhere_else(stage: Stage) -> None:
+    spoofed = {"x_picker_model": "other", "x_forwarded_uri": "/v1/models", "x_forwarded_method": "GET"}
+    reply = await stage.ask(check(x_picker_refuse_as="403", **spoofed))
+    assert (reply.status, stage.gate.admitted[0][0].model) == (200, "llama")
+    assert "x-picker-settle-token" not in reply.headers
+    refused = await stage.ask(check(body=b"{", x_picker_refuse_as="403", **spoofed))
+    assert refused.status == 400
 
 
-async def test_a_settle_token_ends_its_request_once_its_proxy_says_so() -> None:
-    async with staged() as stage:
-        token = await placed(stage)
-        assert len(stage.server.placements) == 1
-        report = {"x_picker_served": "10.0.0.1:8000, 10.0.0.2:8000", "x_picker_seconds": "1.250"}
-        assert (await stage.ask(settled(token, **report))).status == 200
-        [completion] = stage.gate.settled
-        assert (completion.id, completion.outcome) == ("req-1", Outcome.COMPLETED)
-        assert (completion.served, completion.duration_s) == ("10.0.0.2:8000", 1.25)
-        assert len(stage.server.placements) == 0
-        assert stage.metrics.reports == ["ended"]
+async def test_a_settle_token_ends_its_request_once_its_proxy_says_so(stage: Stage) -> None:
+    token = await placed(stage)
+    assert len(stage.server.placements) == 1
+    report = {"x_picker_served": "10.0.0.1:8000, 10.0.0.2:8000", "x_picker_seconds": "1.250"}
+    assert (await stage.ask(settled(token, **report))).status == 200
+    [completion] = stage.gate.settled
+    assert (completion.id, completion.outcome) == ("req-1", Outcome.COMPLETED)
+    assert (completion.served, completion.duration_s) == ("10.0.0.2:8000", 1.25)
+    assert len(stage.server.placements) == 0
+    assert stage.metrics.reports == ["ended"]
 
 
 ENDINGS = {
@@ -408,58 +406,56 @@ ENDINGS = {
 
 
 @cases("status, said, outcome", ENDINGS)
-async def test_a_report_says_how_the_request_ended(status: str, said: str, outcome: Outcome) -> None:
-    async with staged() as stage:
-        report = {"x_picker_answer_status": status, "x_picker_outcome": said}
-        assert (await stage.ask(settled(await placed(stage), **report))).status == 200
-        assert stage.gate.settled[0].outcome is outcome
+async def test_a_report_says_how_the_request_ended(
+    stage: Stage, status: str, said: str, outcome: Outcome
+) -> None:
+    report = {"x_picker_answer_status": status, "x_picker_outcome": said}
+    assert (await stage.ask(settled(await placed(stage), **report))).status == 200
+    assert stage.gate.settled[0].outcome is outcome
 
 
-async def test_only_the_fleets_own_token_settles() -> None:
-    async with staged() as stage:
-        token = await placed(stage)
-        written = base64.urlsafe_b64decode(token).decode()
-        another_id, another_cost = (
-            written.replace("req-1", "req-2", 1),
-            written.replace("1.0\t1.0", "1.0\t9.0"),
-        )
-        for text in (another_id, another_cost, "req-1\n\n\n", "req-1\nx\n\n"):
-            made = base64.urlsafe_b64encode(text.encode()).decode()
-            assert (await stage.ask(settled(made))).status == 403, text
-        for damaged in ("", "x", token[:-3], "!" * 40, "A" * 20_000):
-            assert (await stage.ask(settled(damaged))).status == 400, damaged
-        assert (await stage.ask(settled(token, x_picker_outcome="perhaps"))).status == 400
-        assert stage.gate.settled == []
-        assert len(stage.server.placements) == 1
+async def test_only_the_fleets_own_token_settles(stage: Stage) -> None:
+    token = await placed(stage)
+    written = base64.urlsafe_b64decode(token).decode()
+    another_id, another_cost = (
+        written.replace("req-1", "req-2", 1),
+        written.replace("1.0\t1.0", "1.0\t9.0"),
+    )
+    for text in (another_id, another_cost, "req-1\n\n\n", "req-1\nx\n\n"):
+        made = base64.urlsafe_b64encode(text.encode()).decode()
+        assert (await stage.ask(settled(made))).status == 403, text
+    for damaged in ("", "x", token[:-3], "!" * 40, "A" * 20_000):
+        assert (await stage.ask(settled(damaged))).status == 400, damaged
+    assert (await stage.ask(settled(token, x_picker_outcome="perhaps"))).status == 400
+    assert stage.gate.settled == []
+    assert len(stage.server.placements) == 1
 
 
 async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost(
-    caplog: pytest.LogCaptureFixture,
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with staged() as stage:
-        await placed(stage)
-        renewals, replies = stage.server.placements, stage.gate.renewals
-        replies.extend(["renewed", "unknown", "unknown", "renewed", "unknown", "unknown", "unknown"])
-        for number in range(1, 8):
-            assert len(renewals) == 1
-            renewals.renew()
-            await until(lambda number=number: len(stage.gate.renewed) == number)  # type: ignore[misc]
-            await asyncio.sleep(0)
-        assert len(renewals) == 0
-        assert {alive.accounting_token for alive in stage.gate.renewed} == {""}  # nothing is restored
-
-        for request_id in ("one", "two"):
-            await placed(stage, request_id)
-        stage.now_s[0] = LONGEST_S + 1
+    await placed(stage)
+    renewals, replies = stage.server.placements, stage.gate.renewals
+    replies.extend(["renewed", "unknown", "unknown", "renewed", "unknown", "unknown", "unknown"])
+    for number in range(1, 8):
+        assert len(renewals) == 1
         renewals.renew()
-        assert len(renewals) == 0
-        assert stage.gate.suspected == ["one", "two"]  # their endpoints' pages decide
-        # Many can be lost at once, so they are told in one line.
-        assert [vars(line)["requests"] for line in caplog.records if "longest_request" in line.message] == [2]
+        await until(lambda number=number: len(stage.gate.renewed) == number)  # type: ignore[misc]
+        await asyncio.sleep(0)
+    assert len(renewals) == 0
+    assert {alive.accounting_token for alive in stage.gate.renewed} == {""}  # nothing is restored
+
+    for request_id in ("one", "two"):
+        await placed(stage, request_id)
+    stage.now_s[0] = LONGEST_S + 1
+    renewals.renew()
+    assert len(renewals) == 0
+    assert stage.gate.suspected == ["one", "two"]  # their endpoints' pages decide
+    # Many can be lost at once, so they are told in one line.
+    assert [vars(line)["requests"] for line in caplog.records if "longest_request" in line.message] == [2]
 
 
-async def test_an_answer_that_cannot_be_sent_leaves_nothing_to_settle() -> None:
-    async with staged() as stage:
-        (await stage.wait(by_headers())).leave()
-        await until(lambda: stage.gate.cancelled == ["req-1"])
-        assert len(stage.server.placements) == 0
+async def test_an_answer_that_cannot_be_sent_leaves_nothing_to_settle(stage: Stage) -> None:
+    (await stage.wait(by_headers())).leave()
+    await until(lambda: stage.gate.cancelled == ["req-1"])
+    assert len(stage.server.placements) == 0

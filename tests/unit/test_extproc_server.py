@@ -92,6 +92,12 @@ async def replica(
         await server.stop()
 
 
+@pytest.fixture
+async def fleet(transport: str) -> AsyncIterator[Replica]:
+    async with replica() as made:
+        yield made
+
+
 class StoppedClock:
     """Stands until the test moves it, by `now_s` or `start()`: a host that pauses makes no upload late."""
 
@@ -125,30 +131,28 @@ async def rest(call: Any) -> list[ProcessingResponse]:
     return said
 
 
-async def test_lean_ends_the_stream_with_its_answer() -> None:
-    async with replica() as fleet:
-        ask = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
-        chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
-        call = fleet.exchange()
-        said = await talk(call, headers("lean"), *chunks, body(), answers=11)
+async def test_lean_ends_the_stream_with_its_answer(fleet: Replica) -> None:
+    ask = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
+    chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
+    call = fleet.exchange()
+    said = await talk(call, headers("lean"), *chunks, body(), answers=11)
 
-        assert parts(said) == ["request_headers"] + ["request_body"] * 10
-        assert b"".join(chunk.body for chunk in envoy.echoed(said)) == ask
-        assert await call.read() is grpc.aio.EOF
-        assert await call.code() is grpc.StatusCode.OK
-        assert fleet.metrics.answers == [("lean", "m", "ok")]
-        assert fleet.gate.withdrawn == []
+    assert parts(said) == ["request_headers"] + ["request_body"] * 10
+    assert b"".join(chunk.body for chunk in envoy.echoed(said)) == ask
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert fleet.metrics.answers == [("lean", "m", "ok")]
+    assert fleet.gate.withdrawn == []
 
 
-async def test_standard_lasts_as_long_as_the_answer() -> None:
-    async with replica() as fleet:
-        call = fleet.exchange()
-        await talk(call, headers("standard"), body(ASK), answers=2)
-        answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
-        said = await talk(call, *answer, answers=3)
-        assert parts(said) == ["response_headers", "response_body", "response_body"]
-        assert await call.code() is grpc.StatusCode.OK
-        assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
+async def test_standard_lasts_as_long_as_the_answer(fleet: Replica) -> None:
+    call = fleet.exchange()
+    await talk(call, headers("standard"), body(ASK), answers=2)
+    answer = [envoy.response_headers(), response_body(b"a"), response_body(b"b", ended=True)]
+    said = await talk(call, *answer, answers=3)
+    assert parts(said) == ["response_headers", "response_body", "response_body"]
+    assert await call.code() is grpc.StatusCode.OK
+    assert [completion.outcome for completion in fleet.gate.settled] == [Outcome.COMPLETED]
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
@@ -215,21 +219,20 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_every_end_of_a_stream_releases_its_body(mode: str) -> None:
-    async with replica() as fleet:
-        long = ASK.ljust(2 * WHOLE_BYTES)
-        chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
-        fleet.gate.open.clear()
-        waiting = await fleet.begin(headers(mode), *chunks, body())
-        half = await fleet.begin(headers(mode), chunks[0])
-        await talk(fleet.exchange(), headers(mode), body(b"{"), answers=1)
-        await until(lambda: fleet.gate.asked.is_set() and fleet.context.bodies.held_bytes == 3 * WHOLE_BYTES)
-        waiting.cancel()
-        half.cancel()
-        await until(lambda: fleet.context.bodies.held_bytes == 0)
-        fleet.gate.open.set()
-        await talk(fleet.exchange(), headers(mode), *chunks, body(), answers=3)
-        await until(lambda: fleet.context.bodies.held_bytes == 0)
+async def test_every_end_of_a_stream_releases_its_body(fleet: Replica, mode: str) -> None:
+    long = ASK.ljust(2 * WHOLE_BYTES)
+    chunks = [body(long[at : at + WHOLE_BYTES], ended=False) for at in range(0, len(long), WHOLE_BYTES)]
+    fleet.gate.open.clear()
+    waiting = await fleet.begin(headers(mode), *chunks, body())
+    half = await fleet.begin(headers(mode), chunks[0])
+    await talk(fleet.exchange(), headers(mode), body(b"{"), answers=1)
+    await until(lambda: fleet.gate.asked.is_set() and fleet.context.bodies.held_bytes == 3 * WHOLE_BYTES)
+    waiting.cancel()
+    half.cancel()
+    await until(lambda: fleet.context.bodies.held_bytes == 0)
+    fleet.gate.open.set()
+    await talk(fleet.exchange(), headers(mode), *chunks, body(), answers=3)
+    await until(lambda: fleet.context.bodies.held_bytes == 0)
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
@@ -253,83 +256,80 @@ async def test_a_client_that_leaves_cancels_its_queued_request(
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_stream_that_ends_before_its_body_is_not_admitted(mode: str) -> None:
-    async with replica() as fleet:
-        call = await fleet.begin(headers(mode), body(b"{", ended=False))
-        await call.done_writing()
-        assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
-        assert await call.code() is grpc.StatusCode.OK
-        assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
+async def test_a_stream_that_ends_before_its_body_is_not_admitted(fleet: Replica, mode: str) -> None:
+    call = await fleet.begin(headers(mode), body(b"{", ended=False))
+    await call.done_writing()
+    assert await rest(call) in ([], [ProcessingResponse()])  # grpcio has to answer something
+    assert await call.code() is grpc.StatusCode.OK
+    assert (fleet.gate.admitted, fleet.gate.withdrawn, fleet.gate.settled) == ([], [], [])
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])
-async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_on(mode: str) -> None:
-    async with replica() as fleet:
-        call, piece = await fleet.begin(headers(mode)), body(bytes(1024 * 1024), ended=False)
+async def test_a_body_of_32_mib_is_refused_at_its_limit_while_its_client_sends_on(
+    fleet: Replica, mode: str
+) -> None:
+    call, piece = await fleet.begin(headers(mode)), body(bytes(1024 * 1024), ended=False)
 
-        async def pour() -> None:
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                for _ in range(32):
-                    await call.write(piece)
+    async def pour() -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for _ in range(32):
+                await call.write(piece)
 
-        pouring = asyncio.create_task(pour())
-        await until(lambda: fleet.metrics.answers == [(mode, "", "payload_too_large")])
-        await pouring
-        assert fleet.context.bodies.held_bytes == 0
-        # The connection serves others, whose windows the refused body does not take.
-        [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
-        assert parts([answer]) == ["request_headers"]
-
-
-async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so() -> None:
-    async with replica() as fleet:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await fleet.health("unknown")
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        watch = fleet.watch("unknown")
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    pouring = asyncio.create_task(pour())
+    await until(lambda: fleet.metrics.answers == [(mode, "", "payload_too_large")])
+    await pouring
+    assert fleet.context.bodies.held_bytes == 0
+    # The connection serves others, whose windows the refused body does not take.
+    [answer] = await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
+    assert parts([answer]) == ["request_headers"]
 
 
-async def test_health_follows_readiness_and_liveness_does_not() -> None:
-    async with replica() as fleet:
-        names = ("", SERVICE, "readiness", "liveness")
-        assert [await fleet.health(name) for name in names] == [SERVING] * 4
-        fleet.server.set_ready(False)
-        assert [await fleet.health(name) for name in names] == [NOT_SERVING] * 3 + [SERVING]
+async def test_health_of_an_unknown_service_is_not_found_and_a_watch_of_it_says_so(fleet: Replica) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fleet.health("unknown")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = fleet.watch("unknown")
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones() -> None:
-    async with replica() as fleet:
-        fleet.gate.open.clear()
-        waiting = await fleet.begin(headers("lean"), body(ASK))
-        late = await fleet.begin(headers("lean"))
-        await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
+async def test_health_follows_readiness_and_liveness_does_not(fleet: Replica) -> None:
+    names = ("", SERVICE, "readiness", "liveness")
+    assert [await fleet.health(name) for name in names] == [SERVING] * 4
+    fleet.server.set_ready(False)
+    assert [await fleet.health(name) for name in names] == [NOT_SERVING] * 3 + [SERVING]
 
-        # It first announces that it takes nothing new.
-        watch = fleet.watch("readiness")
-        assert (await watch.read()).status == SERVING
-        drain = asyncio.create_task(fleet.server.drain())
-        assert (await watch.read()).status == NOT_SERVING
-        # A ready pool does not make it ready again.
-        fleet.server.set_ready(True)
-        assert await fleet.health("readiness") == NOT_SERVING
 
-        # A new one is refused so that Envoy asks another replica.
-        refused = fleet.exchange()
-        async with asyncio.timeout(30):
-            assert await refused.code() is grpc.StatusCode.UNAVAILABLE
-        assert len(fleet.metrics.answers) == 0
+async def test_a_drain_finishes_waiting_requests_and_refuses_new_ones(fleet: Replica) -> None:
+    fleet.gate.open.clear()
+    waiting = await fleet.begin(headers("lean"), body(ASK))
+    late = await fleet.begin(headers("lean"))
+    await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
 
-        # The one that had begun is refused with a reason.
-        [answer] = await talk(late, body(ASK), answers=1)
-        assert envoy.refusal([answer]).status == 503
-        assert envoy.refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
-        assert not drain.done()
-        fleet.gate.open.set()
-        assert parts(await talk(waiting, answers=1)) == ["request_headers"]
-        async with asyncio.timeout(30):
-            await drain
-        assert fleet.gate.cancelled == []
+    # It first announces that it takes nothing new.
+    watch = fleet.watch("readiness")
+    assert (await watch.read()).status == SERVING
+    drain = asyncio.create_task(fleet.server.drain())
+    assert (await watch.read()).status == NOT_SERVING
+    # A ready pool does not make it ready again.
+    fleet.server.set_ready(True)
+    assert await fleet.health("readiness") == NOT_SERVING
+
+    # A new one is refused so that Envoy asks another replica.
+    refused = fleet.exchange()
+    async with asyncio.timeout(30):
+        assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(fleet.metrics.answers) == 0
+
+    # The one that had begun is refused with a reason.
+    [answer] = await talk(late, body(ASK), answers=1)
+    assert envoy.refusal([answer]).status == 503
+    assert envoy.refusal([answer]).headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
+    assert not drain.done()
+    fleet.gate.open.set()
+    assert parts(await talk(waiting, answers=1)) == ["request_headers"]
+    async with asyncio.timeout(30):
+        await drain
+    assert fleet.gate.cancelled == []
 
 
 async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
@@ -367,26 +367,26 @@ async def test_an_address_in_use_is_named() -> None:
                 pass
 
 
-async def test_a_malformed_message_ends_its_own_stream_only(caplog: pytest.LogCaptureFixture) -> None:
-    async with replica() as fleet:
-        good = await fleet.begin(headers("lean"))
-        bad = fleet.channel.stream_stream(f"/{SERVICE}/Process")()
-        await bad.write(b"\xff\xff\xff")
+async def test_a_malformed_message_ends_its_own_stream_only(
+    fleet: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = await fleet.begin(headers("lean"))
+    bad = fleet.channel.stream_stream(f"/{SERVICE}/Process")()
+    await bad.write(b"\xff\xff\xff")
 
-        assert await bad.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    assert await bad.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
-        assert parts(await talk(good, body(ASK), answers=1)) == ["request_headers"]
+    assert parts(await talk(good, body(ASK), answers=1)) == ["request_headers"]
 
 
 @pytest.mark.parametrize("transport", ["grpcio"], indirect=True)  # the native one starts no threads
-async def test_grpcio_threads_do_not_preempt_the_event_loop() -> None:
-    async with replica() as fleet:
-        await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
-        own = threading.get_native_id()
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-        assert {os.sched_getscheduler(thread) for thread in threads if thread != own} == {os.SCHED_BATCH}
-        assert os.sched_getscheduler(own) == os.SCHED_OTHER
+async def test_grpcio_threads_do_not_preempt_the_event_loop(fleet: Replica) -> None:
+    await talk(fleet.exchange(), headers("lean"), body(ASK), answers=1)
+    own = threading.get_native_id()
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    assert {os.sched_getscheduler(thread) for thread in threads if thread != own} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(own) == os.SCHED_OTHER
 
 
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -400,28 +400,25 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("path", UNKNOWN)
-async def test_unknown_methods_are_unimplemented(path: str) -> None:
-    async with replica() as fleet:
-        streamed = fleet.channel.stream_stream(path)()
-        with pytest.raises(grpc.aio.AioRpcError) as fault:
-            await fleet.channel.unary_unary(path)(b"", timeout=10)
-        async with asyncio.timeout(30):
-            found = await streamed.code(), fault.value.code()
-        assert found == (grpc.StatusCode.UNIMPLEMENTED,) * 2
-        assert await fleet.health("") == SERVING
+async def test_unknown_methods_are_unimplemented(fleet: Replica, path: str) -> None:
+    streamed = fleet.channel.stream_stream(path)()
+    with pytest.raises(grpc.aio.AioRpcError) as fault:
+        await fleet.channel.unary_unary(path)(b"", timeout=10)
+    async with asyncio.timeout(30):
+        found = await streamed.code(), fault.value.code()
+    assert found == (grpc.StatusCode.UNIMPLEMENTED,) * 2
+    assert await fleet.health("") == SERVING
 
 
-async def test_a_malformed_question_about_health_is_an_invalid_argument() -> None:
-    async with replica() as fleet:
-        ask = fleet.channel.unary_unary("/grpc.health.v1.Health/Check")
-        with pytest.raises(grpc.aio.AioRpcError) as fault:
-            await ask(b"\xff\xff", timeout=10)
-        assert fault.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+async def test_a_malformed_question_about_health_is_an_invalid_argument(fleet: Replica) -> None:
+    ask = fleet.channel.unary_unary("/grpc.health.v1.Health/Check")
+    with pytest.raises(grpc.aio.AioRpcError) as fault:
+        await ask(b"\xff\xff", timeout=10)
+    assert fault.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_every_watcher_of_health_is_told_of_a_change() -> None:
-    async with replica() as fleet:
-        watches = [fleet.watch(name) for name in ("", SERVICE, "readiness") * 20]
-        assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
-        fleet.server.set_ready(False)
-        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 60
+async def test_every_watcher_of_health_is_told_of_a_change(fleet: Replica) -> None:
+    watches = [fleet.watch(name) for name in ("", SERVICE, "readiness") * 20]
+    assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
+    fleet.server.set_ready(False)
+    assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 60
