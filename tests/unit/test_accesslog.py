@@ -34,13 +34,9 @@ def signed(request_id: str) -> str:
 
 def bare(kind: str = "DownstreamEnd", request_id: str = "req-1", status: int = 200, flag: str = "") -> Entry:
     """An entry as Envoy sends it of a request that was not placed; `flag` is what Envoy says went wrong."""
-    message = Entry()
-    message.request.request_id = request_id
-    message.response.response_code.value = status
-    message.common_properties.access_log_type = accesslog_pb2.AccessLogType.Value(kind)
-    if flag:
-        setattr(message.common_properties.response_flags, flag, True)
-    return message
+    common = {"access_log_type": kind, "response_flags": {flag: True} if flag else None}
+    response = {"response_code": {"value": status}}
+    return Entry(request={"request_id": request_id}, response=response, common_properties=common)
 
 
 def entry(*details: Any, **more: Any) -> Entry:
@@ -82,9 +78,7 @@ def test_who_served_is_read_from_the_configured_namespace() -> None:
 
 
 def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
-    message = als_pb2.StreamAccessLogsMessage()
-    message.http_logs.log_entry.extend(entries)
-    return message
+    return als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": entries})
 
 
 @asynccontextmanager

@@ -1,5 +1,4 @@
-"""TLS of the gRPC port, on both transports, and of the http port: who gets in, and what a new certificate
-does."""
+"""TLS of the gRPC port, on both transports: who gets in, and what a new certificate does."""
 
 import asyncio
 import logging
@@ -9,29 +8,26 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
-from extproc_client import Counted, ScriptedGate, exchange_context, of_one_pool, serving_on
+from extproc_client import serving_on
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tables import cases
 from tls_files import Pair, authority, signed
 
-from picker_fleet.config import ConfigError, load, parse
 from picker_fleet.errors import StartupError
-from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import budget_transfer
-from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.budget_transfer import GrpcPeers
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.transport import Handler, Health
 from picker_fleet.sections import Tls
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.telemetry.metrics import Metrics
 
 PATIENT_S = 30.0
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +113,6 @@ def replace(old: Pair, new: Pair) -> None:
     put(new.key, old.key)
 
 
-@pytest.mark.usefixtures("transport")
 async def test_a_new_certificate_is_for_new_connections_and_ends_none(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
@@ -136,7 +131,6 @@ async def test_a_new_certificate_is_for_new_connections_and_ends_none(
         assert not watch.done()
 
 
-@pytest.mark.usefixtures("transport")
 async def test_only_clients_of_the_authority_get_in_and_not_of_one_that_went(
     server: Pair, ours: Pair, theirs: Pair, tmp_path: Path
 ) -> None:
@@ -165,7 +159,6 @@ DAMAGE: dict[str, tuple[Callable[[Pair, Pair], object], str]] = {
 }
 
 
-@pytest.mark.usefixtures("transport")
 @cases("damage, why", DAMAGE)
 async def test_files_that_cannot_be_used_leave_the_former_certificate(
     server: Pair, ours: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, why: str
@@ -186,7 +179,6 @@ async def test_files_that_cannot_be_used_leave_the_former_certificate(
         await gets_in(port, ours.cert)
 
 
-@pytest.mark.usefixtures("transport")
 async def test_without_files_the_replica_signs_a_certificate_itself() -> None:
     async with serving(certificates(None)) as port:
         shown = [await asyncio.to_thread(presented, port) for _ in range(2)]
@@ -194,7 +186,6 @@ async def test_without_files_the_replica_signs_a_certificate_itself() -> None:
         assert shown[0] == shown[1]
 
 
-@pytest.mark.usefixtures("transport")
 async def test_clients_of_tls_1_2_get_in_and_older_ones_do_not() -> None:
     made = certificates(None)
     assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -202,7 +193,6 @@ async def test_clients_of_tls_1_2_get_in_and_older_ones_do_not() -> None:
         assert await asyncio.to_thread(presented, port, ssl.TLSVersion.TLSv1_2)
 
 
-@pytest.mark.usefixtures("transport")
 async def test_plain_text_is_refused() -> None:
     async with serving(certificates(None)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -222,35 +212,6 @@ def test_files_that_cannot_be_used_at_the_start_are_told(server: Pair, ours: Pai
             Certificates(damaged, "extproc.tls", "h2")
 
 
-def test_half_a_pair_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"extproc\.tls: .*belong together"):
-        parse({"extproc": {"tls": {"cert": "a"}}})
-    assert parse({"extproc": {"tls": {}}}).extproc.tls == Tls()
-    file = tmp_path / "picker.yaml"
-    file.write_text("extproc: {tls: {cert: a, key: /b}}\nhttp: {tls: {client_ca: c}}\n")
-    found = load(file, {})
-    assert found.extproc.tls == Tls(cert=tmp_path / "a", key=Path("/b"))
-    assert found.http.tls == Tls(client_ca=tmp_path / "c")
-
-
-async def test_the_http_port_speaks_tls(server: Pair, ours: Pair) -> None:
-    gate, metrics = ScriptedGate(), Counted()
-    context = exchange_context(gate, metrics, parse({}), lambda: 0.0)
-    made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
-    placements = Placements([Account(gate, cast(Metrics, metrics), Keyring())], 600.0, lambda: 0.0)
-    checks = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, made)
-    port = await checks.start()
-    checks.set_ready(True)
-    trusting = ssl.create_default_context(cafile=str(ours.cert))
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
-    writer.write(b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n")
-    async with asyncio.timeout(PATIENT_S):
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-    writer.close()
-    await checks.stop()
-
-
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("files", ["self-signed", "signed", "clients too"])
 async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files: str) -> None:
     async def gives(least: float, most: float) -> float:

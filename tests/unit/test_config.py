@@ -14,6 +14,7 @@ from picker_fleet import cli
 from picker_fleet.bands import Band
 from picker_fleet.config import Settings, load, parse
 from picker_fleet.errors import ConfigError
+from picker_fleet.sections import Tls
 
 # The configuration of the contract, key for key.
 WHOLE = """
@@ -370,6 +371,16 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
 def test_a_relative_endpoints_file_is_relative_to_the_configuration(tmp_path: Path) -> None:
     settings = load(written(tmp_path, "discovery: {file: endpoints.yaml}"), {})
     assert settings.discovery.file == tmp_path / "endpoints.yaml"
+
+
+def test_half_a_pair_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"extproc\.tls: .*belong together"):
+        parse({"extproc": {"tls": {"cert": "a"}}})
+    assert parse({"extproc": {"tls": {}}}).extproc.tls == Tls()
+    text = "extproc: {tls: {cert: a, key: /b}}\nhttp: {tls: {client_ca: c}}\n"
+    found = load(written(tmp_path, text), {})
+    assert found.extproc.tls == Tls(cert=tmp_path / "a", key=Path("/b"))
+    assert found.http.tls == Tls(client_ca=tmp_path / "c")
 
 
 def test_settings_are_frozen_and_share_no_defaults() -> None:

@@ -45,12 +45,9 @@ async def subscribed(cell: SnapshotCell, *names: str) -> AsyncIterator[Any]:
 
 
 def asking(*names: str, after: Response | None = None, error: str = "") -> Request:
-    request = Request(type_url=eds.TYPE_URL, resource_names=names)
-    if after is not None:
-        request.response_nonce, request.version_info = after.nonce, after.version_info
-    if error:
-        request.error_detail.message = error
-    return request
+    seen = {"response_nonce": after.nonce, "version_info": after.version_info} if after is not None else {}
+    fault = {"error_detail": {"message": error}} if error else {}
+    return Request(type_url=eds.TYPE_URL, resource_names=names, **seen, **fault)
 
 
 def read(response: Response) -> dict[str, dict[str, int]]:

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,6 +20,7 @@ from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, o
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import cases
+from tls_files import authority, signed
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ExpiredTtl
@@ -25,8 +28,10 @@ from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc.accesslog import Account
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import STALLED_S, ExchangeContext
 from picker_fleet.request import Outcome, Placement
+from picker_fleet.sections import Tls
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
@@ -71,13 +76,18 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(
-    gate: ScriptedGate | None = None, *, max_connections: int = 100, **config: Any
+    gate: ScriptedGate | None = None,
+    *,
+    max_connections: int = 100,
+    certificates: Certificates | None = None,
+    **config: Any,
 ) -> AsyncIterator[Stage]:
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     keys = Keyring()
     placements = Placements([Account(gate, cast(Metrics, metrics), keys)], LONGEST_S, lambda: now_s[0])
-    server = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, max_connections=max_connections)
+    where = of_one_pool(context), "127.0.0.1:0"
+    server = CheckServer(*where, placements, certificates, max_connections=max_connections)
     stage = Stage(server, gate, context, metrics, await server.start(), now_s, keys)
     try:
         yield stage
@@ -252,11 +262,25 @@ async def test_a_second_request_before_the_answer_ends_the_connection(stage: Sta
     await until(lambda: not stage.gate.admitted or stage.gate.cancelled == ["req-1"])
 
 
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
 async def test_health_follows_readiness(stage: Stage) -> None:
-    ask = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
-    assert (await stage.ask(ask)).status == 503
+    assert (await stage.ask(HEALTH)).status == 503
     stage.server.set_ready(True)
-    assert (await stage.ask(ask)).status == 200
+    assert (await stage.ask(HEALTH)).status == 200
+
+
+async def test_the_port_speaks_tls(tmp_path: Path) -> None:
+    ours = authority(tmp_path, "ours")
+    server = signed(tmp_path, "picker", ours)
+    made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
+    trusting = ssl.create_default_context(cafile=str(ours.cert))
+    async with staged(certificates=made) as stage:
+        connection = Connection(*await asyncio.open_connection("127.0.0.1", stage.port, ssl=trusting))
+        connection.send(HEALTH)
+        assert (await connection.reply()).status == 503
+        await connection.close()
 
 
 @pytest.mark.parametrize("part", [b"POST /check/v1/comp", check()[:-5]])

@@ -168,9 +168,7 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(
         await until(lambda: fleet.gate.asked.is_set() and fleet.context.open_requests.count == 2)
         clock.start()
         for call in (half, endless):
-            [answer] = await talk(call, answers=1)
-            assert answer.immediate_response.status.code == 408
-            assert await rest(call) == []
+            assert envoy.refusal(await rest(call)).status == 408
         assert len(fleet.gate.withdrawn) == 1
         assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
 
@@ -195,10 +193,8 @@ async def test_an_upload_that_takes_too_long_is_refused(mode: str) -> None:
 @pytest.mark.parametrize("first", [[], [headers("lean")], [headers("standard")]])
 async def test_a_stream_without_a_body_is_refused(first: list[ProcessingRequest]) -> None:
     async with replica(stalled_s=0.3) as fleet:
-        call = fleet.exchange()
-        [answer] = await talk(call, *first, answers=1)
-        assert answer.immediate_response.status.code == 408
-        assert await rest(call) == []
+        call = await fleet.begin(*first)
+        assert envoy.refusal(await rest(call)).status == 408
         assert await call.code() is grpc.StatusCode.OK
 
 
@@ -212,8 +208,7 @@ async def test_the_wait_in_the_queue_does_not_count_as_upload_time() -> None:
         other = await fleet.begin(headers("lean"))  # one that is given up meanwhile
         await until(lambda: fleet.context.open_requests.count == 2)
         clock.now_s = 1.0
-        [answer] = await talk(other, answers=1)
-        assert answer.immediate_response.status.code == 408
+        assert envoy.refusal(await rest(other)).status == 408
         fleet.gate.open.set()
         assert parts(await talk(call, body(), answers=1)) == ["request_headers"]
 

@@ -26,13 +26,11 @@ class ObservedConnection:
         self.failure_detector = FailureDetector(FLOOR_S, CEILING_S)
         self.now_s = 100.0
 
-    def observe(
-        self, *, awake_s: float = TICK_S, waiting: bool = True, received: bool = False, answered: bool = False
-    ) -> Health:
+    def observe(self, *, awake_s: float = TICK_S, waiting: bool = True, **seen: bool) -> Health:
+        """`seen` says whether something was `received`, and a probe `answered`."""
         self.now_s += TICK_S
-        return self.failure_detector.observe(
-            self.now_s, awake_s, waiting=waiting, received=received, answered=answered
-        )
+        seen = {"received": False, "answered": False} | seen
+        return self.failure_detector.observe(self.now_s, awake_s, waiting=waiting, **seen)
 
     def until_failure(self, *, answered: bool = False, within_s: float = 20.0) -> tuple[Health, float]:
         """STUCK or UNAVAILABLE, and after how long; HEALTHY if neither comes."""
