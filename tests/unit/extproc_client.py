@@ -323,11 +323,8 @@ def set_headers(mutation: Any) -> dict[str, str]:
 
 def echoed(answers: Sequence[ProcessingResponse], part: str = "request_body") -> list[Any]:
     """The StreamedBodyResponses among `answers`, of one direction."""
-    return [
-        getattr(answer, part).response.body_mutation.streamed_response
-        for answer in answers
-        if answer.WhichOneof("response") == part
-    ]
+    of_part = [getattr(answer, part).response for answer in answers if answer.WhichOneof("response") == part]
+    return [each.body_mutation.streamed_response for each in of_part]
 
 
 def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]]:

@@ -54,15 +54,10 @@ def describe(message: Entry, metadata: Mapping[str, Mapping[str, Any]]) -> None:
 
 def full() -> Entry:
     message = bare(request_id="from-envoy")
+    describe(message, {"picker": {"id": "from-picker", "ticket": signed("from-picker")}})
+    describe(message, {"picker.usage": {"prompt_tokens": 7, "completion_tokens": 100}})
+    describe(message, {"envoy.lb": {accesslog.SERVED_KEY: "10.0.0.1:8000"}})
     common = message.common_properties
-    describe(
-        message,
-        {
-            "picker": {"id": "from-picker", "ticket": signed("from-picker")},
-            "picker.usage": {"prompt_tokens": 7, "completion_tokens": 100},
-            "envoy.lb": {accesslog.SERVED_KEY: "10.0.0.1:8000"},
-        },
-    )
     common.upstream_remote_address.socket_address.address = "10.9.9.9"
     common.upstream_remote_address.socket_address.port_value = 1
     common.time_to_first_downstream_tx_byte.FromMilliseconds(250)
@@ -93,13 +88,11 @@ async def serving(gate: ScriptedGate) -> AsyncIterator[grpc.aio.Channel]:
 async def reported(*messages: als_pb2.StreamAccessLogsMessage | bytes) -> list[Completion | Alive]:
     gate = ScriptedGate()
     async with serving(gate) as channel:
-        call = channel.stream_unary(
-            METHOD, response_deserializer=als_pb2.StreamAccessLogsResponse.FromString
-        )(timeout=10)
+        call = channel.stream_unary(METHOD)(timeout=10)
         for message in messages:
             await call.write(message if isinstance(message, bytes) else message.SerializeToString())
         await call.done_writing()
-        await call
+        assert await call == b""
     return gate.reported
 
 

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from picker_fleet.state.primary import Address
 
-NODES = st.lists(
-    st.tuples(st.text(string.ascii_lowercase, min_size=1, max_size=8), st.integers(1, 65535)),
-    min_size=1,
-    max_size=4,
-)
+HOSTS = st.text(string.ascii_lowercase, min_size=1, max_size=8)
+NODES = st.lists(st.tuples(HOSTS, st.integers(1, 65535)), min_size=1, max_size=4)
 
 
 def server(host: str = "h", port: int = 6379, **fields: Any) -> Address:

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,31 +78,27 @@ def assert_envoy_accepts(bootstrap: str, folder: Path) -> None:
     assert "OK" in said.stdout
 
 
-@dataclass
-class Command:
-    """`picker envoy-config` and what it prints."""
+Command = Callable[..., tuple[str, str]]
 
-    folder: Path
-    capsys: pytest.CaptureFixture[str]
 
-    def __call__(self, *arguments: str, config: str = "", status: object = 0) -> tuple[str, str]:
-        """Its output and its errors; it ends with `status`."""
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`picker envoy-config` and what it prints: its output and its errors."""
+
+    def run(*arguments: str, config: str = "", status: object = 0) -> tuple[str, str]:
         words = ["envoy-config", *arguments]
         if config:
-            (self.folder / "picker.yaml").write_text(config)
-            words += ["--config", str(self.folder / "picker.yaml")]
+            (tmp_path / "picker.yaml").write_text(config)
+            words += ["--config", str(tmp_path / "picker.yaml")]
         try:
             ended: object = cli.main(words)
         except SystemExit as end:
             ended = end.code
         assert ended == status
-        shown = self.capsys.readouterr()
+        shown = capsys.readouterr()
         return shown.out, shown.err
 
-
-@pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(tmp_path, capsys)
+    return run
 
 
 @pytest.mark.parametrize("debug_headers", [False, True])
@@ -367,10 +363,9 @@ def test_envoy_speaks_tls_to_replicas_that_do(mode: str, command: Command) -> No
     files = ("--picker-ca", "/ca", "--picker-cert", "/cert", "--picker-key", "/key")
     printed, _ = command("--mode", mode, *files, config=config)
     assert "WARNING" not in printed
-    for name, cluster in parts(yaml.safe_load(printed))["clusters"].items():
-        if name == "pool":
-            continue
-        context = cluster["transportSocket"]["typedConfig"]["commonTlsContext"]
+    clusters = parts(yaml.safe_load(printed))["clusters"]
+    for name in clusters.keys() - {"pool"}:
+        context = clusters[name]["transportSocket"]["typedConfig"]["commonTlsContext"]
         assert context["alpnProtocols"] == (["http/1.1"] if name == "picker-http" else ["h2"])
         assert context["validationContext"] == {"trustedCa": {"filename": "/ca"}}
         own = {"certificateChain": {"filename": "/cert"}, "privateKey": {"filename": "/key"}}

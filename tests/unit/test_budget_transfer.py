@@ -24,15 +24,14 @@ from picker_fleet.telemetry.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("transport")
 
+Transfer = Callable[[float, float], Awaitable[float]]
 METHOD = f"/{SERVICE}/Ask"
 KEYS = Keyring()  # the fleet's
 PATIENT_S = 30.0  # as long as a busy machine may stand still
 
 
 @asynccontextmanager
-async def replica(
-    transfer: Callable[[float, float], Awaitable[float]], tls: Certificates | None = None, **answers: Any
-) -> AsyncIterator[str]:
+async def replica(transfer: Transfer, tls: Certificates | None = None, **answers: Any) -> AsyncIterator[str]:
     """The address of a replica of pool `p` that answers by `transfer` and `answers` (of `handlers`)."""
     address = ""
     async with serving_on(handlers("p", transfer, KEYS, lambda: address, **answers), tls) as bound:

@@ -69,11 +69,8 @@ def client_at(
 
 
 async def test_a_patch_is_in_force_at_once_and_null_reverts_it(fleet: Fleet) -> None:
-    patch = {
-        "fair_request_queue": {"ordering": "edf"},
-        "request_queue_controller": {"watermark_per_backend": 10},
-        "weights": {"gold": 3},
-    }
+    watermark = {"request_queue_controller": {"watermark_per_backend": 10}}
+    patch = {"fair_request_queue": {"ordering": "edf"}, "weights": {"gold": 3}, **watermark}
     response = await fleet.http.patch("/api/v1/config", json=patch)
     assert response.status_code == 200
     config = response.json()
@@ -87,7 +84,7 @@ async def test_a_patch_is_in_force_at_once_and_null_reverts_it(fleet: Fleet) -> 
 
     revert = {"fair_request_queue": {"ordering": None}, "weights": {"gold": None}}
     response = await fleet.http.patch("/api/v1/config", json=revert)
-    assert response.json()["changes"] == {"request_queue_controller": {"watermark_per_backend": 10}}
+    assert response.json()["changes"] == watermark
     assert response.json()["config"]["fair_request_queue"]["ordering"] == "fcfs"
     assert fleet.store.overrides == bounds
 

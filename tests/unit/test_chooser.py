@@ -89,14 +89,10 @@ def test_without_scorers_the_script_has_the_whole_choice() -> None:
 
 
 def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
-    labelled = (
-        Endpoint(A, labels={"gpu": "h100", "zone": "a"}),
-        Endpoint(B, labels={"gpu": "a10"}),
-        Endpoint(C, labels={"gpu": "h100", "zone": "b"}),
-    )
-    cell = SnapshotCell()
-    cell.publish(Snapshot("1", labelled))
-    plain, scored = LeastLoadedChooser(cell), Knowledge(*labelled, queue_depth=1)
+    labels = {A: {"gpu": "h100", "zone": "a"}, B: {"gpu": "a10"}, C: {"gpu": "h100", "zone": "b"}}
+    labelled = [Endpoint(address, labels=own) for address, own in labels.items()]
+    scored = Knowledge(*labelled, queue_depth=1)
+    plain = LeastLoadedChooser(scored.cell)
     assert plain.choose(request(selector={"gpu": "h100"})).candidates == f"{A},{C}"
     assert plain.choose(request(selector={"gpu": "h100", "zone": "b"})).candidates == C
     assert plain.choose(request(selector={"gpu": "h100"}, subset=(A, B))).candidates == A

@@ -16,18 +16,12 @@ from picker_fleet.scheduling.endpoint_history import BLOCK_BYTES, LatencyWindow,
 from picker_fleet.scheduling.scorers import LatencyStats
 
 SYSTEM = {"role": "system", "content": "You answer briefly. " * 40}
-messages = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "user", "assistant"]),
-            "content": st.text(max_size=60)
-            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=30)})),
-        },
-        optional={"name": st.text(max_size=5)},
-    ),
-    min_size=1,
-    max_size=6,
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=30)}))
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=60) | PARTS},
+    optional={"name": st.text(max_size=5)},
 )
+MESSAGES = st.lists(MESSAGE, min_size=1, max_size=6)
 
 
 def chat(*said: object, **more: object) -> dict[str, object]:
@@ -47,7 +41,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-@given(messages, messages)
+@given(MESSAGES, MESSAGES)
 def test_a_longer_chat_begins_with_the_shorter_one(said: list[object], more: list[object]) -> None:
     shorter, longer = prompt_of(chat(*said)), prompt_of(chat(*said, *more))
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import extproc_client as envoy
 import pytest
@@ -25,6 +26,7 @@ BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
 LONG = json.dumps({"model": "m", "prompt": "x" * WHOLE_BYTES}).encode()  # more than one message gives back
 DESTINATION = {"x-gateway-destination-endpoint": codec.destinations(PLACEMENT)}
 SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
+TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
 FAIRNESS = "x-gateway-inference-fairness-id"
 
 every_mode = pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
@@ -47,6 +49,13 @@ def chunks(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
+def ended_with(came: list[bytes], *, trailing: bool = False) -> list[ProcessingRequest]:
+    """The body of an answer in these chunks, which trailers or the last chunk ends."""
+    body = [envoy.response_body(chunk) for chunk in came]
+    body[-1].response_body.end_of_stream = not trailing
+    return [*body, envoy.response_trailers()] if trailing else body
+
+
 def whole(answers: Sequence[ProcessingResponse]) -> bytes:
     """The request's body as it goes on, which must end with its last part."""
     given_parts = given_back(answers)
@@ -67,22 +76,19 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
     told = {"id": request.id, "ticket": "ticket-1", "pressure": "0.25"}
     assert dict(answers[0].dynamic_metadata["picker"]) == told
-    assert stream_owned == (mode == "standard")
-    assert talk.exchange.done == (mode != "standard")
+    assert stream_owned == (not talk.exchange.done) == (mode == "standard")
     assert talk.metrics.answers == [(mode, "m", "ok")]
     talk.close()
     assert talk.gate.withdrawn == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "cost"), [("standard", len(ASK) / 4), ("lean", len(ASK) / 4), ("headers", 100.0)]
-)
-async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str, cost: float) -> None:
+@every_mode
+async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     talk = Talk(settings={"request_queue_controller": {"unit": "tokens", "watermark_per_backend": 8000}})
-    await talk.say(*asks(mode, {"content-length": "400"} if mode == "headers" else {}))
+    await talk.say(*asks(mode, {"content-length": str(len(ASK))}))
     # The cost is the prompt's; the answer's part comes from the flow's mean.
     request, _ = talk.gate.admitted[0]
-    assert (request.cost, request.learn) == (cost, True)
+    assert (request.cost, request.learn) == (len(ASK) / 4, True)
 
 
 @with_body
@@ -321,9 +327,7 @@ async def test_reads_are_bounded_in_rate_over_all_exchanges(mode: str) -> None:
 async def test_an_envoy_that_forwards_no_path_is_refused_with_the_setting_to_change(missing: str) -> None:
     message = headers("lean")
     fields = message.request_headers.headers.headers
-    kept = [field for field in fields if field.key != missing]
-    del fields[:]
-    fields.extend(kept)
+    fields.remove(next(field for field in fields if field.key == missing))
     refused = await Talk().refused(message)
     assert (refused.status, refused.code) == (500, "unsupported_processing_mode")
     assert "forward_rules" in refused.error["message"]
@@ -430,12 +434,9 @@ ANSWERS = {
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.parametrize("size", [1, 7, 1000, 1_000_000])
 async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, size: int) -> None:
-    talk = Talk()
+    talk, came = Talk(), chunks(answer, size)
     await talk.say(*asks("standard"))
-    came = chunks(answer, size)
-    messages = [envoy.response_body(chunk, ended=index == len(came) - 1) for index, chunk in enumerate(came)]
-    said = await talk.say(envoy.response_headers(200, served="10.0.0.2:8000"), *messages)
-
+    said = await talk.say(envoy.response_headers(200, served="10.0.0.2:8000"), *ended_with(came))
     assert parts(said) == ["response_headers"] + ["response_body"] * len(came)
     passed = [(chunk.body, chunk.end_of_stream) for chunk in envoy.echoed(said, "response_body")]
     assert passed == [*((chunk, False) for chunk in came[:-1]), (came[-1], True)]
@@ -504,8 +505,7 @@ async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
 
 @every_mode
 async def test_a_model_with_variants_is_split_and_a_request_that_comes_again_gets_the_same(mode: str) -> None:
-    targets = [{"name": "m", "weight": 1}, {"name": "m-v2", "weight": 1}]
-    talk = Talk(settings={"models": [{"name": "m", "target_models": targets}]})
+    talk = Talk(settings=TWO_VARIANTS)
     for number in (1, 2, 3, 4, 1, 2, 3, 4):
         await talk.another().say(*asks(mode, {"x-request-id": f"id-{number}"}))
     sent_as = [request.target_model for request, _ in talk.gate.admitted]
@@ -518,19 +518,17 @@ async def test_a_model_with_variants_is_split_and_a_request_that_comes_again_get
 
 
 async def test_a_client_that_leaves_while_its_variant_is_chosen_is_counted() -> None:
-    class LateSplits:
-        asked = asyncio.Event()
+    asked = asyncio.Event()
 
-        async def split(self, *_: object) -> int:
-            self.asked.set()
-            await asyncio.Event().wait()
-            return 0
+    async def never_splits(*_: object) -> int:
+        asked.set()
+        return await asyncio.Future[int]()
 
-    targets = [{"name": "m"}, {"name": "m-v2"}]
-    talk, late = Talk(settings={"models": [{"name": "m", "target_models": targets}]}), LateSplits()
-    talk.here = dataclasses.replace(talk.here, variants=Variants(late, lambda: True))
+    talk = Talk(settings=TWO_VARIANTS)
+    late = Variants(Mock(split=never_splits), lambda: True)
+    talk.here = dataclasses.replace(talk.here, variants=late)
     talk = talk.another()
-    await talk.leave(*asks("lean"), once=late.asked)
+    await talk.leave(*asks("lean"), once=asked)
     assert talk.gate.admitted == []
     assert talk.metrics.answers == [("lean", "m", "client_gone")]
 
@@ -543,12 +541,8 @@ async def renamed(
     said = (await talk.say(*asks("standard"), envoy.response_headers(200, fields)))[2:]
     removed = list(said[0].response_headers.response.header_mutation.remove_headers)
     assert removed == ([] if fields else ["content-length"])
-    for index, chunk in enumerate(came):
-        ended = not trailing and index == len(came) - 1
-        said += await talk.say(envoy.response_body(chunk, ended=ended))
-    if trailing:
-        said += await talk.say(envoy.response_trailers())
-        assert parts(said)[-1] == "response_trailers"
+    said += await talk.say(*ended_with(came, trailing=trailing))
+    assert (parts(said)[-1] == "response_trailers") == trailing
     assert talk.exchange.done
     return [chunk.body for chunk in envoy.echoed(said, "response_body")]
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 from background import until
@@ -485,13 +486,8 @@ async def test_an_unreachable_endpoint_gets_no_request_for_a_while() -> None:
         assert failed not in (await bench.place(str(n))).endpoints
 
 
-class DefectivePeers(NoPeers):
-    async def ask(self, address: str, least: float, most: float) -> float | None:
-        raise ZeroDivisionError
-
-
 async def test_a_defect_in_a_task_of_an_outage_ends_the_replica() -> None:
-    bench = Bench(FULL, peer_client=DefectivePeers())
+    bench = Bench(FULL, peer_client=AsyncMock(NoPeers, ask=AsyncMock(side_effect=ZeroDivisionError)))
     bench.lose_redis()
     await bench.wait_here()  # for which peers are asked for budget
     with pytest.raises(ExceptionGroup) as caught:
