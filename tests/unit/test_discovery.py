@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -132,6 +134,17 @@ async def test_an_unusable_file_at_the_start_is_named(tmp_path: Path, file: str,
     with pytest.raises(StartupError, match=r"e\.yaml: ") as caught:
         await FileSource(tmp_path / file).watch(Reports().put_nowait)
     assert content is not None or "cannot be read" in str(caught.value)
+
+
+def test_a_file_that_does_not_answer_is_named_and_lets_the_process_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endpoints.yaml")  # opening it waits for a writer, as a network file system may hang
+    code = (
+        "import asyncio, pathlib, sys; from picker_fleet.endpoints import discovery as it; it._READ_S = 0.1\n"
+        "asyncio.run(it.FileSource(pathlib.Path(sys.argv[1])).watch(print))"
+    )
+    command = (sys.executable, "-c", code, str(tmp_path / "endpoints.yaml"))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr.splitlines()[-1].endswith("endpoints.yaml: cannot be read: no answer in time")
 
 
 WRONG_LISTS = [

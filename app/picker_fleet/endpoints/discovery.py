@@ -7,7 +7,9 @@ is watched and not the file, so that an atomic replace and Kubernetes' symlink s
 again every few seconds, for file systems that announce no changes."""
 
 import asyncio
+import concurrent.futures
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -67,6 +69,7 @@ class FileSource:
     def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
         self._path = path
         self._recheck_ms = int(recheck_s * 1000)
+        self._reading: asyncio.Future[str] | None = None
 
     async def watch(self, report: Report) -> None:
         """As Source.watch. Raises StartupError if the file is missing or broken at the start."""
@@ -97,14 +100,34 @@ class FileSource:
                 report(known)
 
     async def _read(self) -> tuple[Endpoint, ...]:
+        # A network file system can hang: then the same reading is waited for again.
+        if self._reading is None or self._reading.done():
+            self._reading = _text_of(self._path)
         try:
-            async with asyncio.timeout(_READ_S):  # a network file system can hang
-                text = await asyncio.to_thread(self._path.read_text, encoding="utf-8")
+            async with asyncio.timeout(_READ_S):
+                text = await asyncio.shield(self._reading)
         except OSError as fault:  # TimeoutError is one
             raise FileFault(f"cannot be read: {fault.strerror or 'no answer in time'}") from fault
         except UnicodeDecodeError as fault:
             raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
         return listed(text)
+
+
+def _text_of(path: Path) -> asyncio.Future[str]:
+    """The text of a file, read in a thread that does not keep the process from ending, as one of the event
+    loop's own would."""
+    text: concurrent.futures.Future[str] = concurrent.futures.Future()
+
+    def read() -> None:
+        try:
+            text.set_result(path.read_text(encoding="utf-8"))
+        except Exception as fault:
+            text.set_exception(fault)
+
+    threading.Thread(target=read, name="endpoints-file", daemon=True).start()
+    reading = asyncio.wrap_future(text)
+    reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return reading
 
 
 def listed(text: str) -> tuple[Endpoint, ...]:
