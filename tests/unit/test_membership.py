@@ -29,13 +29,10 @@ class Member:
     """One replica's membership, beating against `store` until left."""
 
     def __init__(self, store: ScriptedStore, settings: Settings) -> None:
-        shared, self.metrics, cell = cast(Store, store), Metrics(), SnapshotCell()
-        self.gate = SharedGate(
-            shared, metrics=self.metrics, endpoints=cell, fallbacks=1, on_unknown_pool=lambda: None
-        )
-        self.membership = Membership(
-            shared, self.gate, settings, endpoints=cell, metrics=self.metrics, replica_info={"host": "h"}
-        )
+        shared, self.metrics = cast(Store, store), Metrics()
+        parts: Any = {"metrics": self.metrics, "endpoints": SnapshotCell()}
+        self.gate = SharedGate(shared, **parts, fallbacks=1, on_unknown_pool=lambda: None)
+        self.membership = Membership(shared, self.gate, settings, **parts, replica_info={"host": "h"})
 
     async def follows(self, condition: Any) -> None:
         """Beat until `condition` holds."""
@@ -68,9 +65,8 @@ async def test_a_live_change_of_another_replica_is_followed_and_shown() -> None:
     async with member(store) as one:
         assert one.membership.effective == EffectiveConfig(CONFIGURED, {})
 
-        await store.set_live_config(
-            {"weights": {"gold": 3}, "upper_per": 11, "lower_per": 9}, {**WIDER, "weights.gold": 3}
-        )
+        bounds = {"upper_per": 11, "lower_per": 9}
+        await store.set_live_config({"weights": {"gold": 3}, **bounds}, {**WIDER, "weights.gold": 3})
         await one.follows(lambda: one.membership.live_config.version == "1")
 
         effective = one.membership.effective
@@ -107,11 +103,8 @@ async def test_replica_info_is_sent_again_only_when_it_has_changed_or_may_be_los
         assert json.loads(first)["host"] == "h"
         assert set(others) == {""}
         # The shared state has forgotten this replica, or begins another life.
-        for forget in (
-            lambda: setattr(store, "was_known", False),
-            lambda: setattr(store, "epoch", "another"),
-        ):
-            forget()
+        for part, forgotten in (("was_known", False), ("epoch", "another")):
+            setattr(store, part, forgotten)
             before = len(store.heartbeats)
             await one.follows(lambda before=before: first in store.heartbeats[before:])
             assert store.heartbeats[before:].index(first) <= 1  # with the next heartbeat or at once after it

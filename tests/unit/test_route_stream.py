@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from background import running, until
@@ -37,11 +38,9 @@ class Replica:
     """One replica's stream with its own index."""
 
     def __init__(self, url: str, stream: str, name: str) -> None:
-        self.index = PrefixIndex()
-        self.latencies = LatencyTracker()
-        self.routes = RouteStream(
-            url, stream=stream, replica=name, index=self.index, latencies=self.latencies
-        )
+        self.index, self.latencies = PrefixIndex(), LatencyTracker()
+        followed: Any = {"index": self.index, "latencies": self.latencies}
+        self.routes = RouteStream(url, stream=stream, replica=name, **followed)
 
     def completions(self, address: str) -> int:
         stats = self.latencies.stats(address)
@@ -87,7 +86,6 @@ async def client(url: str) -> AsyncIterator[Redis]:
 @given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
 def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
-
     entries = list(join_records(packed, most_bytes))
 
     assert [record for body in entries for record in unpack(body)] == records

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import cases
 
 from picker_fleet.endpoints.metrics_channel import decode_message, encode_message
 from picker_fleet.endpoints.readings import (
@@ -23,20 +25,18 @@ AMOUNTS = st.none() | st.floats(0, 1e12)
 NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_size=4)
 
 
+FIGURES = st.builds(
+    EndpointMetrics, scraped_ms=st.integers(0, 2**40), waiting=AMOUNTS, running=AMOUNTS,
+    kv_utilisation=st.none() | st.floats(0, 1), max_adapters=st.none() | st.integers(0, 10_000),
+    active_adapters=NAMES, waiting_adapters=NAMES,
+)  # fmt: skip
+
+
 @st.composite
 def readings(draw: st.DrawFn) -> EndpointMetrics:
     fault = draw(st.none() | st.text(st.characters(codec="utf-8")))
-    return EndpointMetrics(
-        scraped_ms=draw(st.integers(0, 2**40)),
-        waiting=draw(AMOUNTS),
-        running=draw(AMOUNTS),
-        kv_utilisation=draw(st.none() | st.floats(0, 1)),
-        max_adapters=draw(st.none() | st.integers(0, 10_000)),
-        active_adapters=draw(NAMES),
-        waiting_adapters=draw(NAMES),
-        fault=fault,
-        failures=0 if fault is None else draw(st.integers(1, 1000)),
-    )
+    failures = 0 if fault is None else draw(st.integers(1, 1000))
+    return dataclasses.replace(draw(FIGURES), fault=fault, failures=failures)
 
 
 @given(readings(), st.integers(0, 2**41))
@@ -49,24 +49,24 @@ def test_what_is_unknown_takes_no_room_and_a_newer_versions_keys_are_passed_over
     assert decode_reading('{"at":1,"speed":9}', 0) == EndpointMetrics(scraped_ms=1)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no JSON"),
-        ("{", "no JSON"),
-        ("[]", "`object`"),
-        ("{}", "field `at`"),
-        ('{"at":-1}', r"\$\.at"),
-        ('{"at":true}', r"\$\.at"),
-        ('{"at":1,"waiting":"2"}', r"float.*\$\.waiting"),
-        ('{"at":1,"running":-2}', r"\$\.running"),
-        ('{"at":1,"kv":1.5}', r"<= 1.*\$\.kv"),
-        ('{"at":1,"max_adapters":1.5}', "max_adapters"),
-        ('{"at":1,"active":"a"}', r"array.*\$\.active"),
-        ('{"at":1,"active":[1]}', r"str.*\$\.active"),
-        ('{"at":1,"fault":1}', r"\$\.fault"),
-    ],
-)
+NO_READINGS = {
+    "": "no JSON",
+    "{": "no JSON",
+    "[]": "`object`",
+    "{}": "field `at`",
+    '{"at":-1}': r"\$\.at",
+    '{"at":true}': r"\$\.at",
+    '{"at":1,"waiting":"2"}': r"float.*\$\.waiting",
+    '{"at":1,"running":-2}': r"\$\.running",
+    '{"at":1,"kv":1.5}': r"<= 1.*\$\.kv",
+    '{"at":1,"max_adapters":1.5}': "max_adapters",
+    '{"at":1,"active":"a"}': r"array.*\$\.active",
+    '{"at":1,"active":[1]}': r"str.*\$\.active",
+    '{"at":1,"fault":1}': r"\$\.fault",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), NO_READINGS.items())
 def test_a_text_that_is_no_reading_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(BadReading, match=said):
         decode_reading(text, 0)
@@ -75,9 +75,7 @@ def test_a_text_that_is_no_reading_is_refused_with_a_reason(text: str, said: str
 def test_readings_of_a_message_keep_their_age() -> None:
     sent = encode_message("one", 1_700_000_000_040, {"a:1": encode_reading(reading_at(1_700_000_000_000), 0)})
     message = decode_message(sent, 5000)
-    assert message.sender == "one"
-    assert message.readings == {"a:1": reading_at(4960)}
-    assert message.faults == ()
+    assert (message.sender, message.readings, message.faults) == ("one", {"a:1": reading_at(4960)}, ())
 
 
 def test_one_bad_reading_leaves_the_others() -> None:
@@ -93,9 +91,8 @@ def test_a_text_that_is_no_message_is_refused(text: str) -> None:
 
 
 def reading_at(scraped_ms: int, **more: object) -> EndpointMetrics:
-    return dataclasses.replace(
-        EndpointMetrics(scraped_ms, waiting=2.0, running=1.0, kv_utilisation=0.5, max_adapters=4), **more
-    )
+    figures: dict[str, Any] = {"waiting": 2.0, "running": 1.0, "kv_utilisation": 0.5, "max_adapters": 4}
+    return EndpointMetrics(scraped_ms, **figures | more)
 
 
 @pytest.fixture
@@ -198,12 +195,12 @@ def test_shares_are_even(replicas: int) -> None:
 
 def test_a_replica_that_leaves_or_joins_moves_only_its_own() -> None:
     few, all_ = (
-        {address: assigned_replica(address, replicas) for address in ADDRESSES}
+        [assigned_replica(address, replicas) for address in ADDRESSES]
         for replicas in (REPLICAS[1:], REPLICAS)
     )
-    moved = {address for address in ADDRESSES if few[address] != all_[address]}
-    assert moved == {address for address in ADDRESSES if all_[address] == REPLICAS[0]}
-    assert {few[address] for address in moved} == set(REPLICAS[1:])
+    moved = [(before, after) for before, after in zip(few, all_, strict=True) if before != after]
+    assert {after for _, after in moved} == {REPLICAS[0]}
+    assert {before for before, _ in moved} == set(REPLICAS[1:])
 
 
 def test_owners_are_the_same_in_every_process() -> None:
@@ -287,20 +284,17 @@ def cost(page_s: float, probe_s: float = 0.0, read_s: float = 0.0) -> ScrapeCost
     return made
 
 
-@pytest.mark.parametrize(
-    ("page", "owned", "used", "expected_s"),
-    [
-        (ScrapeCost(), 1, True, 0.1),  # nothing is known of it yet
-        (ScrapeCost(), 1, False, 5.0),  # for views and health only
-        (cost(0.0005), 1, True, 0.1),
-        (cost(0.008), 1, True, 0.8),  # a real vLLM: 8 ms of its API server
-        (cost(0.028, probe_s=0.020), 1, True, 0.8),  # the same, 20 ms away
-        (cost(0.008), 1, False, 5.0),
-        (cost(0.1), 1, False, 10.0),
-        (cost(0.0, read_s=0.0003), 10, True, 0.5),  # 10 pages of 0.5 ms of this replica
-        (cost(2.0), 1, True, 30.0),  # the longest
-    ],
-)
+@cases("page, owned, used, expected_s", {
+    "nothing is known of it yet": (ScrapeCost(), 1, True, 0.1),
+    "for views and health only": (ScrapeCost(), 1, False, 5.0),
+    "a page that costs little": (cost(0.0005), 1, True, 0.1),
+    "a real vLLM, 8 ms of its API server": (cost(0.008), 1, True, 0.8),
+    "the same, 20 ms away": (cost(0.028, probe_s=0.020), 1, True, 0.8),
+    "the same, for views": (cost(0.008), 1, False, 5.0),
+    "one that costs much, for views": (cost(0.1), 1, False, 10.0),
+    "10 pages of 0.5 ms of this replica": (cost(0.0, read_s=0.0003), 10, True, 0.5),
+    "the longest": (cost(2.0), 1, True, 30.0),
+})  # fmt: skip
 def test_the_interval_follows_use_and_cost(
     page: ScrapeCost, owned: int, used: bool, expected_s: float
 ) -> None:

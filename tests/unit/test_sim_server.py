@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -42,11 +43,13 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 async def sim(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server started with `arguments`."""
     with process(*arguments) as (_, url):
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=url, timeout=30, limits=limits, trust_env=False, verify=False
-        ) as client:
+        async with client_of(url) as client:
             yield client
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=30, limits=limits, trust_env=False, verify=False)
 
 
 def official(client: httpx.AsyncClient) -> Any:
@@ -58,26 +61,26 @@ def official(client: httpx.AsyncClient) -> Any:
 
 async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
     """The page's values by sample name, label values summed up."""
-    page = (await client.get("/metrics")).text
-    values: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
+    values = Counter[str]()
+    for family in (await families(client)).values():
         for sample in family.samples:
-            name = sample.name.removeprefix("vllm:")
-            values[name] = values.get(name, 0) + sample.value
-    return values
+            values[sample.name.removeprefix("vllm:")] += sample.value
+    return dict(values)
 
 
-async def until(client: httpx.AsyncClient, condition: Callable[[dict[str, float]], bool]) -> None:
-    """Wait until the metrics page fulfils `condition`."""
+async def families(client: httpx.AsyncClient) -> dict[str, Any]:
+    page = (await client.get("/metrics")).text
+    return {family.name: family for family in text_string_to_metric_families(page)}
+
+
+async def until_queue(client: httpx.AsyncClient, running: int, waiting: int) -> None:
+    """Wait until the metrics page tells of so many requests."""
     async with asyncio.timeout(30):
         while True:
-            if condition(await metrics(client)):
+            page = await metrics(client)
+            if (page["num_requests_running"], page["num_requests_waiting"]) == (running, waiting):
                 return
             await asyncio.sleep(0.01)
-
-
-def queue(running: int, waiting: int) -> Callable[[dict[str, float]], bool]:
-    return lambda page: (page["num_requests_running"], page["num_requests_waiting"]) == (running, waiting)
 
 
 def ask(**keys: object) -> dict[str, object]:
@@ -90,13 +93,8 @@ async def test_the_official_client_gets_whole_answers() -> None:
         answer = await api.chat.completions.create(model="llama", messages=HI, max_completion_tokens=7)
         assert len(completion.choices[0].text.split()) == 5
         assert completion.choices[0].finish_reason == "length"
-        details = {"cached_tokens": 0}
-        usage = {
-            "prompt_tokens": 3,
-            "completion_tokens": 5,
-            "total_tokens": 8,
-            "prompt_tokens_details": details,
-        }
+        tokens = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        usage = {**tokens, "prompt_tokens_details": {"cached_tokens": 0}}
         assert completion.usage.model_dump(exclude_unset=True) == usage
         assert answer.model == "llama"
         assert len((answer.choices[0].message.content or "").split()) == 7
@@ -143,12 +141,12 @@ async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot
             asyncio.create_task(client.post("/v1/completions", json=ask(stream=bool(number % 2))))
             for number in range(5)
         ]
-        await until(client, queue(running=2, waiting=3))
+        await until_queue(client, running=2, waiting=3)
         assert (await metrics(client))["kv_cache_usage_perc"] == pytest.approx(0.02)
         # As clients leave one by one, first the queue and then the batch gets shorter.
         for running, waiting in ((2, 2), (2, 1), (2, 0), (1, 0), (0, 0)):
             responses.pop().cancel()
-            await until(client, queue(running=running, waiting=waiting))
+            await until_queue(client, running=running, waiting=waiting)
         page = await metrics(client)
         assert (page["kv_cache_usage_perc"], page["request_success_total"]) == (0, 0)
 
@@ -157,8 +155,8 @@ async def test_a_disconnect_in_the_middle_of_a_stream_frees_its_slot() -> None:
     async with sim("--ttft", "0", "--itl", "1000") as client:
         async with client.stream("POST", "/v1/completions", json=ask(stream=True, max_tokens=1000)) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: ")
-            await until(client, queue(running=1, waiting=0))
-        await until(client, queue(running=0, waiting=0))
+            await until_queue(client, running=1, waiting=0)
+        await until_queue(client, running=0, waiting=0)
 
 
 async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
@@ -173,35 +171,29 @@ async def test_answers_have_the_server_s_address_and_the_request_id() -> None:
 async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
     async with sim(*AN_HOUR, "--loras", "a,b", "--max-loras", "1") as client:
         listed = (await client.get("/v1/models")).json()["data"]
-        assert [(card["id"], card["parent"]) for card in listed] == [
-            ("llama", None),
-            ("a", "llama"),
-            ("b", "llama"),
-        ]
+        cards = {card["id"]: card["parent"] for card in listed}
+        assert (cards, len(listed)) == ({"llama": None, "a": "llama", "b": "llama"}, 3)
         first = asyncio.create_task(client.post("/v1/completions", json=ask(model="a")))
-        await until(client, queue(running=1, waiting=0))
+        await until_queue(client, running=1, waiting=0)
         second = asyncio.create_task(client.post("/v1/completions", json=ask(model="b")))
-        await until(client, queue(running=1, waiting=1))
-        page = (await client.get("/metrics")).text
-        families = {family.name: family for family in text_string_to_metric_families(page)}
-        (info,) = families["vllm:lora_requests_info"].samples
+        await until_queue(client, running=1, waiting=1)
+        (info,) = (await families(client))["vllm:lora_requests_info"].samples
         assert info.labels == {"max_lora": "1", "running_lora_adapters": "a", "waiting_lora_adapters": "b"}
         assert info.value > 1_000_000_000
         first.cancel()
-        await until(client, queue(running=1, waiting=0))
+        await until_queue(client, running=1, waiting=0)
         second.cancel()
 
 
 async def test_the_metrics_page_has_the_names_of_vllm() -> None:
     async with sim("--kv-blocks", "77", "--block-size", "8", "--model", 'odd"name\\') as client:
-        answer = await client.get("/metrics")
-        families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+        page = await families(client)
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            (sample,) = families[f"vllm:{name}"].samples
+            (sample,) = page[f"vllm:{name}"].samples
             assert (sample.labels, sample.value) == ({"model_name": 'odd"name\\'}, 0)
-        (cache,) = families["vllm:cache_config_info"].samples
+        (cache,) = page["vllm:cache_config_info"].samples
         assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("8", "77")
-        assert "vllm:lora_requests_info" not in families
+        assert "vllm:lora_requests_info" not in page
 
 
 async def test_failures_are_injected_by_seed_before_the_first_byte() -> None:
@@ -250,14 +242,14 @@ async def test_a_prompt_of_400_kb_is_answered_and_40_mb_are_refused() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_with_0_while_requests_are_in_flight(number: signal.Signals) -> None:
     with process("--ttft", "0", "--itl", "3600000", "--max-num-seqs", "1") as (server, url):
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client:
+        async with client_of(url) as client:
             # One answer has begun; the other request waits for its first token.
             stream = ask(stream=True, max_tokens=1000)
             async with client.stream("POST", "/v1/completions", json=stream) as begun:
                 lines = begun.aiter_lines()
                 assert (await anext(lines)).startswith("data: ")
                 responses = asyncio.create_task(client.post("/v1/completions", json=ask()))
-                await until(client, queue(running=1, waiting=1))
+                await until_queue(client, running=1, waiting=1)
                 os.kill(server.pid, number)
                 assert await asyncio.to_thread(server.wait, 30) == 0
                 # The answer that had begun is cut; a gateway may retry the other.
@@ -279,19 +271,12 @@ def test_a_port_in_use_is_one_line_and_not_a_traceback(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("--failure-rate", "2"),
-        ("--itl", "-1"),
-        ("--ttft", "nan"),
-        ("--max-num-seqs", "0"),
-        ("--port", "70000"),
-    ],
+    "words", ["--failure-rate 2", "--itl -1", "--ttft nan", "--max-num-seqs 0", "--port 70000"]
 )
-def test_impossible_arguments_are_refused(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_arguments_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parsed("--port", "0", name, value)
-    assert name in capsys.readouterr().err
+        parsed("--port", "0", *words.split())
+    assert words.split()[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tables import cases
 from top_fleet import HOSTILE, LOG, NO_SNAPSHOT, QUEUE, entry, history, lines, page, snapshot, status
 
 from picker_tools.top.client import AdminClient, AdminError
@@ -42,15 +43,12 @@ def test_escape_sequences_in_names_do_not_reach_the_terminal() -> None:
     assert "\\u001b[2J\\u001b]0;owned\\u0007[red]gold" in text
 
 
-@pytest.mark.parametrize(
-    ("state", "silence", "text"),
-    [
-        ({"paused": True}, (0.2, ""), "PAUSED"),
-        ({"degraded": True}, (0.2, ""), "WITHOUT REDIS"),
-        ({}, (3.5, ""), "STALE since"),
-        ({}, (0.5, "the replica ended the stream"), "STALE since"),
-    ],
-)
+@cases("state, silence, text", {
+    "a pause": ({"paused": True}, (0.2, ""), "PAUSED"),
+    "an outage": ({"degraded": True}, (0.2, ""), "WITHOUT REDIS"),
+    "old figures": ({}, (3.5, ""), "STALE since"),
+    "an ended stream": ({}, (0.5, "the replica ended the stream"), "STALE since"),
+})  # fmt: skip
 def test_the_first_line_shows_a_pause_an_outage_and_stale_figures(
     state: dict[str, Any], silence: tuple[float, str], text: str
 ) -> None:
@@ -119,20 +117,17 @@ def test_tab_and_back_tab_cycle_through_the_views() -> None:
     assert terminal.controls.leaving
 
 
-@pytest.mark.parametrize(
-    ("raw", "keys"),
-    [
-        ("q", ["q"]),
-        ("\x1b[A\x1b[Bd", ["up", "down", "d"]),
-        ("\t\x1b[Z", ["tab", "back-tab"]),
-        ("\x1b[15~p", ["p"]),  # F5 is ignored
-        ("\x1b", ["escape"]),
-        ("jk", ["down", "up"]),
-        ("\x1b[6~\x1b[5~nb", ["page-down", "page-up", "page-down", "page-up"]),
-    ],
-)
-def test_terminal_input_is_parsed_into_keys(raw: str, keys: list[str]) -> None:
-    assert parsed(raw) == keys
+@cases("raw, keys", {
+    "a letter": ("q", "q"),
+    "arrows": ("\x1b[A\x1b[Bd", "up down d"),
+    "tabs": ("\t\x1b[Z", "tab back-tab"),
+    "F5, which is ignored": ("\x1b[15~p", "p"),
+    "escape": ("\x1b", "escape"),
+    "letters for arrows": ("jk", "down up"),
+    "pages": ("\x1b[6~\x1b[5~nb", "page-down page-up page-down page-up"),
+})  # fmt: skip
+def test_terminal_input_is_parsed_into_keys(raw: str, keys: str) -> None:
+    assert parsed(raw) == keys.split()
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:port", "h:99999999", ""])
@@ -142,13 +137,8 @@ def test_an_invalid_admin_url_is_refused(url: str) -> None:
 
 
 def test_numbers_durations_and_bars_are_formatted() -> None:
-    assert [number(value) for value in (7, 7.25, 12400.0, None, float("nan"))] == [
-        "7",
-        "7.2",
-        "12 400",
-        "-",
-        "-",
-    ]
+    figures = [number(value) for value in (7, 7.25, 12400.0, None, float("nan"))]
+    assert figures == ["7", "7.2", "12 400", "-", "-"]
     text = [seconds(value) for value in (0.04, 3.21, 59.97, 3599.7, 11400, 400_000, -2, None)]
     assert text == ["40 ms", "3.2 s", "1 m 00 s", "1 h 00 m", "3 h 10 m", "4 d", "-2.0 s", "-"]
     assert [percent(value) for value in (0.5, 0.064, 0, None)] == ["50%", "6.4%", "0%", "-"]
@@ -225,10 +215,8 @@ def test_the_stock_chart_has_its_curve_its_bounds_and_its_caption() -> None:
         assert line[9:].count("─") >= 69
     assert drawn[3].startswith("       8 ")
     assert drawn[3][-1] in "▁▂▃▄▅▆▇"
-    heights = [
-        sum(cell == "█" for cell in column)
-        for column in zip(*(line[9:] for line in drawn[1:12]), strict=True)
-    ]
+    columns = zip(*(line[9:] for line in drawn[1:12]), strict=True)
+    heights = [column.count("█") for column in columns]
     assert heights == sorted(heights)
     assert heights[0] == 0
     assert heights[-1] >= 6
