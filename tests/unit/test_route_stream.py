@@ -72,15 +72,27 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
-@pytest.fixture
-def stream() -> str:
-    return f"epp:{{pool-{next(_STREAMS)}}}:routes"
+class Fleet:
+    """Replicas of one stream, and a client of its Redis."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.client = url, Redis.from_url(url)
+        self.stream = f"epp:{{pool-{next(_STREAMS)}}}:routes"
+
+    def replica(self, name: str = "r") -> Replica:
+        return Replica(self.url, self.stream, name)
+
+    async def add(self, record: Record | bytes, **more: Any) -> None:
+        """Write an entry as another replica does."""
+        body = record if isinstance(record, bytes) else pack(record)
+        await self.client.xadd(self.stream, {"by": "x", "body": body}, **more)
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[Redis]:
-    async with Redis.from_url(url) as it:
-        yield it
+async def fleet(url: str) -> AsyncIterator[Fleet]:
+    fleet = Fleet(url)
+    async with fleet.client:
+        yield fleet
 
 
 @given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
@@ -98,8 +110,8 @@ def test_what_is_no_entry_is_refused_and_nothing_else(body: bytes) -> None:
         assert b"".join(map(pack, unpack(body))) == body
 
 
-async def test_three_followers_agree(url: str, stream: str) -> None:
-    replicas = [Replica(url, stream, f"r{n}") for n in range(3)]
+async def test_three_followers_agree(fleet: Fleet) -> None:
+    replicas = [fleet.replica(f"r{n}") for n in range(3)]
     async with following(*replicas):
         for n, replica in enumerate(replicas):
             for turn in range(50):
@@ -121,8 +133,8 @@ async def test_three_followers_agree(url: str, stream: str) -> None:
     assert len({one.latencies.stats(A) for one in replicas}) == 1
 
 
-async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
-    one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
+async def test_a_restarted_replica_catches_up(fleet: Fleet) -> None:
+    one, other = fleet.replica("one"), fleet.replica("other")
     async with following(other):
         async with following(one):
             one.routes.add_route(A, prompt("by one"))
@@ -133,7 +145,7 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
         other.routes.add_completion(A, 2.5)
         await until(lambda: other.completions(A) == 2)
 
-        again = Replica(url, stream, "one, second life")
+        again = fleet.replica("one, second life")
         async with following(again):
             pass
 
@@ -142,25 +154,20 @@ async def test_a_restarted_replica_catches_up(url: str, stream: str) -> None:
     assert again.latencies.stats(A) == other.latencies.stats(A)
 
 
-async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_passed_over(
-    url: str, stream: str, client: Redis
-) -> None:
+async def test_only_a_bounded_while_back_is_read_and_what_cannot_be_read_is_passed_over(fleet: Fleet) -> None:
     # An entry of an hour ago and one of now, with rubbish between them.
-    now_s, _ = await client.time()
-    old, new = ({"by": "r", "body": pack(RouteRecord(address, prompt("m")))} for address in (A, B))
-    await client.xadd(stream, old, id=f"{(now_s - 3600) * 1000}-0")
-    await client.xadd(stream, {"by": "x", "body": b"Rubbish"})
-    await client.xadd(stream, {"something": "else"})
-    await client.xadd(stream, new)
-    late = Replica(url, stream, "late")
+    now_s, _ = await fleet.client.time()
+    await fleet.add(RouteRecord(A, prompt("m")), id=f"{(now_s - 3600) * 1000}-0")
+    await fleet.add(b"Rubbish")
+    await fleet.client.xadd(fleet.stream, {"something": "else"})
+    await fleet.add(RouteRecord(B, prompt("m")))
+    late = fleet.replica("late")
     async with following(late):
         assert late.index.match(prompt("m")) == {B: 4}
 
 
-async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
-    url: str, stream: str, client: Redis
-) -> None:
-    writer, slow = Replica(url, stream, "writer"), Replica(url, stream, "slow")
+async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(fleet: Fleet) -> None:
+    writer, slow = fleet.replica("writer"), fleet.replica("slow")
     async with following(writer):
         async with following(slow):
             writer.routes.add_completion(A, 1.0)
@@ -168,7 +175,7 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
         for count, address in enumerate((B, C), start=1):
             writer.routes.add_completion(address, 1.0)
             await until(lambda count=count: sum(map(writer.completions, (B, C))) == count)
-        await client.xtrim(stream, maxlen=1, approximate=False)
+        await fleet.client.xtrim(fleet.stream, maxlen=1, approximate=False)
 
         async with following(slow, caught_up=False):
             await until(lambda: slow.completions(C) == 1)
@@ -176,8 +183,8 @@ async def test_a_replica_that_falls_behind_reads_on_and_misses_what_was_trimmed(
     assert (slow.completions(A), slow.completions(B), slow.completions(C)) == (1, 0, 1)
 
 
-async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: Redis) -> None:
-    one, other = Replica(url, stream, "one"), Replica(url, stream, "other")
+async def test_a_broken_connection_costs_nothing(fleet: Fleet) -> None:
+    one, other = fleet.replica("one"), fleet.replica("other")
     async with following(one, other):
         for n in range(5):
             address = f"10.0.0.{n}:80"
@@ -188,27 +195,25 @@ async def test_a_broken_connection_costs_nothing(url: str, stream: str, client: 
                     other.completions(address) > 0 and one.index.match(prompt(address)) == {address: 4}
                 )
             )
-            assert await client.client_kill_filter(_type="normal", skipme=True) >= 2
+            assert await fleet.client.client_kill_filter(_type="normal", skipme=True) >= 2
 
 
-async def test_a_stream_that_begins_anew_is_followed(url: str, stream: str, client: Redis) -> None:
-    now_s, _ = await client.time()
-    replica = Replica(url, stream, "r")
-    await client.xadd(
-        stream, {"by": "x", "body": pack(CompletionRecord(A, 1.0))}, id=f"{(now_s + 9000) * 1000}-0"
-    )
+async def test_a_stream_that_begins_anew_is_followed(fleet: Fleet) -> None:
+    now_s, _ = await fleet.client.time()
+    replica = fleet.replica()
+    await fleet.add(CompletionRecord(A, 1.0), id=f"{(now_s + 9000) * 1000}-0")
     async with following(replica, caught_up=False):
         await until(lambda: replica.completions(A) == 1)
-    await client.delete(stream)
-    await client.xadd(stream, {"by": "x", "body": pack(CompletionRecord(B, 1.0))})
+    await fleet.client.delete(fleet.stream)
+    await fleet.add(CompletionRecord(B, 1.0))
 
     async with following(replica, caught_up=False):
         await until(lambda: replica.completions(B) == 1)
 
 
-async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: Server, stream: str) -> None:
+async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: Server) -> None:
     valkey.kill()
-    one, other = Replica(valkey.url, stream, "one"), Replica(valkey.url, stream, "other")
+    one, other = map(Fleet(valkey.url).replica, ("one", "other"))
     async with following(one, other, caught_up=False):
         one.routes.add_route(A, prompt("m"))
         one.routes.add_completion(A, 1.0)
@@ -223,30 +228,28 @@ async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: 
         await until(lambda: other.index.match(prompt("n")) == {B: 4})
 
 
-async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(
-    url: str, stream: str, client: Redis
-) -> None:
-    async with client.pipeline(transaction=False) as pipeline:
+async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(fleet: Fleet) -> None:
+    async with fleet.client.pipeline(transaction=False) as pipeline:
         for _ in range(2 * MAX_ENTRIES):
-            pipeline.xadd(stream, {"by": "x", "body": b""})
+            pipeline.xadd(fleet.stream, {"by": "x", "body": b""})
         await pipeline.execute()
-    replica = Replica(url, stream, "r")
+    replica = fleet.replica()
     async with following(replica):
-        last = (await client.xrevrange(stream, count=1))[0][0]
+        last = (await fleet.client.xrevrange(fleet.stream, count=1))[0][0]
         for n in range(100):
             replica.routes.add_route(A, prompt(str(n), 100))
         replica.routes.add_completion(A, 1.0)
         await until(lambda: replica.completions(A) == 1)
 
-    entries = await client.xrange(stream, min=b"(" + last)
+    entries = await fleet.client.xrange(fleet.stream, min=b"(" + last)
     assert sum(len(unpack(fields[b"body"])) for _, fields in entries) == 101
     assert len(entries) <= 5
     assert all(len(fields[b"body"]) <= MAX_ENTRY_BYTES for _, fields in entries)
-    assert await client.xlen(stream) <= MAX_ENTRIES + 100
+    assert await fleet.client.xlen(fleet.stream) <= MAX_ENTRIES + 100
 
 
-async def test_a_flood_without_redis_keeps_only_the_latest(stream: str) -> None:
-    replica = Replica("redis://127.0.0.1:1/0", stream, "r")
+async def test_a_flood_without_redis_keeps_only_the_latest() -> None:
+    replica = Fleet("redis://127.0.0.1:1/0").replica()
     for n in range(5000):
         replica.routes.add_route(A, prompt(str(n), 1))
         replica.routes.add_completion(A, float(n))
