@@ -35,24 +35,20 @@ def plain(folder: Path = FOLDER) -> list[Tree]:
 @pytest.fixture(scope="module")
 def renderer() -> str:
     """Helm's own engine, built by the first who asks."""
-    built = subprocess.run(
-        ["bash", ROOT / ".ci" / "helm-render" / "build"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert built.returncode == 0, f"the chart cannot be rendered: {built.stderr}"
-    return built.stdout.strip()
+    return output_of("bash", ROOT / ".ci" / "helm-render" / "build").strip()
 
 
 def rendered(renderer: str, folder: Path, values: Tree | None = None) -> list[Tree]:
     """The chart's manifests under `values`, as release `picker` in the namespace `inference`."""
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values or {}))
-    done = subprocess.run([renderer, CHART, file], capture_output=True, text=True, timeout=60, check=False)
+    return [tree for tree in yaml.safe_load_all(output_of(renderer, CHART, file)) if tree]
+
+
+def output_of(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    return [tree for tree in yaml.safe_load_all(done.stdout) if tree]
+    return done.stdout
 
 
 def check(trees: list[Tree]) -> None:
@@ -76,13 +72,32 @@ def of(trees: list[Tree], kind: str) -> Tree:
     return next(tree for tree in trees if tree["kind"] == kind)
 
 
+def container_of(trees: list[Tree]) -> Tree:
+    """The container of the Deployment."""
+    (container,) = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"]
+    return container  # type: ignore[no-any-return]
+
+
+def settings_of(trees: list[Tree]) -> config.Settings:
+    """What the ConfigMap configures."""
+    return config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
+
+
+def settings_by(arguments: list[str], **instead: Any) -> config.Settings:
+    """What a container's `arguments` configure, with some replaced."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path)
+    chart_flags.add_flags(parser)
+    args, args.unknown = parser.parse_known_args(arguments)
+    assert args.unknown == []
+    vars(args).update(instead)
+    return chart_flags.settings(args, {})[0]
+
+
 def strings(tree: Any) -> Iterator[str]:
     """Every string value of a tree."""
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from strings(value)
-    elif isinstance(tree, list):
-        for value in tree:
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
             yield from strings(value)
     elif isinstance(tree, str):
         yield tree
@@ -94,27 +109,24 @@ def test_every_manifest_is_listed_and_valid() -> None:
     assert listed == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     check(trees)
     kinds = Counter(tree["kind"] for tree in trees)
-    scaling = {"Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
-    assert kinds == {
-        "Service": 2,
-        **dict.fromkeys(scaling, 1),
-        **dict.fromkeys({"ConfigMap", "Namespace", "NetworkPolicy", "ServiceAccount", "ServiceMonitor"}, 1),
-    }
+    once = {
+        "Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget", "ConfigMap", "Namespace",
+        "NetworkPolicy", "ServiceAccount", "ServiceMonitor",
+    }  # fmt: skip
+    assert kinds == {"Service": 2, **dict.fromkeys(once, 1)}
 
 
 def test_a_manifest_with_a_misspelt_field_is_refused() -> None:
-    tree = of(plain(), "Deployment")
-    tree["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    trees = plain()
+    container_of(trees)["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
-        check([tree])
+        check(trees)
 
 
 def test_the_parts_fit_each_other() -> None:
     trees = plain()
-    settings = config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
-    pod = of(trees, "Deployment")["spec"]["template"]
-    container = pod["spec"]["containers"][0]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    settings, pod = settings_of(trees), of(trees, "Deployment")["spec"]["template"]
+    ports = {port["name"]: port["containerPort"] for port in container_of(trees)["ports"]}
     # The ports are those that the replica listens on.
     assert settings.extproc.listen == f"0.0.0.0:{ports['grpc']}"
     assert settings.admin.listen == f"0.0.0.0:{ports['admin']}"
@@ -131,12 +143,10 @@ def test_the_parts_fit_each_other() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > needs_s
     # The policy allows discovery and Redis.
     assert settings.discovery.dns is not None
-    allowed = {
-        port["port"] for rule in of(trees, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]
-    }
+    rules = of(trees, "NetworkPolicy")["spec"]
+    allowed = {port["port"] for rule in rules["egress"] for port in rule["ports"]}
     assert {53, 6379, settings.discovery.dns.port} <= allowed
     # Replicas reach each other, to transfer budget without Redis.
-    rules = of(trees, "NetworkPolicy")["spec"]
     me = {"podSelector": {"matchLabels": of(trees, "Deployment")["spec"]["selector"]["matchLabels"]}}
     for way, who in (("ingress", "from"), ("egress", "to")):
         found = [rule["ports"] for rule in rules[way] if me in rule.get(who, [])]
@@ -144,12 +154,8 @@ def test_the_parts_fit_each_other() -> None:
     # The monitor selects one Service, not the headless one beside it.
     monitor = of(trees, "ServiceMonitor")["spec"]["selector"]
     without = {entry["key"] for entry in monitor["matchExpressions"] if entry["operator"] == "DoesNotExist"}
-    found = [
-        tree["metadata"]["name"]
-        for tree in trees
-        if tree["kind"] == "Service" and not without & tree["metadata"]["labels"].keys()
-    ]
-    assert found == ["picker"]
+    services = [tree["metadata"] for tree in trees if tree["kind"] == "Service"]
+    assert [each["name"] for each in services if not without & each["labels"].keys()] == ["picker"]
 
 
 @pytest.mark.timeout(540)
@@ -174,17 +180,12 @@ def unmarked(trees: list[Tree]) -> list[Tree]:
 
 def test_in_a_gateways_seat_the_parts_fit_each_other() -> None:
     trees = plain(FOLDER / "inference-pool")
-    container = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container = container_of(trees)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config")
-    chart_flags.add_flags(parser)
-    args, args.unknown = parser.parse_known_args(container["args"][3:])
-    args.config = None
-    found, _ = chart_flags.settings(args, {})
+    found = settings_by(container["args"][3:], config=None)
     listening = {found.extproc.listen, found.extproc.health_listen, found.admin.listen}
     assert listening == {f"0.0.0.0:{port}" for port in ports.values()}
-    own = config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"]))
+    own = settings_of(trees)
     grace_s = of(trees, "Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace_s > own.extproc.drain_grace + own.extproc.drain_timeout
     pool = of(trees, "InferencePool")
@@ -212,13 +213,11 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     # The disabled parts are gone, and the rest follows the values.
     kinds = {tree["kind"] for tree in trees}
     assert kinds == {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service", "ServiceAccount"}
-    deployment = of(trees, "Deployment")["spec"]
-    container = deployment["template"]["spec"]["containers"][0]
-    assert deployment["replicas"] == 5
-    assert container["image"] == "example/picker:7"
-    assert container["env"] == [secret]
+    container = container_of(trees)
+    assert of(trees, "Deployment")["spec"]["replicas"] == 5
+    assert (container["image"], container["env"]) == ("example/picker:7", [secret])
     assert [port["containerPort"] for port in container["ports"]] == [9102, 9181]
-    assert config.parse(yaml.safe_load(of(trees, "ConfigMap")["data"]["picker.yaml"])).pool == "default"
+    assert settings_of(trees).pool == "default"
     # Every template is filled in.
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 
@@ -231,19 +230,11 @@ def test_the_chart_configures_pools_as_the_replica_reads_them(renderer: str, tmp
         trees = rendered(renderer, tmp_path, {"inferencePool": pools})
         file = tmp_path / "picker.yaml"
         file.write_text(of(trees, "ConfigMap")["data"]["picker.yaml"])
-        arguments = of(trees, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--config", type=Path)
-        chart_flags.add_flags(parser)
-        flags = parser.parse_args([str(file) if word.endswith(".yaml") else word for word in arguments[1:]])
-        flags.unknown = []
-        settings, _ = chart_flags.settings(flags, {})
+        settings = settings_by(container_of(trees)["args"][1:], config=file)
         (other,) = (pool for name, pool in config.pools_of(settings).items() if name != settings.pool)
-        assert other.discovery.kubernetes is not None
-        assert (other.discovery.kubernetes.pool, other.discovery.kubernetes.namespace) == (
-            further,
-            "inference",
-        )
+        found = other.discovery.kubernetes
+        assert found is not None
+        assert (found.pool, found.namespace) == (further, "inference")
 
 
 def by_name(trees: list[Tree]) -> dict[tuple[str, str], Tree]:

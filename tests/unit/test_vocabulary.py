@@ -6,7 +6,7 @@ versions called a thing, and the library of an earlier version that tests run be
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -98,20 +98,11 @@ def texts() -> Iterator[tuple[str, str]]:
             yield name, (ROOT / name).read_text(encoding="utf-8")
 
 
-def lines_with(words: set[str], text: str) -> Iterator[tuple[int, str]]:
-    """Line number and word of each of `words` in `text`, alone or as a part of an identifier."""
+def uses(words: Mapping[str, str], text: str, parts: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """Line number of each of `words` among the `parts` of a name in `text`, and what to say instead."""
     for number, line in enumerate(text.splitlines(), 1):
         for name in _IDENTIFIER.findall(line):
-            for part in {part.lower() for part in _PARTS.findall(name)} & words:
-                yield number, part
-
-
-def names_in(words: set[str], text: str) -> Iterator[tuple[int, str]]:
-    """Line number and word of each identifier of `text` that is one of `words`."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for name in _IDENTIFIER.findall(line):
-            if name.strip("_") in words:
-                yield number, name.strip("_")
+            yield from (f"{number}: {part} (say {words[part]})" for part in {*parts(name)} & words.keys())
 
 
 def code_of(name: str, text: str) -> str:
@@ -121,29 +112,19 @@ def code_of(name: str, text: str) -> str:
 
 
 def test_words_that_were_this_projects_own_are_in_no_text() -> None:
-    found = [
-        f"{name}:{number}: {word} (say {WORDS[word]})"
-        for name, text in texts()
-        for number, word in lines_with(set(WORDS), text)
-    ]
-    assert found == []
+    def parts(name: str) -> list[str]:
+        return [part.lower() for part in _PARTS.findall(name)]
+
+    assert [f"{name}:{use}" for name, text in texts() for use in uses(WORDS, text, parts)] == []
 
 
 def test_no_name_in_code_is_one_that_was_this_projects_own() -> None:
-    found = [
-        f"{name}:{number}: {word} (say {NAMES[word]})"
-        for name, text in texts()
-        if Path(name).suffix in _STRINGS_AND_COMMENTS
-        for number, word in names_in(set(NAMES), code_of(name, text))
+    code = {name: code_of(name, text) for name, text in texts() if name.endswith((".py", ".lua", ".js"))}
+    bare = [
+        f"{n}:{use}" for n, text in code.items() for use in uses(NAMES, text, lambda name: [name.strip("_")])
     ]
-    assert found == []
+    assert bare == []
 
 
 def test_names_of_tests_are_sentences() -> None:
-    found = [
-        f"{name}:{number}"
-        for name, text in texts()
-        for number, line in enumerate(text.splitlines(), 1)
-        if "def test_given_" in line
-    ]
-    assert found == []
+    assert [name for name, text in texts() if "def test_given_" in text] == []
