@@ -22,13 +22,10 @@ POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/models/inferencepools"
 
 def pod(name: str, address: str, *, ready: bool = True, app: str = "llm", **more: Any) -> dict[str, Any]:
     """A running pod."""
+    conditions = [{"type": "Ready", "status": str(ready)}]
     return {
         "metadata": {"name": name, "namespace": "models", "labels": {"app": app}, **more},
-        "status": {
-            "phase": "Running",
-            "podIP": address,
-            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-        },
+        "status": {"phase": "Running", "podIP": address, "conditions": conditions},
     }
 
 
@@ -79,10 +76,10 @@ class ApiServer:
 
     async def cut(self) -> None:
         """Cut all connections."""
-        for task in tuple(self._tasks):
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def api(self) -> Api:
         return Api(httpx2.AsyncClient(base_url=f"http://127.0.0.1:{self.port}"), "models")
@@ -131,15 +128,12 @@ class ApiServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        try:
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                while await self._answer(reader, writer):
-                    pass
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._tasks.discard(task)
-            writer.transport.abort()
+        ends = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+        with contextlib.suppress(*ends):
+            while await self._answer(reader, writer):
+                pass
+        self._tasks.discard(task)
+        writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -155,9 +149,8 @@ class ApiServer:
         if "watch" in params:
             await self._watch(writer, url.path, params)
             return False
-        items = [
-            item for (path, _), item in self._objects.items() if path == url.path and _selected(item, params)
-        ]
+        found = [item for (path, _), item in self._objects.items() if path == url.path]
+        items = [item for item in found if _selected(item, params)]
         metadata = {"resourceVersion": str(self._version)}
         return await self._send(writer, 200, {"kind": "List", "metadata": metadata, "items": items})
 
@@ -170,9 +163,8 @@ class ApiServer:
 
     async def _watch(self, writer: asyncio.StreamWriter, path: str, params: dict[str, str]) -> None:
         version = int(params["resourceVersion"])
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        kind, chunked = b"content-type: application/json\r\n", b"transfer-encoding: chunked\r\n"
+        writer.write(b"HTTP/1.1 200 OK\r\n" + kind + chunked + b"\r\n")
         if version < self._oldest:
             expired = {"code": 410, "message": "too old resource version", "reason": "Expired"}
             self._line(writer, "ERROR", {"kind": "Status", **expired})

@@ -1,7 +1,7 @@
 """A store with scripted replies, which records its calls."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
@@ -11,8 +11,7 @@ POOL = PoolState(
     born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
     queue_bytes={}, active_flows=0, virtual_times={}, leases=0, dispatched_total=0, ended_total=0,
     guard_dispatches_total=0, guard_credit=0.0, overdue=0, drain_rate=0.0, paused=False, tuned_version="",
-    replicas=("r",),
-    in_flight={}, about={},
+    replicas=("r",), in_flight={}, about={},
 )  # fmt: skip
 
 
@@ -61,14 +60,9 @@ class ScriptedStore:
         return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
 
     def settle(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        actual: float | None = None,
-        answer_tokens: int | None = None,
-        *,
-        urgent: bool = False,
-    ) -> asyncio.Future[str]:
+        self, request_id: str, _: Outcome, actual: float | None = None, answer_tokens: int | None = None,
+        **_more: bool,
+    ) -> asyncio.Future[str]:  # fmt: skip
         self.settled.append((request_id, actual, answer_tokens))
         return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
@@ -102,30 +96,11 @@ class ScriptedStore:
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         self.heartbeats.append(about)
         was_known, self.was_known = self.was_known, True
-        return HeartbeatReply(
-            self.epoch,
-            was_known,
-            True,
-            1,
-            "c",
-            "e",
-            0.0,
-            0,
-            1.0,
-            1.0,
-            1,
-            self.version,
-            "paused" in self.overrides,
-        )
+        figures = (0.0, 0, 1.0, 1.0, 1)
+        paused = "paused" in self.overrides
+        return HeartbeatReply(self.epoch, was_known, True, 1, "c", "e", *figures, self.version, paused)
 
-    async def publish(
-        self,
-        settings: Mapping[str, object],
-        endpoints: Sequence[Endpoint],
-        *,
-        config_version: str,
-        endpoints_version: str,
-    ) -> None:
+    async def publish(self, settings: Mapping[str, object], *_: object, **_versions: str) -> None:
         self.published.append(dict(settings))
         if self.epoch == "0":
             self.epoch = f"life-{len(self.published)}"
@@ -158,7 +133,7 @@ class ScriptedStore:
     async def state(self, silence_s: float) -> PoolState:
         return self.pool
 
-    async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
+    async def sweep(self, **_limits: float) -> SweepReply:
         return SweepReply(False, 0, 0, False)
 
     def lose(self) -> None:
