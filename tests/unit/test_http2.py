@@ -22,19 +22,7 @@ from tables import cases
 from picker_fleet.errors import BufferFull
 from picker_fleet.extproc import http2, native
 from picker_fleet.extproc.context import BodyBudget
-from picker_fleet.extproc.http2 import (
-    ACK,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADERS,
-    PING,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
-    frame,
-)
+from picker_fleet.extproc.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
 from picker_fleet.extproc.native import Keepalive, NativeTransport
 from picker_fleet.extproc.transport import Handler, Stream
 
@@ -62,7 +50,7 @@ class Frame(NamedTuple):
     @property
     def code(self) -> int:
         """The error code of a reset or a GOAWAY."""
-        at = 4 if self.kind == GOAWAY else 0
+        at = 4 if self.kind == http2.GOAWAY else 0
         return int.from_bytes(self.payload[at : at + 4], "big")
 
 
@@ -109,7 +97,7 @@ class Peer:
 
     async def reset(self) -> tuple[int, int]:
         """Stream and error code of the next reset."""
-        got = await self.next(RST_STREAM)
+        got = await self.next(http2.RST_STREAM)
         return got.stream, got.code
 
     async def served(self) -> int:
@@ -123,15 +111,15 @@ class Peer:
 
     async def ended(self) -> int:
         """The error code of the GOAWAY with which the connection ends."""
-        last = await self.next(GOAWAY)
+        last = await self.next(http2.GOAWAY)
         while (got := await self.read()) is not None:
-            last = got if got.kind == GOAWAY else last
+            last = got if got.kind == http2.GOAWAY else last
         return last.code
 
     async def answer(self, stream: int) -> list[Frame]:
         """The frames of a stream until its end."""
         frames: list[Frame] = []
-        while not frames or not (frames[-1].flags & END_STREAM or frames[-1].kind == RST_STREAM):
+        while not frames or not (frames[-1].flags & END_STREAM or frames[-1].kind == http2.RST_STREAM):
             frames.append(await self.until(lambda got: got.stream == stream))
         return frames
 
@@ -234,7 +222,7 @@ async def test_a_stream_that_this_side_ends_first_is_reset_without_an_error_and_
 PROTOCOL, SIZE, FLOW = http2.PROTOCOL_ERROR, http2.FRAME_SIZE_ERROR, http2.FLOW_CONTROL_ERROR
 HPACK, CALM = http2.COMPRESSION_ERROR, http2.ENHANCE_YOUR_CALM
 WHOLE = frame(HEADERS, END_HEADERS, 1, hpack.Encoder().encode(FIELDS))
-RESET_OF_1 = frame(RST_STREAM, 0, 1, CANCEL)
+RESET_OF_1 = frame(http2.RST_STREAM, 0, 1, CANCEL)
 TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
 
 
@@ -263,14 +251,14 @@ TOO_MUCH_WINDOW = b"\x7f\xff\xff\xff"
     "settings of a stream": (PROTOCOL, frame(SETTINGS, 0, 3)),
     "a bad setting": (PROTOCOL, frame(SETTINGS, 0, 0, struct.pack(">HL", 2, 2))),
     "a huge window": (FLOW, window_setting(2**31)),
-    "no window": (PROTOCOL, frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\0")),
-    "a cut window": (SIZE, frame(WINDOW_UPDATE, 0, 0, b"\0")),
-    "too much window": (FLOW, frame(WINDOW_UPDATE, 0, 0, TOO_MUCH_WINDOW)),
-    "an idle window": (PROTOCOL, frame(WINDOW_UPDATE, 0, 5, b"\0\0\0\1")),
-    "an idle reset": (PROTOCOL, frame(RST_STREAM, 0, 5, b"\0\0\0\1")),
-    "a cut reset": (SIZE, frame(RST_STREAM, 0, 1, b"\0")),
+    "no window": (PROTOCOL, frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\0")),
+    "a cut window": (SIZE, frame(http2.WINDOW_UPDATE, 0, 0, b"\0")),
+    "too much window": (FLOW, frame(http2.WINDOW_UPDATE, 0, 0, TOO_MUCH_WINDOW)),
+    "an idle window": (PROTOCOL, frame(http2.WINDOW_UPDATE, 0, 5, b"\0\0\0\1")),
+    "an idle reset": (PROTOCOL, frame(http2.RST_STREAM, 0, 5, b"\0\0\0\1")),
+    "a cut reset": (SIZE, frame(http2.RST_STREAM, 0, 1, b"\0")),
     "a priority of nothing": (PROTOCOL, frame(http2.PRIORITY, 0, 0, b"12345")),
-    "a cut GOAWAY": (SIZE, frame(GOAWAY, 0, 0, b"1")),
+    "a cut GOAWAY": (SIZE, frame(http2.GOAWAY, 0, 0, b"1")),
     "a closed stream": (http2.STREAM_CLOSED, WHOLE + RESET_OF_1 + WHOLE),
 })  # fmt: skip
 async def test_a_connection_that_breaks_the_protocol_ends_with_its_error(code: int, sent: bytes) -> None:
@@ -300,8 +288,8 @@ async def test_a_peer_that_speaks_something_else_is_sent_away(first: bytes) -> N
     "a header of the connection": (PROTOCOL, [*FIELDS, ("connection", "close")], b""),
     "another length": (PROTOCOL, [*FIELDS, ("content-length", "9")], frame(DATA, END_STREAM, 1, ASK)),
     "trailers that do not end the stream": (PROTOCOL, FIELDS, WHOLE),
-    "no window": (PROTOCOL, FIELDS, frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
-    "too much window": (FLOW, FIELDS, frame(WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
+    "no window": (PROTOCOL, FIELDS, frame(http2.WINDOW_UPDATE, 0, 1, b"\0\0\0\0")),
+    "too much window": (FLOW, FIELDS, frame(http2.WINDOW_UPDATE, 0, 1, TOO_MUCH_WINDOW)),
     "a priority over itself": (PROTOCOL, FIELDS, frame(http2.PRIORITY, 0, 1, b"\0\0\0\1\0")),
 })  # fmt: skip
 async def test_a_stream_that_breaks_the_protocol_is_reset_and_no_other(
@@ -401,7 +389,7 @@ async def test_unread_messages_close_their_streams_window_and_count_in_the_budge
         # No more is allowed: the next byte breaks the peer's window.
         for _ in range(count):
             reads.release()
-        credit = await peer.until(lambda got: got.kind == WINDOW_UPDATE and got.stream == 1)
+        credit = await peer.until(lambda got: got.kind == http2.WINDOW_UPDATE and got.stream == 1)
         assert int.from_bytes(credit.payload, "big") == http2.WINDOW_BYTES
         assert server.budget.held_bytes == 0
         await peer.send(*[frame(DATA, 0, 1, piece)] * count, frame(DATA, 0, 1, b"x"))
@@ -445,7 +433,9 @@ async def test_a_client_that_reads_slowly_makes_its_handler_wait() -> None:
             assert written * 10_005 <= len(received) + 25_000 + 10_005
             credit = len(got.payload).to_bytes(4, "big")
             if got.payload:
-                await peer.send(frame(WINDOW_UPDATE, 0, 1, credit), frame(WINDOW_UPDATE, 0, 0, credit))
+                await peer.send(
+                    frame(http2.WINDOW_UPDATE, 0, 1, credit), frame(http2.WINDOW_UPDATE, 0, 0, credit)
+                )
         assert len(received) == 100 * 10_005 + 9
 
 
@@ -463,7 +453,7 @@ async def test_ten_thousand_streams_wait_on_one_connection() -> None:
         for stream in ids:
             await peer.send(peer.request(stream))
         await until(lambda: handler.waiting == len(ids))
-        await peer.send(frame(WINDOW_UPDATE, 0, 0, (2**20).to_bytes(4, "big")))
+        await peer.send(frame(http2.WINDOW_UPDATE, 0, 0, (2**20).to_bytes(4, "big")))
         handler.release.set()
         ended: set[int] = set()
         while len(ended) < len(ids):
@@ -481,7 +471,7 @@ async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_els
         await other.send(other.headers(1))
         assert await other.reset() == (1, http2.REFUSED_STREAM)
         # A stream that ends, or is reset, makes room.
-        await one.send(frame(DATA, END_STREAM, 1, ASK), frame(RST_STREAM, 0, 3, CANCEL))
+        await one.send(frame(DATA, END_STREAM, 1, ASK), frame(http2.RST_STREAM, 0, 3, CANCEL))
         await one.answer(1)
         await other.send(other.request(3))
         assert await other.data(3) == ASK
@@ -526,7 +516,7 @@ async def test_many_window_updates_in_one_read_wake_each_waiting_writer_once() -
     blocked = Mock()
     connection, _ = connected()
     connection.blocked[1] = blocked
-    connection.data_received(frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 1000)
+    connection.data_received(frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 1000)
     await asyncio.sleep(0)
     blocked.wake_writer.assert_called_once_with()
 
@@ -546,12 +536,12 @@ async def test_a_stop_lets_open_streams_end_and_refuses_new_ones() -> None:
         await peer.send(peer.request(1))
         await until(lambda: handler.waiting)
         stopping = asyncio.create_task(server.transport.stop(30))
-        first = await peer.next(GOAWAY)
+        first = await peer.next(http2.GOAWAY)
         assert int.from_bytes(first.payload[:4], "big") == 2**31 - 1
         # One that was on its way is still taken; what comes after the peer knows is refused.
         ping = await peer.next(PING)
         await peer.send(peer.request(3), frame(PING, ACK, 0, ping.payload))
-        second = await peer.next(GOAWAY)
+        second = await peer.next(http2.GOAWAY)
         assert int.from_bytes(second.payload[:4], "big") == 3
         await peer.send(peer.headers(5))
         assert await peer.reset() == (5, http2.REFUSED_STREAM)
@@ -577,8 +567,8 @@ async def test_a_refused_path_is_refused_on_every_connection_and_others_go_on() 
 
 # How a peer ends a request that it has just begun: by its reset, or by a fault for which this side resets.
 GIVING_UP: dict[str, Callable[[int], bytes]] = {
-    "reset": lambda stream: frame(RST_STREAM, 0, stream, CANCEL),
-    "an empty window update": lambda stream: frame(WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
+    "reset": lambda stream: frame(http2.RST_STREAM, 0, stream, CANCEL),
+    "an empty window update": lambda stream: frame(http2.WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
     "a second end": lambda stream: frame(DATA, END_STREAM, stream) * 2,
 }
 FEW = http2.Limits(given_up_at_once=50.0, given_up_per_s=0.001)

@@ -26,7 +26,7 @@ from tables import cases
 from picker_fleet.bands import Band
 from picker_fleet.cli import main
 from picker_fleet.errors import ConfigError
-from picker_tools.load import report
+from picker_tools.load import report, result
 from picker_tools.load.checks import check_promises
 from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
 from picker_tools.load.generator import (
@@ -39,17 +39,6 @@ from picker_tools.load.generator import (
     rates_by_total,
 )
 from picker_tools.load.report import show, write
-from picker_tools.load.result import (
-    Dispatch,
-    FaultsInjected,
-    LogAudit,
-    RunResult,
-    Sample,
-    fair,
-    flow_shares,
-    quantile,
-    quantiles,
-)
 from picker_tools.load.scenarios import SCENARIOS, Conversation, Source, Wave
 from picker_tools.load.session import kill_moments
 from picker_tools.load.target import OwnFleet, Size, check_url
@@ -126,11 +115,11 @@ def test_a_sample_of_the_state() -> None:
         "queue_length": {"Critical": 1, "Default": 2, "Sheddable": 0}, "replicas": ["x", "y"],
         "degraded": False,
     }  # fmt: skip
-    found = Sample.read(1.5, json.dumps(state).encode())
+    found = result.Sample.read(1.5, json.dumps(state).encode())
     assert found is not None
     assert (found.stock, found.total_queued, found.replicas, found.at_rest) == (3, 3, 2, False)
     for page in (b"", b"{", b"[]", b"{}", b'{"stock": "x"}', b"null"):
-        assert Sample.read(0.0, page) is None
+        assert result.Sample.read(0.0, page) is None
 
 
 EVEN = Source("plain", 1.0, "plain")
@@ -374,11 +363,11 @@ async def test_a_conversation_goes_on_with_the_answer() -> None:
 
 def test_a_quantile_is_one_of_the_values() -> None:
     values = [float(number) for number in range(1, 101)]
-    assert [quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
-    assert quantile([7.0], 0.5) == 7
-    assert math.isnan(quantile([], 0.5))
-    assert quantiles([]) == {}
-    assert quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
+    assert [result.quantile(values, part) for part in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert result.quantile([7.0], 0.5) == 7
+    assert math.isnan(result.quantile([], 0.5))
+    assert result.quantiles([]) == {}
+    assert result.quantiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p95": 3, "p99": 3, "max": 3}
 
 
 @cases("fields, demand, due", {
@@ -391,7 +380,7 @@ def test_a_flow_gets_at_most_its_demand_and_others_share_the_rest_by_band_and_we
     fields: list[dict[str, Any]], demand: tuple[float, ...], due: tuple[float, ...]
 ) -> None:
     sources = [Source(name, 1, name, **more) for name, more in zip("abc", fields, strict=True)]
-    found = fair(sources, dict(zip("abc", demand, strict=True)), 100)
+    found = result.fair(sources, dict(zip("abc", demand, strict=True)), 100)
     assert [found[name] for name in "abc"] == pytest.approx(due)
 
 
@@ -406,12 +395,12 @@ def test_fair_parts_exceed_neither_demand_nor_service(
     sources = [Source(f"f{place}", 1, f"f{place}", weight=weights[place]) for place in range(len(demand))]
     asked = {source.flow: amount for source, amount in zip(sources, demand, strict=True)}
     served = part * sum(demand)
-    due = fair(sources, asked, served)
+    due = result.fair(sources, asked, served)
     assert all(due[flow] <= asked[flow] + 1e-6 for flow in due)
     assert sum(due.values()) == pytest.approx(served, abs=1e-6)
 
 
-FAULTS = FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
+FAULTS = result.FaultsInjected(kills=[(3.0, "replica-1")], outages=[(5.0, 8.0)])
 
 
 class Tags(HTMLParser):
@@ -440,7 +429,7 @@ class Tags(HTMLParser):
 DRAWN = ("noisy-neighbour", "long-prompts", "multi-turn")
 
 
-def written(evidence: RunResult, folder: Path) -> tuple[dict[str, Any], str]:
+def written(evidence: result.RunResult, folder: Path) -> tuple[dict[str, Any], str]:
     write(evidence, check_promises(evidence), folder)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary, (folder / "report.html").read_text()
@@ -513,13 +502,13 @@ def test_the_summary_has_what_is_needed_to_repeat_the_run(report_of: Reports) ->
 
 def test_what_was_asked_while_redis_was_away_is_in_no_fair_share() -> None:
     asked = tuple(each for each in run("demo").answers if each.source == "noisy" or each.number % 4 == 0)
-    harmed = run("demo", answers=asked, faults_injected=FaultsInjected(outages=[(10.0, 12.0)]))
+    harmed = run("demo", answers=asked, faults_injected=result.FaultsInjected(outages=[(10.0, 12.0)]))
     logged = tuple(
-        Dispatch(harmed.wall_s + each.sent_s, each.source, 1, "", 1.0, 0.1)
+        result.Dispatch(harmed.wall_s + each.sent_s, each.source, 1, "", 1.0, 0.1)
         for each in asked
         if each.number % 2 == 0 and not harmed.disturbed(each.sent_s, 1.0)
     )
-    shares = flow_shares(replace(harmed, log_audits=[LogAudit(None, logged)]))
+    shares = result.flow_shares(replace(harmed, log_audits=[result.LogAudit(None, logged)]))
     assert shares["quiet"]["fair"] == shares["quiet"]["served"]
 
 
@@ -531,7 +520,7 @@ NO_CONNECTION = answer("client-1", status=0, first_s=None, head_s=None, fault="n
     "one failure": [run(answers=(NO_CONNECTION,))],
     "one sample": [replace(run(samples=(sample(0.1),)), interrupted=True)],
 })  # fmt: skip
-def test_every_run_has_a_report(evidence: RunResult, tmp_path: Path) -> None:
+def test_every_run_has_a_report(evidence: result.RunResult, tmp_path: Path) -> None:
     summary, page = written(evidence, tmp_path)
     assert summary["counts"]["sent"] == evidence.sent
     assert ("INTERRUPTED" in page) is evidence.interrupted

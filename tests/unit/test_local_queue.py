@@ -10,16 +10,9 @@ from hypothesis import given
 from local_requests import ask, rules
 from tables import cases
 
+from picker_fleet import errors
 from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY, NAMED, Band, Bands
 from picker_fleet.config import parse
-from picker_fleet.errors import (
-    BandBytes,
-    BandCapacity,
-    InsufficientFlowCapacity,
-    Saturated,
-    TooManyFlows,
-    TotalCapacity,
-)
 from picker_fleet.failover.local_queue import LocalQueue, Waiting
 from picker_fleet.request import Workload
 
@@ -100,12 +93,12 @@ def test_a_full_band_and_a_band_that_is_not_preemptible_are_kept() -> None:
     # Half of four places are this replica's.
     for n in range(2):
         queue.offer(ask(f"seven {n}", band=configured.of(7)), 1.0, float(n))
-    with pytest.raises(BandCapacity):
+    with pytest.raises(errors.BandCapacity):
         queue.offer(ask("no more", band=configured.of(7)), 1.0, 2.0)
     # The queue of three is full with one of the lowest band, which makes room; the others do not.
     queue.offer(ask("batch", band=configured.of(-50)), 1.0, 3.0)
     assert preempted_by(queue, "critical", band=Band.CRITICAL) == "batch"
-    with pytest.raises(TotalCapacity):
+    with pytest.raises(errors.TotalCapacity):
         queue.offer(ask("critical too", band=Band.CRITICAL), 1.0, 5.0)
     assert queue.lengths() == {"Critical": 1, "7": 2, "Default": 0, "Sheddable": 0, "batch": 0}
 
@@ -115,7 +108,7 @@ def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
     band = configured.of(0)
     # Half of them are this replica's.
     entry, _ = queue.offer(ask("first", band=band, body_bytes=300), 1.0, 0.0)
-    with pytest.raises(BandBytes):
+    with pytest.raises(errors.BandBytes):
         queue.offer(ask("second", band=band, body_bytes=201), 1.0, 1.0)
     queue.offer(ask("second", band=band, body_bytes=200), 1.0, 1.0)
     # What leaves gives its bytes back, served or not.
@@ -163,14 +156,6 @@ def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
     assert sum(name.startswith("s") for name in found) in (10, 11)
 
 
-def test_a_higher_band_preempts_the_newest_request_of_the_lowest_band_in_a_full_queue() -> None:
-    queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
-    queue.offer(ask("old", band=Band.SHEDDABLE), 1.0, 1.0)
-    queue.offer(ask("new", band=Band.SHEDDABLE), 1.0, 2.0)
-    assert preempted_by(queue, "high", band=Band.CRITICAL) == "new"
-    assert drain(queue) == ["high", "old"]
-
-
 def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> None:
     queue = LocalQueue(rules(total_capacity=2, flow_capacity=2))
     for _ in range(2):
@@ -187,10 +172,10 @@ def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     first, _ = tight.offer(ask("a", flow="a"), 1.0, 0.0)
     picky = LocalQueue(rules(overload="reject-noncritical"))
     for queue, flow, error in (
-        (full, "c", TotalCapacity),
-        (tight, "a", InsufficientFlowCapacity),
-        (tight, "b", TooManyFlows),
-        (picky, "d", Saturated),
+        (full, "c", errors.TotalCapacity),
+        (tight, "a", errors.InsufficientFlowCapacity),
+        (tight, "b", errors.TooManyFlows),
+        (picky, "d", errors.Saturated),
     ):
         with pytest.raises(error) as caught:
             queue.offer(ask(f"{flow} too", flow=flow), 1.0, 0.0)
@@ -217,7 +202,7 @@ def test_no_request_is_lost_or_served_twice(steps: list[tuple[str, int]]) -> Non
             try:
                 request = ask(str(n), flow=f"f{pick}", band=NAMED[pick % 3], ttl_s=20.0)
                 waiting, preempted = queue.offer(request, 1.0, float(n))
-            except (TotalCapacity, InsufficientFlowCapacity):
+            except (errors.TotalCapacity, errors.InsufficientFlowCapacity):
                 continue
             inside[str(n)] = waiting
             if preempted is not None:

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from local_requests import ask
 from metrics_page import samples
 from scripted_store import POOL
@@ -35,25 +37,28 @@ class Page:
         self.metrics = Metrics()
         self.readings: dict[str, Reading] = {}
         self.running: Counter[str] = Counter()
-        self.metrics.add(
-            ReferenceMetrics(
-                "llm", self.metrics, readings=lambda: self.readings, running=lambda: self.running
-            ).families
-        )
+        live: Any = {"readings": lambda: self.readings, "running": lambda: self.running}
+        self.metrics.add(ReferenceMetrics("llm", self.metrics, **live).families)
+
+    def series(self, name: str) -> dict[tuple[str, ...], float]:
+        return {key: value for key, value in samples(self.metrics).items() if key[0] == name}
 
     def values(self, names: tuple[str, ...], *labels: str) -> list[float | None]:
         found = samples(self.metrics)
         return [found.get((name, *labels)) for name in names]
 
 
-def test_what_waits_and_runs_is_0_before_the_first_request() -> None:
-    page = Page()
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+def test_what_waits_and_runs_is_0_before_the_first_request(page: Page) -> None:
     assert page.values(QUEUE, "inference_pool=llm") == [0, 0]
     assert page.values(RUNNING) == [0, 0]
 
 
-def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0() -> None:
-    page = Page()
+def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0(page: Page) -> None:
     urgent = ask(flow="tenant", band=Band.CRITICAL, model="llama", target_model="llama-7b")
     page.metrics.waiting(urgent, 3)
     page.metrics.waiting(urgent._replace(band=Band.SHEDDABLE), 1)
@@ -69,8 +74,7 @@ def test_requests_are_counted_by_flow_priority_and_model_and_fall_to_0() -> None
     assert page.values(RUNNING, "model_name=llama") == [0, 0]
 
 
-def test_saturation_and_ready_endpoints_follow_the_pool() -> None:
-    page = Page()
+def test_saturation_and_ready_endpoints_follow_the_pool(page: Page) -> None:
     page.metrics.pool(replace(POOL, stock=3.0, upper=12.0, ready_backends=2), 10.0, 0.0)
     assert page.values(SATURATION, "inference_pool=llm") == [0.25, 0.25]
     assert page.values(READY, "name=llm") == [2, 2]
@@ -79,8 +83,7 @@ def test_saturation_and_ready_endpoints_follow_the_pool() -> None:
     assert page.values(READY, "name=llm") == [0, 0]
 
 
-def test_averages_are_of_the_endpoints_that_are_known() -> None:
-    page = Page()
+def test_averages_are_of_the_endpoints_that_are_known(page: Page) -> None:
     names = tuple(f"{prefix}_average_queue_size" for prefix in ("llm_d_epp", "inference_pool"))
     assert page.values(names, "name=llm") == [None, None]
     page.readings = {"a": reading(2, 4, 0.5), "b": reading(4, 8, 0.7), "c": reading(90, 90, 0.9, known=False)}
@@ -89,37 +92,31 @@ def test_averages_are_of_the_endpoints_that_are_known() -> None:
     assert page.values(("llm_d_epp_average_kv_cache_utilization",), "name=llm") == [0.6]
 
 
-def test_flows_cannot_make_series_without_end() -> None:
-    page = Page()
+def test_flows_cannot_make_series_without_end(page: Page) -> None:
     names = ["\ud800", "x" * 100_000, *(f"flow-{number}" for number in range(3000))]
     for name in names:
         page.metrics.waiting(ask(flow=name), 1)
-    found = {key: value for key, value in samples(page.metrics).items() if key[0] == QUEUE[0]}
-    assert len(found) == 1001
-    assert sum(found.values()) == len(names)
+    lengths = page.series(QUEUE[0]).values()
+    assert (len(lengths), sum(lengths)) == (1001, len(names))
     for name in names:
         page.metrics.waiting(ask(flow=name), -1)
     page.metrics.waiting(ask(flow="new"), 1)
-    found = {key: value for key, value in samples(page.metrics).items() if key[0] == QUEUE[0]}
-    assert len(found) <= 1001
-    assert sum(found.values()) == 1
+    lengths = page.series(QUEUE[0]).values()
+    assert len(lengths) <= 1001
+    assert sum(lengths) == 1
     assert not page.metrics.waiting_requests.keys() - {("new", Band.DEFAULT, "m", "m")}
 
 
-def test_a_client_cannot_make_series_without_end() -> None:
-    page = Page()
+def test_a_client_cannot_make_series_without_end(page: Page) -> None:
     page.running.update({f"model-{number}": 1 for number in range(3000)})
-    found = samples(page.metrics)
-    series = [key for key in found if key[0] == RUNNING[0]]
-    assert len(series) == 1002
-    assert found[RUNNING[0], "model_name=other"] == 2000
+    series = page.series(RUNNING[0])
+    assert (len(series), series[RUNNING[0], "model_name=other"]) == (1002, 2000)
 
 
-def test_decisions_answers_and_waits_are_counted_under_the_references_names_too() -> None:
-    page, models = Page(), ("model_name=llama", "target_model_name=llama-7b")
-    page.metrics.answered("lean", "llama", "ok", 0.1, "llama-7b")
-    page.metrics.answered("http", "llama", "ok", 0.1, "llama-7b")
-    page.metrics.answered("http", "llama", "total_capacity", 0.1, "llama-7b")
+def test_decisions_answers_and_waits_are_counted_under_the_references_names_too(page: Page) -> None:
+    models = ("model_name=llama", "target_model_name=llama-7b")
+    for mode, code in (("lean", "ok"), ("http", "ok"), ("http", "total_capacity")):
+        page.metrics.answered(mode, "llama", code, 0.1, "llama-7b")
     page.metrics.completed(COMPLETED, "llama")
     requests = ("llm_d_epp_request_total", "inference_objective_request_total")
     assert page.values(requests, *models) == [3, 3]
@@ -131,6 +128,5 @@ def test_decisions_answers_and_waits_are_counted_under_the_references_names_too(
             assert page.values(names, "model_name=llama") == [1, seconds]
     waited = tuple(f"{prefix}_request_queue_duration_seconds_sum" for prefix in FLOW_CONTROL)
     assert page.values(waited, *models[:1], "success=true", *models[1:]) == [0.5, 0.5]
-    assert page.values(
-        ("epp_queue_latency_seconds_sum",), "model=llama", "success=true", "target_model=llama-7b"
-    ) == [0.5]
+    own = ("model=llama", "success=true", "target_model=llama-7b")
+    assert page.values(("epp_queue_latency_seconds_sum",), *own) == [0.5]

@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from redis_servers import Server, redis_server
 
+from picker_fleet.scheduling import route_stream
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
-from picker_fleet.scheduling.route_stream import (
-    MAX_ENTRIES,
-    MAX_ENTRY_BYTES,
-    CompletionRecord,
-    Record,
-    RouteRecord,
-    RouteStream,
-    join_records,
-    pack,
-    unpack,
-)
+from picker_fleet.scheduling.route_stream import CompletionRecord, Record, RouteRecord, pack, unpack
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"
 _STREAMS = itertools.count(1)
@@ -40,7 +31,7 @@ class Replica:
     def __init__(self, url: str, stream: str, name: str) -> None:
         self.index, self.latencies = PrefixIndex(), LatencyTracker()
         followed: Any = {"index": self.index, "latencies": self.latencies}
-        self.routes = RouteStream(url, stream=stream, replica=name, **followed)
+        self.routes = route_stream.RouteStream(url, stream=stream, replica=name, **followed)
 
     def completions(self, address: str) -> int:
         stats = self.latencies.stats(address)
@@ -98,7 +89,7 @@ async def fleet(url: str) -> AsyncIterator[Fleet]:
 @given(st.lists(routes | done), st.integers(min_value=1, max_value=200))
 def test_what_is_packed_is_read_again(records: list[Record], most_bytes: int) -> None:
     packed = [pack(record) for record in records]
-    entries = list(join_records(packed, most_bytes))
+    entries = list(route_stream.join_records(packed, most_bytes))
 
     assert [record for body in entries for record in unpack(body)] == records
     assert all(len(body) <= max(most_bytes, *map(len, packed)) for body in entries)
@@ -230,7 +221,7 @@ async def test_without_redis_a_replica_learns_alone_and_joins_by_itself(valkey: 
 
 async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(fleet: Fleet) -> None:
     async with fleet.client.pipeline(transaction=False) as pipeline:
-        for _ in range(2 * MAX_ENTRIES):
+        for _ in range(2 * route_stream.MAX_ENTRIES):
             pipeline.xadd(fleet.stream, {"by": "x", "body": b""})
         await pipeline.execute()
     replica = fleet.replica()
@@ -244,8 +235,8 @@ async def test_many_routes_make_few_entries_and_the_stream_stays_bounded(fleet: 
     entries = await fleet.client.xrange(fleet.stream, min=b"(" + last)
     assert sum(len(unpack(fields[b"body"])) for _, fields in entries) == 101
     assert len(entries) <= 5
-    assert all(len(fields[b"body"]) <= MAX_ENTRY_BYTES for _, fields in entries)
-    assert await fleet.client.xlen(fleet.stream) <= MAX_ENTRIES + 100
+    assert all(len(fields[b"body"]) <= route_stream.MAX_ENTRY_BYTES for _, fields in entries)
+    assert await fleet.client.xlen(fleet.stream) <= route_stream.MAX_ENTRIES + 100
 
 
 async def test_a_flood_without_redis_keeps_only_the_latest() -> None:

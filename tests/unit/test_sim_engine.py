@@ -216,16 +216,6 @@ LIMITS = st.builds(
 )  # fmt: skip
 
 
-def test_a_waiting_request_can_be_released() -> None:
-    engine = Engine(Limits(max_num_seqs=1))
-    running, gone, next_one = submitted(engine, sequence(), sequence(), sequence())
-    engine.schedule()
-    engine.release(gone)
-    assert engine.load().waiting == 1
-    engine.release(running)
-    assert engine.schedule() == [next_one]
-
-
 @given(
     asks=st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from([None, "a", "b", "c"])), max_size=30),
     limits=LIMITS,
@@ -325,20 +315,6 @@ async def test_without_delays_tokens_come_in_as_few_bursts_as_possible() -> None
     simulator = Simulator(Limits(), ttft_s=0, itl_s=0)
     with simulator.begin(prompt_tokens=1, max_tokens=600, adapter=None) as generation:
         assert [await generation.next_tokens(256) for _ in range(4)] == [256, 256, 88, 0]
-
-
-async def test_a_request_that_leaves_queued_or_running_frees_its_slot() -> None:
-    # One slot, taken for an hour, and two requests that wait.
-    simulator = Simulator(Limits(max_num_seqs=1), ttft_s=3600, itl_s=0)
-    tasks = [asyncio.create_task(generate(simulator, prompt_tokens=1, max_tokens=1)) for _ in range(3)]
-    await until_queue(simulator, running=1, waiting=2)
-    for number, waiting in ((1, 1), (0, 0)):
-        tasks[number].cancel()
-        await until_queue(simulator, running=1, waiting=waiting)
-    tasks[2].cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(result, asyncio.CancelledError) for result in results)
-    assert (simulator.load.running, simulator.load.kv_usage) == (0, 0)
 
 
 def test_words_depend_on_seed_and_prompt_only() -> None:

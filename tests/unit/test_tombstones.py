@@ -61,6 +61,11 @@ class Bench:
             {name: PeerState.read({**CALM, **others.get(name, {})}) for name in ("a", "b", "c")}
         )
 
+    async def told_of_return(self) -> None:
+        """`b` resyncs, and has been told of the ends."""
+        self.say(b=RETURNING)
+        await until(lambda: self.pokes)
+
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
@@ -77,8 +82,7 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
     bench.ends.add("late")
     assert bench.store.tombstones == []
     # Another replica fails over and resyncs: Redis gets the ends that are not too old.
-    bench.say(b=RETURNING)
-    await until(lambda: bench.pokes)
+    await bench.told_of_return()
     assert bench.store.tombstones == ["late"]
     assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
 
@@ -101,8 +105,7 @@ async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_
     bench.free = False
     bench.ends.add("x")
     bench.store.restored = {"x"}
-    bench.say(b=RETURNING)
-    await until(lambda: bench.pokes)
+    await bench.told_of_return()
     assert bench.store.settled == []
     bench.ends.settle_restored()
     assert [name for name, _, _ in bench.store.settled] == ["x"]
@@ -144,8 +147,7 @@ async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(ben
 async def test_an_id_that_is_let_go_anew_is_not_told_as_ended(bench: Bench) -> None:
     bench.ends.add("x")
     del bench.received["x"]
-    bench.say(b=RETURNING)
-    await until(lambda: bench.pokes)
+    await bench.told_of_return()
     assert bench.store.tombstones == []
 
 

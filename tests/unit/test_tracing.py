@@ -45,8 +45,11 @@ class Tracing:
         return {span.name: span for span in self.memory.get_finished_spans()}
 
 
+Make = Callable[..., Tracing]
+
+
 @pytest.fixture
-def tracing() -> Iterator[Callable[..., Tracing]]:
+def tracing() -> Iterator[Make]:
     made: list[Tracing] = []
 
     def make(sample: float = 1.0) -> Tracing:
@@ -71,11 +74,10 @@ async def settled(traced: Tracing) -> None:
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
 
 
-async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callable[..., Tracing]) -> None:
+async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Make) -> None:
     traced = tracing(sample=0.0)
-    await traced.gate.admit(REQUEST._replace(trace=PARENT), stream_owned=False)
-    await traced.gate.admit(REQUEST._replace(trace=NOT_SAMPLED), stream_owned=False)
-    await traced.gate.admit(REQUEST, stream_owned=False)
+    for request in (REQUEST._replace(trace=PARENT), REQUEST._replace(trace=NOT_SAMPLED), REQUEST):
+        await traced.gate.admit(request, stream_owned=False)
     (span,) = traced.memory.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
@@ -84,7 +86,7 @@ async def test_a_request_with_a_traceparent_continues_that_trace(tracing: Callab
 
 
 @pytest.mark.parametrize("parent", ["", "garbage", "00-zz-00f067aa0ba902b7-01", "\x00", "00-" + "0" * 32])
-async def test_a_malformed_traceparent_counts_as_none(tracing: Callable[..., Tracing], parent: str) -> None:
+async def test_a_malformed_traceparent_counts_as_none(tracing: Make, parent: str) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST._replace(trace=parent), stream_owned=False)
     (span,) = traced.memory.get_finished_spans()
@@ -92,7 +94,7 @@ async def test_a_malformed_traceparent_counts_as_none(tracing: Callable[..., Tra
 
 
 async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settles(
-    tracing: Callable[..., Tracing],
+    tracing: Make,
 ) -> None:
     placing, settling = tracing(), tracing(sample=0.0)
     placement = await placing.gate.admit(REQUEST, stream_owned=False)
@@ -108,7 +110,7 @@ async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settle
     assert span.attributes["picker.verdict"] == "settled"
 
 
-async def test_an_owned_stream_needs_no_accounting_token(tracing: Callable[..., Tracing]) -> None:
+async def test_an_owned_stream_needs_no_accounting_token(tracing: Make) -> None:
     traced = tracing()
     await traced.gate.admit(REQUEST, stream_owned=True)
     traced.gate.settle(ended())
@@ -119,7 +121,7 @@ async def test_an_owned_stream_needs_no_accounting_token(tracing: Callable[..., 
     assert not traced.traces._settling
 
 
-async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tracing]) -> None:
+async def test_a_refusal_ends_the_trace_with_its_code(tracing: Make) -> None:
     traced = tracing()
     traced.inner.error = TotalCapacity("full")
     with pytest.raises(TotalCapacity):
@@ -129,7 +131,7 @@ async def test_a_refusal_ends_the_trace_with_its_code(tracing: Callable[..., Tra
     assert traced.traces.undecided("r-1") is None
 
 
-async def test_the_stages_of_a_queued_request_are_its_children(tracing: Callable[..., Tracing]) -> None:
+async def test_the_stages_of_a_queued_request_are_its_children(tracing: Make) -> None:
     traced = tracing()
     live = traced.traces.begin(REQUEST)
     assert live is not None
