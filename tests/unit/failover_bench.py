@@ -16,7 +16,6 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
-from picker_fleet.failover.peers import PeerClient
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
@@ -84,10 +83,11 @@ def gate_over(
     replica: str = "a",
     config: Mapping[str, Any] | None = None,
     wait_s: float = 2.0,
-    clock: Callable[[], float] | None = None,
-    peer_client: PeerClient | None = None,
+    **options: Any,
 ) -> FailoverGate:
-    """A replica's gate, as `picker serve` puts it together but for what moves it by itself."""
+    """A replica's gate, as `picker serve` puts it together but for what moves it by itself; `options` are a
+    `clock` and a `peer_client`.
+    """
     fleet = KnownFleet(parse(config or {}))
     fleet.in_flight = {E1: 3, E2: 1}
     return FailoverGate(
@@ -101,9 +101,8 @@ def gate_over(
         report_s=0.0,
         fleet=fleet,
         heartbeat_now=heartbeat_now,
-        peer_client=peer_client or NoPeers(),
         times=FailoverTimes(newcomer_s=0.0, peers_wait_s=wait_s, max_resync_s=wait_s),
-        clock=clock,
+        **{"peer_client": NoPeers(), **options},
     )
 
 

@@ -110,9 +110,7 @@ def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
     return gate, page_of(metrics).decode()
 
 
-BARE_END = Completion(
-    "req-1", Outcome.COMPLETED, 200, None, None, None, None, None, accounting_token=signed("req-1")
-)
+BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))
 
 
 async def test_a_final_entry_settles_its_request_with_all_its_fields() -> None:
@@ -141,9 +139,8 @@ async def test_other_kinds_of_entries_are_ignored_as_is_a_periodic_one_of_a_queu
 
 async def test_entries_are_reported_in_order() -> None:
     ids = [f"r{number}" for number in range(50)]
-    items = await reported(
-        *(batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids)
-    )
+    batches = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
+    items = await reported(*batches)
     expected = [(kind, one) for one in ids for kind in (Alive, Completion)]
     assert [(type(item), item.id) for item in items] == expected
 

@@ -76,9 +76,8 @@ def test_a_page_continues_at_the_same_request_though_the_queue_was_served_meanwh
     # Ten requests of each flow are served: tags grow and ranks fall.
     served = [each._replace(start=each.start + 10 * each.share, queued=40) for each in found]
     rest, before = (predicted_order(each, first[-1].position, 99) for each in (served, found))
-    assert [(each.queue.name, each.rank + 10) for each in rest] == [
-        (each.queue.name, each.rank) for each in before
-    ]
+    ranks = [(each.queue.name, each.rank) for each in before]
+    assert [(each.queue.name, each.rank + 10) for each in rest] == ranks
 
 
 @pytest.mark.parametrize("tag", [1e308, -1e308])

@@ -133,15 +133,6 @@ def test_a_correct_log_shows_no_violation_and_every_promise_is_checked(seed: int
     assert report.open_at_end == len(queue.requests)
 
 
-def test_after_all_requests_ended_none_is_open() -> None:
-    queue = QueueSimulator()
-    queue.admit_many("r", 20, flows=3)
-    queue.run_dry()
-    report = audited(queue.log)
-    assert (report.open_at_end, report.remarks) == (0, ())
-    assert (report.first_seq, report.last_seq) == (1, len(queue.log))
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kept", [0.9, 0.5, 0.1])
 def test_a_log_without_its_beginning_is_checked_as_far_as_possible(seed: int, kept: float) -> None:
@@ -377,6 +368,8 @@ def test_the_same_loads_on_a_correct_queue_show_no_violation(
     queue = QueueSimulator(guard_share=share)
     load(queue)
     report = audited(queue.log)
+    assert (report.first_seq, report.last_seq, report.remarks) == (1, len(queue.log), ())
+    assert report.open_at_end == len(queue.requests) == 0
     assert all(finding.checked for finding in report.findings if load is mixed_load)
 
 

@@ -124,7 +124,7 @@ SOURCE = "clusters.pool.edsClusterConfig.edsConfig.apiConfigSource"
 POLICY = "clusters.pool.loadBalancingPolicy.policies.0.typedExtensionConfig.typedConfig"
 FORWARDED = "asking.metadataOptions.forwardingNamespaces.untyped"
 TO_CLIENT = "routes.responseHeadersToAdd.*.header.key"
-ANSWER = "service.authorizationResponse"
+RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
 USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
@@ -159,8 +159,8 @@ IN_EVERY_MODE: dict[str, Any] = {
     # Requests fail without pickers, and a queued one is sent to another replica.
     "asking.failureModeAllow": None,
     "asking.statusOnError": {"code": "ServiceUnavailable"},
-    "service.retryPolicy.numRetries": 3,
-    "service.retryPolicy.retryHostPredicate.*.name": ["envoy.retry_host_predicates.previous_hosts"],
+    f"{RETRY}.numRetries": 3,
+    f"{RETRY}.retryHostPredicate.*.name": ["envoy.retry_host_predicates.previous_hosts"],
 }
 # Usage is read where the picker does not see the answer. Session token and pressure are for clients; in
 # `standard` the picker sets them.
@@ -212,10 +212,7 @@ ACCESS_LOG = {
     "manager.accessLog.*.name": ["envoy.access_loggers.http_grpc"],
 }
 # Envoy ends each try after the longest pause between two tries.
-UNTIL_QUEUED = {
-    "service.serverUri.timeout": "7260s",
-    "service.retryPolicy.retryBackOff.maxInterval": "7260s",
-}
+UNTIL_QUEUED = {"service.serverUri.timeout": "7260s", f"{RETRY}.retryBackOff.maxInterval": "7260s"}
 LIMIT = {"asking.withRequestBody": {"maxRequestBytes": 5001, "allowPartialMessage": True}}
 UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deny": (" ".join(MODES), {"extproc": {"on_failure": "deny"}}, {"asking.failureModeAllow": None}),
@@ -346,9 +343,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
     own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
     # Everything with the default namespace, except the subset hint's.
-    text, changes = re.subn(
-        r"envoy\.lb(?!\.subset_hint)", "gateway.lb", yaml.safe_dump(built(mode, debug_headers=True))
-    )
+    default = yaml.safe_dump(built(mode, debug_headers=True))
+    text, changes = re.subn(r"envoy\.lb(?!\.subset_hint)", "gateway.lb", default)
     assert changes
     assert yaml.safe_load(text) == own
 

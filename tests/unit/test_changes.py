@@ -203,13 +203,14 @@ async def test_with_the_token_any_client_may_change_and_reading_needs_none(store
     assert store.overrides == {"paused": 1}
 
 
+LOCAL = "127.0.0.1"
 ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
     **{address: (address, {}) for address in ("203.0.113.9", "::ffff:203.0.113.9", "not-an-address")},
-    "through a proxy": ("127.0.0.1", {"x-forwarded-for": "127.0.0.1"}),
-    "through a proxy that says so otherwise": ("127.0.0.1", {"forwarded": "for=203.0.113.9"}),
-    "under another name": ("127.0.0.1", {"host": "rebound.example"}),
-    "from a page of another host": ("127.0.0.1", {"origin": "http://evil.example"}),
-    "from a page of no host": ("127.0.0.1", {"origin": "null"}),
+    "through a proxy": (LOCAL, {"x-forwarded-for": "127.0.0.1"}),
+    "through a proxy that says so otherwise": (LOCAL, {"forwarded": "for=203.0.113.9"}),
+    "under another name": (LOCAL, {"host": "rebound.example"}),
+    "from a page of another host": (LOCAL, {"origin": "http://evil.example"}),
+    "from a page of no host": (LOCAL, {"origin": "null"}),
 }
 
 
@@ -226,12 +227,7 @@ async def test_without_a_token_a_change_from_elsewhere_is_a_403(
     assert store.tunings == 0
 
 
-HERE = [
-    ("127.0.0.1", "127.0.0.1"),
-    ("127.0.0.1", "localhost"),
-    ("::1", "[::1]"),
-    ("::ffff:127.0.0.1", "127.0.0.1"),
-]
+HERE = [(LOCAL, LOCAL), (LOCAL, "localhost"), ("::1", "[::1]"), ("::ffff:127.0.0.1", LOCAL)]
 
 
 @pytest.mark.parametrize(("client", "host"), HERE)

@@ -170,11 +170,3 @@ async def test_an_open_eds_stream_ends_when_the_server_stops() -> None:
     async with subscribed(filled(), "pool") as call:
         await call.read()
     assert await call.code() is not grpc.StatusCode.OK
-
-
-@pytest.mark.parametrize("method", ["DeltaEndpoints", "FetchEndpoints"])
-async def test_other_methods_are_unimplemented(method: str) -> None:
-    async with serving(filled()) as channel:
-        call = channel.stream_stream(f"/{eds.SERVICE}/{method}")(timeout=10)
-        await call.done_writing()
-        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

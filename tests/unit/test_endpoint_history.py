@@ -211,10 +211,8 @@ def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) 
         tracemalloc.stop()
 
     assert len(index) == blocks
-    assert (
-        used / blocks
-        <= endpoint_history.BYTES_PER_BLOCK + names_holders * endpoint_history.HOLDER_BYTES_PER_BLOCK
-    )
+    bound = endpoint_history.BYTES_PER_BLOCK + names_holders * endpoint_history.HOLDER_BYTES_PER_BLOCK
+    assert used / blocks <= bound
 
 
 def stats_of(seconds: list[float], window: int = endpoint_history.LATENCY_WINDOW) -> LatencyStats | None:
