@@ -57,6 +57,14 @@ def split_host_port(address: str) -> tuple[str, int]:
     return host[1:-1] if bracketed else host, int(port)
 
 
+def can_be_looked_up(host: str) -> bool:
+    """Whether a resolver takes `host`: no part of it between dots is empty or longer than 63 bytes."""
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 def host_port(value: object) -> str:
     """`host:port`, IPv6 in brackets, as given; the port may be 0 (any free one).
 
@@ -64,7 +72,7 @@ def host_port(value: object) -> str:
         ValueError: it is not of that form.
     """
     host, port = split_host_port(str(value))
-    if not host or host.isspace() or port > 65535:
+    if not host or host.isspace() or port > 65535 or not can_be_looked_up(host):
         raise ValueError(f"{str(value)[:60]!r} is no host:port")
     return str(value)
 

@@ -57,7 +57,7 @@ BAD = {
     "must begin with one of": ["", "http://h", "redis:h"],
     "a host must be written": [
         "redis://h:port", "redis://h:0", "redis://h:", "redis://h:70000", "redis+sentinel:///main",
-        "redis+sentinel://a,,b/main",
+        "redis+sentinel://a,,b/main", "redis://a..b", f"redis://{64 * 'h'}",
     ],
     "is not a URL": ["redis://[::1"],
     "several hosts need": ["redis://a,b"],

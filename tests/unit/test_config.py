@@ -200,7 +200,7 @@ WRONG: dict[str, list[Any]] = {
     "scheduling.latency.beta": ["high"],
     "scheduling.latency.gamma": [float("inf")],
     "scraping.interval": ["often"],
-    "extproc.listen": ["9002", "0.0.0.0:99999"],
+    "extproc.listen": ["9002", "0.0.0.0:99999", "a..b:9002"],
     "extproc.metadata_namespace": ["picker", "envoy.lb.subset_hint", "", "a:b", "a)%", "two words"],
     "extproc.paths.0": [
         "/v1/classify", "PUT /v1/x", "POST v1/x", "POST /", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7,

@@ -41,6 +41,8 @@ from redis.asyncio.connection import (
 )
 from redis.crc import key_slot
 
+from picker_fleet.units import can_be_looked_up
+
 
 def raise_if_cancelled() -> None:
     """Raise the CancelledError that the current task is due. Call it after connecting and after a handled
@@ -184,7 +186,7 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or port == 0 or text.endswith(":"):
+    if not host or port == 0 or text.endswith(":") or not can_be_looked_up(unquote(host)):
         raise ValueError("a host must be written HOST, HOST:PORT or [IPV6]:PORT, several with commas between")
     return unquote(host), port or default_port
 
