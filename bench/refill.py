@@ -81,9 +81,8 @@ async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()
-        status = await client.ask(
-            "bench", f"x-gateway-inference-fairness-id: flow-{number % 4}", f"x-sent: {name}"
-        )
+        flow = f"x-gateway-inference-fairness-id: flow-{number % 4}"
+        status = await client.ask("bench", flow, f"x-sent: {name}")
         if status != 200:
             raise ConnectionError(f"status {status}")
         if stop.is_set():
@@ -194,12 +193,7 @@ def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
             refill = [of(each.refill_us, share) for each in readings]
             ratio = statistics.median(r / max(a, 1e-3) for r, a in zip(refill, added, strict=True))
             met = "met" if ratio <= limit else "**missed**"
-            cells += [
-                f"{statistics.median(added):.2f}",
-                f"{statistics.median(refill):.2f}",
-                f"{ratio:.2f}",
-                met,
-            ]
+            cells += [*(f"{each:.2f}" for each in (*map(statistics.median, (added, refill)), ratio)), met]
         lines.append([*name.split(", "), *cells])
     return lines
 

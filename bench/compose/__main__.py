@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,9 @@ from bench.compose.engine import BASE, ROOT, Engine, EngineFault, enter_namespac
 from bench.compose.fleet import ADMIN, REQUESTS, Broken, Fleet, is_allowed
 from bench.compose.images import PROMETHEUS, REDIS, differences, examine, fetch_or_make
 from bench.rig.machine import describe_machine
+from picker_fleet.errors import StartupError
 from picker_tools.load.client_history import ClosedLoop, closed_loop
+from picker_tools.local_fleet.network import ensure_free
 
 RESULT = ROOT / "bench" / "results" / "compose.md"
 _PORTS = (8080, 8081, 8089, 9090, 3000)
@@ -224,18 +225,6 @@ async def _ready_alone(fleet: Fleet, log: Log) -> str:
     return f"one by itself: {ready_s:.2f} s, {cpu_s:.2f} s of CPU time"
 
 
-def _free_ports() -> None:
-    for port in _PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as fault:
-                raise EngineFault(
-                    f"port {port} of 127.0.0.1, which docker-compose.yml publishes: {fault}"
-                ) from None
-
-
 def _write(log: Log, engine: Engine) -> None:
     machine = describe_machine("bench.compose")
     version = engine.run("--version").strip()
@@ -256,33 +245,30 @@ def _write(log: Log, engine: Engine) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compose", description=__doc__)
-    parser.add_argument(
-        "--tools", type=Path, default=Path(".venv/containers"), help="where podman-compose is"
-    )
-    parser.add_argument("--images", action="store_true", help="build and examine the images only")
-    parser.add_argument(
-        "--once", action="store_true", help="without the second build that must equal the first"
-    )
-    parser.add_argument(
-        "--load-tools",
-        action="store_true",
-        help="each load tool with two tenants (make load-tools)",
-    )
-    parser.add_argument("--no-build", action="store_true", help="with the images of a run before")
+    tools = Path(".venv/containers")
+    parser.add_argument("--tools", type=Path, default=tools, help="where podman-compose is")
+    switches = {
+        "--images": "build and examine the images only",
+        "--once": "without the second build that must equal the first",
+        "--load-tools": "each load tool with two tenants (make load-tools)",
+        "--no-build": "with the images of a run before",
+    }
+    for flag, what in switches.items():
+        parser.add_argument(flag, action="store_true", help=what)
     args = parser.parse_args()
     enter_namespace()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log = Log()
     try:
         engine = find_engine(args.tools)
-        _free_ports()
+        ensure_free(dict.fromkeys(_PORTS, "docker-compose.yml"))
         if args.no_build:
             restrict(engine)
         else:
             _images(engine, log, twice=not args.once)
         if not args.images:
             _run_fleet(engine, log, with_load_tools=args.load_tools)
-    except (EngineFault, Broken, TimeoutError, httpx.HTTPError) as fault:
+    except (EngineFault, Broken, StartupError, TimeoutError, httpx.HTTPError) as fault:
         log.fault(str(fault) or type(fault).__name__)
     except ExceptionGroup as faults:
         log.fault("; ".join(str(fault) for fault in faults.exceptions))

@@ -91,18 +91,11 @@ class QuietReport(Report):
 def _without_picker(bootstrap: str) -> str:
     """Envoy's bootstrap without the ext_proc filter."""
 
-    def cleared(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: cleared(each) for key, each in tree.items()}
-        if isinstance(tree, list):
-            return [
-                cleared(each)
-                for each in tree
-                if not (isinstance(each, dict) and each.get("name") == _EXT_PROC)
-            ]
-        return tree
-
-    return str(yaml.safe_dump(cleared(yaml.safe_load(bootstrap)), sort_keys=False))
+    tree = yaml.safe_load(bootstrap)
+    for listener in tree["staticResources"]["listeners"]:
+        manager = listener["filterChains"][0]["filters"][0]["typedConfig"]
+        manager["httpFilters"] = [each for each in manager["httpFilters"] if each["name"] != _EXT_PROC]
+    return str(yaml.safe_dump(tree, sort_keys=False))
 
 
 class Stack:

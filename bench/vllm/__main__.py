@@ -8,9 +8,8 @@ import asyncio
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import httpx
 
@@ -23,7 +22,6 @@ from bench.vllm.throughput import measured, page
 from picker_fleet.errors import PickerError
 
 _MODES = ("standard", "lean", "http")
-T = TypeVar("T")
 Row = tuple[str, str, bool, str]  # check, mode, whether it holds, what was seen
 
 
@@ -81,17 +79,6 @@ def _page(rows: Sequence[Row], modes: Sequence[str]) -> str:
     )
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; SIGTERM, which `make` passes on, cancels it, and what it started is ended."""
-
-    async def until_cancelled() -> T:
-        task = asyncio.ensure_future(work)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await task
-
-    return asyncio.run(until_cancelled())
-
-
 def main() -> int:
     parser = options_parser("python -m bench.vllm")
     parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")
@@ -99,13 +86,15 @@ def main() -> int:
     parser.add_argument("--no-checks", action="store_true", help="only the measurement")
     options = parser.parse_args()
     modes = () if options.no_checks else options.mode or _MODES
+    # `make` passes SIGTERM on; what was started is ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="picker-vllm-") as name:
         try:
-            rows = _run(_all_checks(modes, Path(name), options.rounds, options.out))
+            rows = asyncio.run(_all_checks(modes, Path(name), options.rounds, options.out))
         except (InstallFault, EngineFault, PickerError, Failed) as fault:
             print(f"bench.vllm: {fault}", file=sys.stderr)
             return 1
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except KeyboardInterrupt:
             return 130
     if options.no_checks:
         return 0

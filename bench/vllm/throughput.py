@@ -98,11 +98,8 @@ async def _run(fleet: Fleet, pair: Sequence[Server], url: str, variant: str, cli
     rate = _REQUESTS[clients] / (time.perf_counter() - began_at)
     tokens, steps = (then - now for now, then in zip(before, await _generated(pair), strict=True))
     batch, load = tokens / steps, os.getloadavg()[0]
-    print(
-        f"{variant}, {clients} clients: {rate:.1f}/s, batches of {batch:.2f}, load {load:.1f}",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"{variant}, {clients} clients: {rate:.1f}/s, batches of {batch:.2f}, load {load:.1f}"
+    print(said, file=sys.stderr, flush=True)
     return Sample(variant, clients, rate, first_ms, batch, load)
 
 
@@ -113,14 +110,18 @@ async def _generated(pair: Sequence[Server]) -> tuple[float, float]:
     return tokens, steps
 
 
+def _of(samples: Sequence[Sample], variant: str, clients: int) -> list[Sample]:
+    return [each for each in samples if (each.variant, each.clients) == (variant, clients)]
+
+
 def page(samples: Sequence[Sample], rounds: int) -> str:
     here = describe_machine("bench.vllm", sys.argv[1:])
     loads = [sample.load for sample in samples]
     rows = []
     for clients in _REQUESTS:
-        base = [each for each in samples if (each.variant, each.clients) == (_ALONE, clients)]
+        base = _of(samples, _ALONE, clients)
         for variant in (_ALONE, *(choice.name for choice in _CHOICES)):
-            own = [each for each in samples if (each.variant, each.clients) == (variant, clients)]
+            own = _of(samples, variant, clients)
             ratios = [each.rate / other.rate for each, other in zip(own, base, strict=True)]
             firsts = [
                 [
@@ -163,11 +164,7 @@ def _pooled(samples: Sequence[Sample]) -> str:
             (own.rate / alone.rate, own.batch)
             for clients in _REQUESTS
             for own, alone in zip(
-                *(
-                    [each for each in samples if (each.variant, each.clients) == (variant, clients)]
-                    for variant in (choice.name, _ALONE)
-                ),
-                strict=True,
+                *(_of(samples, variant, clients) for variant in (choice.name, _ALONE)), strict=True
             )
         ]
         mean, low, high = interval([ratio for ratio, _ in pairs])

@@ -7,7 +7,6 @@ writes the entries (docs/redis-schema.md).
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import redis
@@ -186,9 +185,7 @@ class LogStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._redis.close()
 
     def pages(self) -> Iterator[Page]:

@@ -90,11 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 one is broken, 2 bad usage"
     add("scenario", choices=SCENARIOS, metavar="SCENARIO", help=", ".join(SCENARIOS))
-    add(
-        "--target",
-        metavar="URL",
-        help=f"a running fleet's Envoy (default: {targets.DEFAULT_URL} if one answers there)",
-    )
+    add("--target", metavar="URL", help=f"a fleet's Envoy (default: {targets.DEFAULT_URL} if it answers)")
     add("--admin", metavar="URL", help="the admin API of a replica of it, to see stock and queue")
     add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
     add("--allow-remote", action="store_true", help="a target that is not on this machine's loopback")
@@ -103,19 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoints", type=whole_number(1), metavar="N", help="of its own fleet (default: 4)")
     add("--mode", choices=MODES, help="of its own fleet (default: lean)")
     add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
-    add(
-        "--rate",
-        type=decimal("rate", 10_000),
-        metavar="N",
-        help="requests a second in all (default: by what the fleet can serve)",
-    )
-    add(
-        "--max-requests",
-        type=whole_number(1, _MAX_REQUESTS),
-        default=20_000,
-        metavar="N",
-        help="stop there (%(default)s)",
-    )
+    about = "requests a second in all (default: by what the fleet can serve)"
+    add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)
+    most = whole_number(1, _MAX_REQUESTS)
+    add("--max-requests", type=most, default=20_000, metavar="N", help="stop there (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--slo-latency", type=_SECONDS, metavar="S", help="promise: 95 %% of answers within S seconds")

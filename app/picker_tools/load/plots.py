@@ -197,7 +197,10 @@ def _percentiles(axes: Axes, run: RunResult, seconds: Callable[[str], list[float
             axes.plot([100 * step for step in steps], curve, color=colour, label=source.name)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if _leads_with(value, (2, 5)) else "")
+    # Of the minor ticks those at 2 and 5 times a power of ten have labels.
+    axes.yaxis.set_minor_formatter(
+        lambda value, _: f"{value:g}" if f"{value:.5e}".startswith(("2.00000", "5.00000")) else ""
+    )
     axes.tick_params(axis="y", which="minor", labelsize=8)
     axes.set_ylabel("seconds")
     axes.set_xlabel("percentile")
@@ -228,10 +231,3 @@ def _legend(axes: Axes) -> None:
 def _width(run: RunResult) -> float:
     last: Sequence[float] = [answer.sent_s for answer in run.answers]
     return max(max(last, default=1.0), 1.0) * 1.0001 / _BINS
-
-
-def _leads_with(value: float, digits: Sequence[int]) -> bool:
-    if value <= 0:
-        return False
-    lead = value / 10 ** math.floor(math.log10(value) + 1e-9)
-    return any(abs(lead - digit) < 1e-6 for digit in digits)

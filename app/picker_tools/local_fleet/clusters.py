@@ -287,9 +287,9 @@ def _no_circuit_breakers() -> cluster_v3.CircuitBreakers:
 
 
 def _discovery_type(hosts: Sequence[tuple[str, int]]) -> cluster_v3.ClusterDiscoveryType:
-    for host, _ in hosts:
-        try:
+    try:
+        for host, _ in hosts:
             ip_address(host)
-        except ValueError:
-            return cluster_v3.ClusterDiscoveryType.STRICT_DNS
+    except ValueError:
+        return cluster_v3.ClusterDiscoveryType.STRICT_DNS
     return cluster_v3.ClusterDiscoveryType.STATIC

@@ -3,7 +3,6 @@
 Imports nothing of Envoy's types, which take half a second to load.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
+import msgspec
 import yaml
 
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
@@ -248,12 +248,6 @@ def _announcement(line: str) -> Announcement | None:
     if not line.startswith('{"ready"'):  # its other lines are log entries
         return None
     try:
-        fields = json.loads(line)
-        return Announcement(
-            id=str(fields["id"]),
-            grpc=str(fields["grpc"]),
-            admin=str(fields["admin"]),
-            http=fields.get("http"),
-        )
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(line, type=Announcement)
+    except msgspec.MsgspecError:
         return None

@@ -20,19 +20,10 @@ from picker_tools.local_fleet.processes import Report
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--replicas", type=whole_number(1), default=3, metavar="N", help="pickers (default: %(default)s)")
-    add(
-        "--endpoints",
-        type=whole_number(0),
-        default=4,
-        metavar="N",
-        help="simulated model servers (default: %(default)s); 0: the discovery of --config",
-    )
-    add(
-        "--pools",
-        type=_pools,
-        metavar="NAME,…",
-        help="serve these pools, the first by default; each gets --endpoints (default: those of --config)",
-    )
+    about = "simulated model servers (default: %(default)s); 0: the discovery of --config"
+    add("--endpoints", type=whole_number(0), default=4, metavar="N", help=about)
+    about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
+    add("--pools", type=_pools, metavar="NAME,…", help=about)
     add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
     add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
     add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")

@@ -106,18 +106,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answered 500, 0 to 1",
     )
     add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
-    add(
-        "--always-usage",
-        action=argparse.BooleanOptionalAction,
-        default=own.always_usage,
-        help="usage in every stream, asked for or not",
-    )
-    add(
-        "--prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=own.prefix_caching,
-        help="a prompt's beginning that is in the KV cache needs no time",
-    )
+    switches = {
+        "--always-usage": (own.always_usage, "usage in every stream, asked for or not"),
+        "--prefix-caching": (
+            own.prefix_caching,
+            "a prompt's beginning in the KV cache needs no time",
+        ),
+    }
+    for flag, (default, what) in switches.items():
+        add(flag, action=argparse.BooleanOptionalAction, default=default, help=what)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ slow client delayed arrive together afterwards, so that the average pace holds.
 """
 
 import asyncio
-from types import TracebackType
 from typing import Self
 
 from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Phase, Sequence
@@ -72,9 +71,7 @@ class Generation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._release()
 
     @property

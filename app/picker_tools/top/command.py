@@ -28,16 +28,11 @@ _TOKEN = "PICKER_ADMIN__TOKEN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="a replica's (default: %(default)s)")
-    add(
-        "--pool", metavar="NAME", help="of a fleet with several (default: the one of requests that name none)"
-    )
+    about = "of a fleet with several (default: the one of requests that name none)"
+    add("--pool", metavar="NAME", help=about)
     add("--once", action="store_true", help="print one frame and end")
-    add(
-        "--view",
-        choices=[view.name for view in VIEWS],
-        default="flows",
-        help="shown first (default: %(default)s)",
-    )
+    names = [view.name for view in VIEWS]
+    add("--view", choices=names, default="flows", help="shown first (default: %(default)s)")
     parser.epilog = f"Changes need the fleet's token, where there is one, in {_TOKEN}."
 
 
