@@ -67,10 +67,7 @@ class Fleet:
     async def measure(
         self, driver: Driver, prompt_bytes: int, tokens: int, requests: int, conns: int
     ) -> Cost:
-        load = Load.at(
-            self.url, connections=conns, requests=requests, tokens=tokens, prompt_bytes=prompt_bytes
-        )
-        await driver.prepare(load)
+        await driver.prepare(Load(self.url, conns, requests, tokens, prompt_bytes))
         before = await self.read()
         await driver.go()
         await asyncio.sleep(_TAIL_S)

@@ -162,13 +162,7 @@ async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number
 
 
 def _load(target: Stack, case: Case, connections: int, requests: int) -> Load:
-    return Load.at(
-        target.url,
-        connections=connections,
-        requests=requests,
-        tokens=case.tokens,
-        prompt_bytes=case.prompt_bytes,
-    )
+    return Load(target.url, connections, requests, case.tokens, case.prompt_bytes)
 
 
 def _rotated(names: tuple[str, ...], by: int) -> tuple[str, ...]:
@@ -201,13 +195,6 @@ async def throughput(rounds: int, driver: Driver) -> list[tuple[float, float]]:
 
 
 async def _requests_per_s(driver: Driver, fleet: Fleet, requests: int) -> float:
-    load = Load.at(
-        fleet.url,
-        connections=_THROUGHPUT_CONNECTIONS,
-        requests=requests,
-        tokens=1,
-        prompt_bytes=SMALL_BYTES,
-    )
-    await driver.prepare(load)
+    await driver.prepare(Load(fleet.url, _THROUGHPUT_CONNECTIONS, requests, 1, SMALL_BYTES))
     outcome = await driver.go()
     return requests / outcome.seconds

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -24,28 +24,19 @@ MODEL = "llama"
 SMALL_BYTES, LARGE_BYTES = 300, 400_000  # of a request's body
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
+_LIMIT_S = 180.0  # of a load
 _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`requests` requests over `connections`, each for a stream of `tokens`, within `limit_s`."""
+    """`requests` requests to the Envoy at `url` over `connections`, each for a stream of `tokens`."""
 
-    host: str
-    port: int
+    url: str
     connections: int
     requests: int
     tokens: int
     prompt_bytes: int
-    limit_s: float = 180.0
-
-    @classmethod
-    def at(cls, url: str, *, connections: int, requests: int, tokens: int, prompt_bytes: int) -> Self:
-        """The load for the Envoy at `url`."""
-        address = urlsplit(url)
-        assert address.hostname is not None
-        assert address.port is not None
-        return cls(address.hostname, address.port, connections, requests, tokens, prompt_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +163,7 @@ def request_bytes(load: Load, number: int) -> bytes:
     body = json.dumps(tree).encode()
     workload = json.dumps({"workload_id": f"workload-{number % _FLOWS}", "criticality": 3})
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {load.host}:{load.port}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(load.url).netloc}\r\n"
         "user-agent: bench\r\naccept: text/event-stream\r\ncontent-type: application/json\r\n"
         f"x-gateway-inference-fairness-id: flow-{number % _FLOWS}\r\nx-workload-context: {workload}\r\n"
         f"content-length: {len(body)}\r\n\r\n"
@@ -182,20 +173,20 @@ def request_bytes(load: Load, number: int) -> bytes:
 
 async def serve_load(load: Load, orders: Orders) -> Outcome:
     """Connect, warm up, report readiness, wait for `go`, send the load."""
-    loop = asyncio.get_running_loop()
+    loop, address = asyncio.get_running_loop(), urlsplit(load.url)
     connections: list[Connection] = []
     try:
-        async with asyncio.timeout(load.limit_s):
+        async with asyncio.timeout(_LIMIT_S):
             for number in range(load.connections):
                 make = partial(Connection, request_bytes(load, number), load.tokens)
-                _, connection = await loop.create_connection(make, load.host, load.port)
+                _, connection = await loop.create_connection(make, address.hostname, address.port)
                 connections.append(connection)
             warm_up = Pass(_WARM_UP_PER_CONNECTION * load.connections)
             await warm_up.run(connections)
         print(json.dumps({"ready": True}), flush=True)
         if await orders.next() != "go":
             raise WrongAnswer("no go came")
-        async with asyncio.timeout(load.limit_s):
+        async with asyncio.timeout(_LIMIT_S):
             measured = Pass(load.requests)
             started = time.perf_counter()
             await measured.run(connections)
@@ -226,7 +217,6 @@ class Driver:
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._limit_s = 0.0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -244,14 +234,13 @@ class Driver:
         Raises:
             WrongAnswer: with the generator's error.
         """
-        self._limit_s = load.limit_s
         self._child.send(json.dumps(asdict(load)))
-        await self._reply(_STARTS_S + load.limit_s)
+        await self._reply(_STARTS_S + _LIMIT_S)
 
     async def go(self) -> Outcome:
         """Send the prepared load. Raises WrongAnswer as `prepare` does."""
         self._child.send("go")
-        return Outcome(**await self._reply(self._limit_s))
+        return Outcome(**await self._reply(_LIMIT_S))
 
     async def _reply(self, within_s: float) -> dict[str, Any]:
         try:
