@@ -2,10 +2,8 @@
 
 import argparse
 import asyncio
-import shutil
 import signal
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from picker_fleet.errors import ConfigError, PickerError
+from picker_fleet.errors import ConfigError
 from picker_tools.arguments import decimal, whole_number
 from picker_tools.load import target as targets
 from picker_tools.load.checks import Verdict, check_promises
@@ -25,7 +23,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan
 from picker_tools.load.session import Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
-from picker_tools.local_fleet.processes import expected_error
+from picker_tools.local_fleet.processes import first_error, logs_folder
 
 _LINE_EVERY_S = 2.0
 
@@ -134,17 +132,9 @@ def run(args: argparse.Namespace) -> int:
         report.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise ConfigError(f"--report: {report} cannot be written: {fault.strerror}") from None
-    folder = Path(tempfile.mkdtemp(prefix="picker-load-"))
     shown = ProgressView(plan.duration_s)
-    try:
-        with shown.bar:
-            evidence = uvloop.run(_run(args, plan, folder, shown))
-    except PickerError as fault:
-        if any(folder.glob("*.log")):
-            raise type(fault)(f"{fault}\nlogs: {folder}") from fault
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with logs_folder("picker-load-") as folder, shown.bar:
+        evidence = uvloop.run(_run(args, plan, folder, shown))
     if evidence is None:
         return _INTERRUPTED
     return _report(evidence, report, shown.recording, args.record)
@@ -164,14 +154,10 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
     try:
-        return await work
+        with first_error():
+            return await work
     except asyncio.CancelledError:
         return None
-    except BaseExceptionGroup as faults:
-        expected = expected_error(faults)
-        if expected is None:
-            raise
-        raise expected from None
     finally:
         for fleet in fleets:
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -5,9 +5,12 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -53,20 +56,22 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
     Raises:
         PickerError: the first that one of them raised, without its exception group.
     """
-    try:
+    with first_error():
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise the first PickerError of an exception group that ends the block, if there is one in it."""
+    try:
+        yield
     except BaseExceptionGroup as faults:
-        expected = expected_error(faults)
+        expected = next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
         if expected is None:
             raise
         raise expected from None
-
-
-def expected_error(faults: BaseExceptionGroup[BaseException]) -> PickerError | None:
-    """The first PickerError in the group, at any depth; None if there is none."""
-    return next((fault for fault in _leaves(faults) if isinstance(fault, PickerError)), None)
 
 
 def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
@@ -75,6 +80,21 @@ def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException
             yield from _leaves(fault)
         else:
             yield fault
+
+
+@contextmanager
+def logs_folder(prefix: str) -> Iterator[Path]:
+    """A new folder, removed after the block. If a PickerError ends that and there are logs, it stays and the
+    error names it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except PickerError as fault:
+        if any(folder.glob("*.log")):
+            raise type(fault)(f"{fault}\nlogs: {folder}") from fault
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 Found = TypeVar("Found")

@@ -3,18 +3,15 @@
 import argparse
 import asyncio
 import os
-import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 from picker_fleet import config
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
-from picker_fleet.errors import PickerError
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions
-from picker_tools.local_fleet.processes import Report
+from picker_tools.local_fleet.processes import Report, logs_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +61,8 @@ def run(args: argparse.Namespace) -> int:
     )
     asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
     settings = config.load(args.config, os.environ, flags=asked)
-    folder = Path(tempfile.mkdtemp(prefix="picker-up-"))
-    try:
+    with logs_folder("picker-up-") as folder:
         asyncio.run(_up(options, settings, folder))
-    except PickerError as fault:
-        if any(folder.glob("*.log")):
-            raise type(fault)(f"{fault}\nlogs: {folder}") from fault
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
