@@ -39,7 +39,7 @@ from picker_tools.load.generator import (
     rates_by_total,
 )
 from picker_tools.load.report import show, write
-from picker_tools.load.scenarios import SCENARIOS, Conversation, Source, Wave
+from picker_tools.load.scenarios import SCENARIOS, Conversation, Plan, Scenario, Source, Wave
 from picker_tools.load.session import kill_moments
 from picker_tools.load.target import OwnFleet, Size, check_url
 
@@ -327,7 +327,8 @@ async def test_a_silent_or_missing_server_is_a_failure_in_time() -> None:
 
 
 def generator(client: Client, source: Source, duration_s: float = 0.2) -> LoadGenerator:
-    return LoadGenerator(client, (source,), model="llama", seed=1, duration_s=duration_s, max_requests=100)
+    plan = Plan(Scenario("one", "", (source,), ()), duration_s, seed=1, max_requests=100)
+    return LoadGenerator(client, plan, "llama")
 
 
 async def test_the_load_does_not_wait_for_answers() -> None:

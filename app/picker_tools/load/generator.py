@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
-from picker_tools.load.scenarios import Conversation, Scenario, Source, Wave
+from picker_tools.load.scenarios import Conversation, Plan, Scenario, Source, Wave
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -185,22 +185,8 @@ class Counts:
 class LoadGenerator:
     """One load. Its times count from `began`, by `perf_counter`."""
 
-    def __init__(
-        self,
-        client: Client,
-        sources: Sequence[Source],
-        *,
-        model: str,
-        seed: int,
-        duration_s: float,
-        max_requests: int,
-    ) -> None:
-        self._client = client
-        self._sources = sources
-        self._model = model
-        self._seed = seed
-        self._duration_s = duration_s
-        self._max_requests = max_requests
+    def __init__(self, client: Client, plan: Plan, model: str) -> None:
+        self._client, self._plan, self._model = client, plan, model
         self._stopping = asyncio.Event()
         self.began = time.perf_counter()
         self.counts = Counts()
@@ -229,13 +215,13 @@ class LoadGenerator:
             for arrival in arrivals:
                 if await self._stopped_within(arrival.at_s - self.now_s):
                     return
-                source = self._sources[arrival.source]
+                source = self._plan.scenario.sources[arrival.source]
                 if source.conversation is None:
-                    ask = completion_request(source, self._model, arrival.number, self._seed)
+                    ask = completion_request(source, self._model, arrival.number, self._plan.seed)
                     tasks.create_task(self._request(source, ask, arrival.number, 0, arrival.at_s))
                 else:
                     tasks.create_task(self._converse(source, source.conversation, arrival))
-            await self._stopped_within(self._duration_s - self.now_s)
+            await self._stopped_within(self._plan.duration_s - self.now_s)
 
     async def _request(
         self, source: Source, ask: HttpRequest, number: int, turn: int, due_s: float
@@ -254,11 +240,11 @@ class LoadGenerator:
 
     async def _converse(self, source: Source, conversation: Conversation, arrival: Arrival) -> None:
         """Send each turn after the answer to the last and a pause, until the load ends."""
-        chance = Random(f"{self._seed}/{source.name}/talk/{arrival.number}")
+        chance = Random(f"{self._plan.seed}/{source.name}/talk/{arrival.number}")
         history: list[str] = []
         due_s = arrival.at_s
         for number in range(conversation.turns):
-            if due_s >= self._duration_s or self.counts.sent >= self._max_requests:
+            if due_s >= self._plan.duration_s or self.counts.sent >= self._plan.max_requests:
                 return
             if await self._stopped_within(due_s - self.now_s):
                 return

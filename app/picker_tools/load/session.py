@@ -154,14 +154,7 @@ class Session:
         load_average = os.getloadavg()[0]
         faults_injected = FaultsInjected()
         with Client(self._target.url) as client:
-            generator = self._generator = LoadGenerator(
-                client,
-                scenario.sources,
-                model=self._target.model,
-                seed=plan.seed,
-                duration_s=plan.duration_s,
-                max_requests=plan.max_requests,
-            )
+            generator = self._generator = LoadGenerator(client, plan, self._target.model)
             endpoints = self._target.endpoints if scenario.fault.stops_redis else ()
             sampler = Sampler(self._target.admins, endpoints, lambda: generator.now_s)
             wall_s = time.time()
@@ -228,11 +221,8 @@ class Session:
                     ask = completion_request(source, self._target.model, -1 - number, self._plan.seed)
                     exchange = await client.send(ask, within_s=_PROBE_S)
                     if exchange.status != 200 or exchange.fault:
-                        error = (
-                            exchange.fault
-                            or f"{exchange.status} {exchange.tail[:200].decode(errors='replace')}"
-                        )
-                        raise StartupError(f"a first request of {source.name} got {error}")
+                        answer = f"{exchange.status} {exchange.tail[:200].decode(errors='replace')}"
+                        raise StartupError(f"a first request of {source.name} got {exchange.fault or answer}")
                     times.append(exchange.last_at - exchange.sent_at)
                 found.append(median(times))
         return found

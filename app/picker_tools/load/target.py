@@ -149,13 +149,7 @@ class LineReport(Report):
     """What the parts of the fleet have to say, handed to `say` line by line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._print_line = say
-
-    def ready(self, name: str, where: str) -> None:
-        self._print_line(f"ready {name:<12} {where}")
-
-    def trouble(self, name: str, what: str) -> None:
-        self._print_line(f"DOWN  {name:<12} {what}")
+        self._print_line, self._console = say, None
 
     def text(self, text: str) -> None:
         self._print_line(text)

@@ -44,7 +44,7 @@ class Report:
 
     def _say(self, word: str, colour: str, name: str, text: str) -> None:
         if self._console is None:
-            print(f"{word:<6}{name:<12} {text}", flush=True)
+            self.text(f"{word:<6}{name:<12} {text}")
         else:
             self._console.print(f"[{colour}]{word:<6}[/]{name:<12} ", end="")
             self._console.print(text, markup=False, soft_wrap=True)
