@@ -374,10 +374,9 @@ def faults_were_injected(run: RunResult) -> Finding:
 
 
 def outage_serves(run: RunResult) -> Finding:
-    if not run.faults_injected.outages:
+    if run.outage is None:
         return unknown("there was no outage")
-    began_s, ended_s = run.faults_injected.outages[0]
-    end_s = run.plan.duration_s if ended_s is None else ended_s
+    began_s, end_s = run.outage
     before = _served_per_s(run, 0.0, began_s)
     if not before:
         return unknown("nothing was served before Redis went away")
@@ -399,11 +398,10 @@ def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
 
 
 def outage_bound(run: RunResult) -> Finding:
-    if not run.faults_injected.outages:
+    if run.outage is None:
         return unknown("there was no outage")
-    began_s, ended_s = run.faults_injected.outages[0]
+    began_s, end_s = run.outage
     before = latest_before(run.samples, began_s)
-    end_s = run.plan.duration_s if ended_s is None else ended_s
     # Also while the shared state is rebuilt: it could admit before it counts what runs.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [

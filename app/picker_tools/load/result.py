@@ -294,6 +294,14 @@ class RunResult:
             return 1.0
         return answer.prompt_bytes / BYTES_PER_TOKEN + answer.asked_tokens
 
+    @property
+    def outage(self) -> tuple[float, float] | None:
+        """When the first began and ended; that of the load, if it goes on."""
+        if not self.faults_injected.outages:
+            return None
+        began_s, ended_s = self.faults_injected.outages[0]
+        return began_s, self.plan.duration_s if ended_s is None else ended_s
+
     def disturbed(self, at_s: float, after_s: float) -> bool:
         """Whether Redis was away at `at_s`, or not yet back for `after_s`."""
         return any(

@@ -3,14 +3,14 @@
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from picker_fleet.errors import PickerError
 
-_STREAM_TIMEOUT_S = 5.0  # a snapshot comes every second
-_CALL_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # a snapshot comes every second
 _MAX_LINE_BYTES = 4 << 20
 # The key that each event's data must have.
 _REQUIRED_KEY = {"snapshot": "state", "decisions": "entries", "unavailable": "detail"}
@@ -50,17 +50,8 @@ class AdminClient:
         Raises:
             AdminError: it refuses, is silent for 5 s, or sends what cannot be parsed.
         """
-        connection = self._connect(_STREAM_TIMEOUT_S)
-        try:
-            connection.request("GET", f"{self._path}/api/v1/events", headers={"accept": "text/event-stream"})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise AdminError(self._refusal(answer))
+        with self._asked("GET", "events", {"accept": "text/event-stream"}) as answer:
             yield from _events(answer)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise AdminError(f"{self.url}: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
 
     def queue(self, limit: int, cursor: str) -> dict[str, Any]:
         """A page of waiting requests in dispatch order; `cursor` is that of the page before, or empty.
@@ -69,7 +60,8 @@ class AdminClient:
             AdminError: it refuses, is silent for 5 s, or sends what cannot be parsed.
         """
         asked = urlencode({"limit": limit, **({"cursor": cursor} if cursor else {})})
-        page = self._call("GET", f"queue?{asked}")
+        with self._asked("GET", f"queue?{asked}") as answer:
+            page = json.loads(answer.read(_MAX_LINE_BYTES))
         if not isinstance(page, dict) or not isinstance(page.get("requests"), list):
             raise AdminError(f"{self.url}: a queue without requests")
         return page
@@ -80,24 +72,27 @@ class AdminClient:
         Raises:
             AdminError: it was refused; after a silence of 5 s it may have been done.
         """
-        self._call("POST", path, {"authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        with self._asked("POST", path, headers) as answer:
+            json.loads(answer.read(_MAX_LINE_BYTES))  # or it is no admin API
 
-    def _call(self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
-        connection = self._connect(_CALL_TIMEOUT_S)
+    @contextmanager
+    def _asked(
+        self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer, whose body the block reads. What fails there is an AdminError, too."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
         try:
             connection.request(method, f"{self._path}/api/v1/{path}", headers=dict(headers))
             answer = connection.getresponse()
             if answer.status != 200:
                 raise AdminError(self._refusal(answer))
-            return json.loads(answer.read(_MAX_LINE_BYTES))
+            yield answer
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no header, or no JSON
             raise AdminError(f"{self.url}: {error or type(error).__name__}") from error
         finally:
             connection.close()
-
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=timeout_s)
 
     def _refusal(self, answer: http.client.HTTPResponse) -> str:
         body = answer.read(_MAX_LINE_BYTES)

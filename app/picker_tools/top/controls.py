@@ -7,7 +7,7 @@ import termios
 import tty
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from picker_tools.top.client import AdminError, path_part
@@ -81,14 +81,6 @@ _PAGE_ROWS = 10
 _STEPS = {UP: -1, DOWN: 1, PAGE_UP: -_PAGE_ROWS, PAGE_DOWN: _PAGE_ROWS}
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A POST to confirm, and the message once it is done."""
-
-    path: str
-    done: str
-
-
 class Controls:
     """Turns keys into changes of `state` and, once confirmed, of the fleet.
 
@@ -97,7 +89,7 @@ class Controls:
 
     def __init__(self, change: Callable[[str], None]) -> None:
         self._change = change
-        self._unconfirmed: Change | None = None
+        self._unconfirmed: tuple[str, str] | None = None  # a path to post to, and the message once it is done
         self._pages = [""]  # cursors of the queue's pages up to the one shown
         self.state = ViewState()
         self.leaving = False
@@ -158,31 +150,25 @@ class Controls:
 
     def _pause(self, fleet_state: Mapping[str, Any]) -> None:
         if fleet_state["paused"]:
-            self._ask("Resume dispatch?", Change("resume", "the fleet dispatches again"))
+            self._ask("Resume dispatch?", "resume", "the fleet dispatches again")
         else:
-            self._ask(
-                "Pause dispatch for the whole fleet?", Change("pause", "the fleet has stopped dispatching")
-            )
+            self._ask("Pause dispatch for the whole fleet?", "pause", "the fleet has stopped dispatching")
 
     def _drain(self, endpoint: Mapping[str, Any]) -> None:
         address = endpoint["address"]
         path = f"endpoints/{path_part(address)}"
         if endpoint["status"] == "drained":
-            self._ask(
-                f"Give {address} requests again?", Change(f"{path}/undrain", f"{address} takes requests")
-            )
+            self._ask(f"Give {address} requests again?", f"{path}/undrain", f"{address} takes requests")
         else:
-            self._ask(
-                f"Send nothing new to {address}?", Change(f"{path}/drain", f"{address} gets nothing new")
-            )
+            self._ask(f"Send nothing new to {address}?", f"{path}/drain", f"{address} gets nothing new")
 
     def _evict(self, request: Mapping[str, Any]) -> None:
         name = request["id"]
         question = f"Evict {name} of {request['flow']}?"
-        self._ask(question, Change(f"requests/{path_part(name)}/evict", f"{name} has left the queue"))
+        self._ask(question, f"requests/{path_part(name)}/evict", f"{name} has left the queue")
 
-    def _ask(self, question: str, change: Change) -> None:
-        self._unconfirmed = change
+    def _ask(self, question: str, path: str, done: str) -> None:
+        self._unconfirmed = path, done
         self.state = replace(self.state, question=plain(question), message="")
 
     def _answer(self, key: Key) -> None:
@@ -190,8 +176,8 @@ class Controls:
         message = "nothing was changed"
         if key in ("y", "Y") and change is not None:
             try:
-                self._change(change.path)
-                message = change.done
+                path, message = change
+                self._change(path)
             except AdminError as error:
                 message = str(error)
         self.state = replace(self.state, question="", message=plain(message))
