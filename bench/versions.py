@@ -47,22 +47,20 @@ class Cost:
 
 
 class Fleet:
-    """A fleet of the checkout `source`."""
+    """A running fleet, and what it has taken so far."""
 
-    def __init__(self, source: Path, running: RunningFleet) -> None:
-        self.source, self.url, self._redis_url = source, running.url, running.redis_url
+    def __init__(self, running: RunningFleet) -> None:
+        self.url, self._redis_url = running.url, running.redis_url
         self._pickers = [replica.pid for replica in running.replicas]
         self._envoy, self._valkey = ([running.process(name).pid] for name in ("envoy", "server"))
 
-    async def read(self) -> tuple[int, int, int, int, int]:
-        """CPU of pickers, Valkey and Envoy so far, in nanoseconds; script calls and all commands so far."""
+    async def read(self) -> list[float]:
+        """CPU of pickers, Valkey and Envoy so far, in microseconds; script calls and all commands so far."""
         async with primary.client(self._redis_url, Keys.of("default").pool, decode_responses=True) as client:
             stats = await client.info("commandstats")
         counts = {name.removeprefix("cmdstat_"): int(each["calls"]) for name, each in stats.items()}
-        return (
-            cpu_ns(self._pickers), cpu_ns(self._valkey), cpu_ns(self._envoy),
-            counts.get("fcall", 0), sum(counts.values()),
-        )  # fmt: skip
+        cpu_us = (cpu_ns(pids) / 1000 for pids in (self._pickers, self._valkey, self._envoy))
+        return [*cpu_us, counts.get("fcall", 0), sum(counts.values())]
 
     async def measure(
         self, driver: Driver, prompt_bytes: int, tokens: int, requests: int, conns: int
@@ -71,10 +69,8 @@ class Fleet:
         before = await self.read()
         await driver.go()
         await asyncio.sleep(_TAIL_S)
-        picker, valkey, envoy, calls, commands = (
-            (now - then) / requests for now, then in zip(await self.read(), before, strict=True)
-        )
-        return Cost(picker / 1000, valkey / 1000, envoy / 1000, calls, commands)
+        after = await self.read()
+        return Cost(*((now - then) / requests for now, then in zip(after, before, strict=True)))
 
 
 def commit_of(checkout: Path) -> str:
@@ -103,7 +99,7 @@ async def running(
     }
     environment = {**os.environ, "PYTHONPATH": str(path)}
     async with picker_up(config, *options, command=command, environment=environment) as running_fleet:
-        yield Fleet(source, running_fleet)
+        yield Fleet(running_fleet)
 
 
 async def measure(base: Path, rounds: int, replicas: int) -> list[list[tuple[Cost, Cost]]]:

@@ -62,14 +62,13 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
         found, beside = [], []
         base = Size(ordering=size.ordering)
         for seed in range(_ROUNDS):
-            found.append(
-                measure_lifecycle(redis_server, size, requests, seed, with_upkeep=size.large and seed == 0)
-            )
+            with_upkeep = size.large and seed == 0
+            own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
             # The machine's speed varies by two, so growth is relative to a run beside it.
-            beside.append(
-                found[-1] if size == base else measure_lifecycle(redis_server, base, requests, seed)
-            )
-            longest = max(longest, found[-1].longest_us)
+            other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
+            found.append(own)
+            beside.append(other)
+            longest = max(longest, own.longest_us)
         costs[name] = median(each.us for each in found)
         print(f"{name}: {costs[name]:.1f} us a request, longest call {longest:.0f} us", flush=True)
         if size == base:
@@ -140,11 +139,8 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
-    parser.add_argument(
-        "--server",
-        metavar="PATH",
-        help="redis-server or valkey-server to measure instead of the embedded one",
-    )
+    about = "redis-server or valkey-server to measure instead of the embedded one"
+    parser.add_argument("--server", metavar="PATH", help=about)
     options = parser.parse_args()
     requests, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:

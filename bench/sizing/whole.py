@@ -4,8 +4,11 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
+from typing import TypeVar
 
 import redis
 
@@ -14,6 +17,7 @@ from bench.rig.machine import cpu_ns
 from bench.sizing.formula import Fleet, Formula
 from picker_tools.local_fleet.processes import picker_command
 
+T = TypeVar("T")
 _IDLE_S = 20.0
 _LOGGED_S = 10.0
 _LOAD_S = 30
@@ -58,33 +62,24 @@ async def run_whole(replicas: int) -> WholeFleet:
 def _watch(fleet: RunningFleet, started_s: float) -> WholeFleet:
     client, valkey = redis.Redis.from_url(fleet.redis_url), fleet.process("server").pid
     time.sleep(5)
-    idle = _Watch(valkey)
-    time.sleep(_IDLE_S)
-    idle_cores, _ = idle.so_far()
+    idle_cores, *_ = _watched(valkey, partial(time.sleep, _IDLE_S))
     heartbeats_cores = _heartbeats_cores(client)
     resident_mb = fmean(replica.memory_info().rss for replica in fleet.replicas) / 1e6
     load = ["load", "steady", "--state-file", str(fleet.state_file), "--rate", f"{_RATE}"]
     load += ["--duration", f"{_LOAD_S}", "--report", str(fleet.state_file.with_name("report"))]
-    loaded = _Watch(valkey)
-    said = _said("no-errors", *load)
-    loaded_cores, seconds = loaded.so_far()
+    loaded_cores, seconds, said = _watched(valkey, partial(_said, "no-errors", *load))
     return WholeFleet(
         len(fleet.replicas), started_s, resident_mb, idle_cores, loaded_cores, _RATE * _LOAD_S / seconds,
         heartbeats_cores, said, _said("entries", "audit", "--redis", fleet.redis_url),
     )  # fmt: skip
 
 
-class _Watch:
-    """What a process takes from now on."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._cpu_ns, self._began_s = cpu_ns([pid]), time.monotonic()
-
-    def so_far(self) -> tuple[float, float]:
-        """Cores, and seconds."""
-        seconds = time.monotonic() - self._began_s
-        return (cpu_ns([self._pid]) - self._cpu_ns) / 1e9 / seconds, seconds
+def _watched(pid: int, work: Callable[[], T]) -> tuple[float, float, T]:
+    """Cores that a process takes during `work`, the seconds it lasts, and its result."""
+    before_ns, began_s = cpu_ns([pid]), time.monotonic()
+    result = work()
+    seconds = time.monotonic() - began_s
+    return (cpu_ns([pid]) - before_ns) / 1e9 / seconds, seconds, result
 
 
 def _heartbeats_cores(client: "redis.Redis") -> float:
