@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +22,7 @@ from picker_tools.load.scenarios import SCENARIOS, Plan
 from picker_tools.load.session import Session
 from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
-from picker_tools.local_fleet.processes import first_error, logs_folder
+from picker_tools.local_fleet.processes import first_error, logs_folder, on_signal
 
 _LINE_EVERY_S = 2.0
 
@@ -142,37 +141,25 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
     """The result; None if the run was interrupted before the load began."""
-    loop = asyncio.get_running_loop()
     sessions: list[Session] = []
-    fleets: list[OwnFleet] = []
 
     def interrupt() -> None:
         if not any(session.stop() for session in sessions):
             work.cancel()
 
-    work = loop.create_task(_load(args, plan, folder, shown, sessions, fleets))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    work = asyncio.create_task(_load(args, plan, folder, shown, sessions))
+    on_signal(interrupt)
     try:
         with first_error():
             return await work
     except asyncio.CancelledError:
         return None
-    finally:
-        for fleet in fleets:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, fleet.kill)
-            await stop_shielded(fleet)
 
 
 async def _load(
-    args: argparse.Namespace,
-    plan: Plan,
-    folder: Path,
-    shown: ProgressView,
-    sessions: list[Session],
-    fleets: list[OwnFleet],
+    args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView, sessions: list[Session]
 ) -> RunResult:
+    """Run the session, which is added to `sessions` before."""
     found = await _found(args, plan)
     if found is not None:
         shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
@@ -184,15 +171,18 @@ async def _load(
         f"simulated model servers, mode {size.mode}"
     )
     fleet = OwnFleet(plan.scenario, size, folder, shown.say)
-    fleets.append(fleet)
-    target = await fleet.start()
-    shown.say(f"dashboard: {target.admins[0]}")
-    async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(fleet.watch())
-        sessions.append(Session(plan, target, fleet, shown.show, shown.say))
-        evidence = await sessions[0].run()
-        watching.cancel()
-    return evidence
+    try:
+        target = await fleet.start()
+        shown.say(f"dashboard: {target.admins[0]}")
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(fleet.watch())
+            sessions.append(Session(plan, target, fleet, shown.show, shown.say))
+            evidence = await sessions[0].run()
+            watching.cancel()
+        return evidence
+    finally:
+        on_signal(fleet.kill)
+        await stop_shielded(fleet)
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:

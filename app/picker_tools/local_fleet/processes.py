@@ -97,6 +97,12 @@ def logs_folder(prefix: str) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def on_signal(action: Callable[[], object]) -> None:
+    """What SIGINT and SIGTERM do from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, action)
+
+
 Found = TypeVar("Found")
 
 _POLL_S = 0.02

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import signal
 from pathlib import Path
 
 from picker_fleet import config
@@ -11,7 +10,7 @@ from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.parts import MODES, SimOptions
-from picker_tools.local_fleet.processes import Report, logs_folder
+from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,19 +66,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> None:
-    loop = asyncio.get_running_loop()
     report = Report()
     fleet = LocalFleet(options, settings, folder, report)
-    work = loop.create_task(_run(fleet, report, folder))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, work.cancel)
+    work = asyncio.create_task(_run(fleet, report, folder))
+    on_signal(work.cancel)
     try:
         await work
     except asyncio.CancelledError:
         report.text("stopping")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, fleet.kill)  # a second signal kills at once
+        on_signal(fleet.kill)  # a second one kills at once
         await fleet.stop()
 
 
