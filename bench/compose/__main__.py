@@ -24,6 +24,7 @@ from bench.compose.engine import BASE, ROOT, Engine, EngineFault, enter_namespac
 from bench.compose.fleet import ADMIN, REQUESTS, Broken, Fleet, is_allowed
 from bench.compose.images import PROMETHEUS, REDIS, differences, examine, fetch_or_make
 from bench.rig.machine import describe_machine
+from bench.rig.page import table
 from picker_fleet.errors import StartupError
 from picker_tools.load.client_history import ClosedLoop, closed_loop
 from picker_tools.local_fleet.network import ensure_free
@@ -52,7 +53,7 @@ _OUTAGE_S = 3.0
 class Log:
     """The steps, as they are printed and written."""
 
-    lines: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -63,7 +64,7 @@ class Log:
         began_s = time.monotonic()
         yield notes
         took_s = time.monotonic() - began_s
-        self.lines.append(f"| {name} | {took_s:.1f} | {'; '.join(notes)} |")
+        self.rows.append([name, f"{took_s:.1f}", "; ".join(notes)])
         print(f"  {took_s:.1f} s  {'; '.join(notes)}", flush=True)
 
     def fault(self, text: str) -> None:
@@ -228,19 +229,17 @@ async def _ready_alone(fleet: Fleet, log: Log) -> str:
 def _write(log: Log, engine: Engine) -> None:
     machine = describe_machine("bench.compose")
     version = engine.run("--version").strip()
-    text = [
-        "# The compose file on a container engine",
-        "",
-        f"`make compose-test`, {machine.date}, {machine.cores} cores, {version}. Grafana was not started.",
-        "",
-        "| step | seconds | |",
-        "|---|---|---|",
-        *log.lines,
-        "",
-        *(f"- {fault}" for fault in log.faults),
-        "" if log.faults else "All held.",
-    ]
-    RESULT.write_text("\n".join(text).rstrip() + "\n")
+    faults = "\n".join(f"- {fault}" for fault in log.faults)
+    text = f"""\
+# The compose file on a container engine
+
+`make compose-test`, {machine.date}, {machine.cores} cores, {version}. Grafana was not started.
+
+{table(["step", "seconds", ""], log.rows)}
+
+{faults or "All held."}
+"""
+    RESULT.write_text(text)
 
 
 def main() -> int:

@@ -337,12 +337,10 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
 async def adapters_are_read(fleet: Fleet) -> str:
     """The LoRA adapters that vLLM runs are known, and an adapter's requests go where it is loaded."""
     await fleet.weigh(**{"lora-affinity": 3.0})
-    for pairs in (
-        tuple(zip(fleet.servers, ADAPTERS, strict=True)),
-        tuple(zip(fleet.servers, ADAPTERS[::-1], strict=True)),
-    ):
+    for adapters in (ADAPTERS, ADAPTERS[::-1]):
+        pairs = list(zip(fleet.servers, adapters, strict=True))
 
-        async def known(pairs: tuple[tuple[Server, str], ...] = pairs) -> bool:
+        async def known(pairs: list[tuple[Server, str]] = pairs) -> bool:
             rows = [(row, adapter) for server, adapter in pairs for row in await fleet.endpoint(server)]
             return all(row.get("adapters") == [adapter] for row, adapter in rows)
 
