@@ -26,6 +26,7 @@ from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.store import Store
 from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.audit.log import ENDS
 from picker_tools.local_fleet.network import LOOPBACK
 
 _READY_S = 30.0
@@ -38,10 +39,6 @@ _CHUNK = 2000
 _LOOK_S = 0.05
 _CALL_S = 5.0
 _RECORDS = f"epp:{{{POOL}}}:requests"
-_ENDS = frozenset(
-    ("expired", "abandoned", "cancelled", "withdrawn", "refused", "preempted", "evicted", "completed",
-     "client_gone", "upstream_failed", "reclaimed")
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -118,7 +115,7 @@ class ChaosRun:
             self._last = f"({at}"
             event, request = entry["event"], entry["request"]
             self.actions.events[event] += 1
-            if event in _ENDS:
+            if event in ENDS:
                 self._open.pop(request, None)
             elif request:
                 self._open[request] = entry["owner"]

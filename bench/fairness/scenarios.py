@@ -4,10 +4,11 @@ The control is what N independent pickers do: each replica has a pool and a queu
 the bounds, so that all together let through as much as the fleet does.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,11 @@ class Job:
     seed: str
 
     def written(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
-    def read(cls, line: str | bytes) -> "Job":
-        tree = json.loads(line)
-        sources = tuple(Source(**each) for each in tree.pop("sources"))
-        return cls(**{**tree, "sources": sources, "service_ms": tuple(tree["service_ms"])})
+    def read(cls, line: str) -> "Job":
+        return msgspec.json.decode(line, type=cls)
 
 
 def source_of(request_id: str) -> str:

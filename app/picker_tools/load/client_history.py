@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from picker_tools.audit.auditor import audit
+from picker_tools.audit.log import ENDS
 from picker_tools.load.client import Client, HttpRequest
 from picker_tools.load.generator import COMPLETIONS
 
@@ -243,10 +244,6 @@ class HistoryCheck:
 
 _ADMITTED = ("queued", "bypassed")
 _ENDED_BY_STOPPED_REPLICA = frozenset(("abandoned", "cancelled", "withdrawn", "reclaimed"))
-_NO_END = frozenset(
-    ("queued", "bypassed", "granted", "restored", "requeued", "held", "adopted", "placed", "tuned", "parked",
-     "unparked", "corrected", "moved")
-)  # fmt: skip
 
 
 def check_history(
@@ -283,7 +280,7 @@ def check_history(
     admitted: Counter[str] = Counter()
     for entry in log:
         request, event = entry["request"], entry["event"]
-        if request and event not in _NO_END:
+        if request and event in ENDS:
             ends[request].append(event)
         admitted[request] += event in _ADMITTED
     counted: Counter[str] = Counter()

@@ -1,1 +1,0 @@
-"""A long run in which everything fails and changes at once, audited."""
