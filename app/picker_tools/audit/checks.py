@@ -70,11 +70,8 @@ class Capacity(Check):
             self._on[request.endpoint] -= 1
             if self._on[request.endpoint] <= 0:
                 del self._on[request.endpoint]
-        if (
-            entry.endpoint
-            and step.after is RequestState.PLACED
-            and (step.before is not RequestState.PLACED or entry.event == "moved")
-        ):
+        is_new_place = step.before is not RequestState.PLACED or entry.event == "moved"
+        if entry.endpoint and step.after is RequestState.PLACED and is_new_place:
             self._count(self._placed, entry, (entry.flow, entry.endpoint), 1)
             self._on[entry.endpoint] += 1
             if entry.event not in ("restored", "moved"):
@@ -101,10 +98,8 @@ class Capacity(Check):
         before = replay.stock
         queues = replay.rules is None or replay.rules.queues
         if queues and entry.event == "granted" and before is not None and before >= entry.lower:
-            finding.add(
-                f"dispatched at a stock of {before:g}, not below the lower bound {entry.lower:g}",
-                *self._with_previous(entry),
-            )
+            what = f"dispatched at a stock of {before:g}, not below the lower bound {entry.lower:g}"
+            finding.add(what, *self._with_previous(entry))
         rules = replay.rules
         if rules is None:
             return
@@ -112,11 +107,8 @@ class Capacity(Check):
             finding.add("stock was taken while the pool is paused", entry)
         count, ready = self._in_flight[entry.flow], rules.ready(entry.upper)
         if entry.limit and count > entry.limit * ready:
-            finding.add(
-                f"flow limit passed: {count} of flow {entry.flow!r} in flight, {entry.limit} on each of "
-                f"{ready} endpoints allowed",
-                *self._others(entry),
-            )
+            what = f"{count} of flow {entry.flow!r} in flight, {entry.limit} on each of {ready} endpoints"
+            finding.add(f"flow limit passed: {what} allowed", *self._others(entry))
 
     def _check_placement(self, entry: Entry) -> None:
         self._finding.checked += 1
@@ -199,11 +191,8 @@ class Order(Check):
                 and replay.flow_queues.at((band, request.flow_key)).is_servable
             )
             waits = replay.flow_queues.priorities[band]
-            self._finding.add(
-                f"priority {entry.priority} served while priority {waits} waits",
-                *itertools.islice(earlier, 1),
-                entry,
-            )
+            what = f"priority {entry.priority} served while priority {waits} waits"
+            self._finding.add(what, *itertools.islice(earlier, 1), entry)
             return
 
     def _check_turn(self, entry: Entry) -> None:
@@ -214,9 +203,8 @@ class Order(Check):
         if queue and queue[0][0] < self._rank(entry):
             first = queue[0][1]
             earlier = self._replay.requests[first].first_entry
-            self._finding.add(
-                f"{entry.request} served before {first}, which comes first in its flow", earlier, entry
-            )
+            what = f"{entry.request} served before {first}, which comes first in its flow"
+            self._finding.add(what, earlier, entry)
 
     def _waits(self, key: _Key, position: tuple[int, str]) -> bool:
         """Whether the request at `position` still waits there; its id may have been used again."""
@@ -337,19 +325,15 @@ class Conservation(Check):
         if request is None:
             # While a request from before the log may be in the pool, this may be its end.
             all_known = self._replay.complete or not self._replay.has_unseen_requests
-            may_be_orphaned = (
-                not self._replay.complete and RequestState.ORPHANED in STATES_BEFORE[entry.event]
-            )
-            if RequestState.ABSENT in STATES_BEFORE[entry.event] or not all_known or may_be_orphaned:
+            possible = STATES_BEFORE[entry.event]
+            may_be_orphaned = not self._replay.complete and RequestState.ORPHANED in possible
+            if RequestState.ABSENT in possible or not all_known or may_be_orphaned:
                 return
             what = "ends without having begun, or twice" if entry.event in ENDS else "has not begun"
             self._finding.add(f"request {entry.request} {what}: {entry.event}", entry)
         elif request.state not in STATES_BEFORE[entry.event]:
-            what = (
-                "begins twice"
-                if STATES_BEFORE[entry.event] == {RequestState.ABSENT}
-                else f"{entry.event} while {request.state.value}"
-            )
+            begins = STATES_BEFORE[entry.event] == {RequestState.ABSENT}
+            what = "begins twice" if begins else f"{entry.event} while {request.state.value}"
             self._finding.add(f"request {entry.request} {what}", request.first_entry, entry)
         elif step.returns_stock and request.endpoint and entry.endpoint != request.endpoint:
             what = f"was counted on {request.endpoint} and is returned to {entry.endpoint!r}"
@@ -359,9 +343,8 @@ class Conservation(Check):
         entry, replay = step.entry, self._replay
         stock, queued = replay.stock_after(step), replay.queued_after(step)
         if stock is not None and not same(stock, entry.stock):
-            self._finding.add(
-                f"stock is {entry.stock:.17g} where {stock:.17g} follows", *self._with_previous(entry)
-            )
+            what = f"stock is {entry.stock:.17g} where {stock:.17g} follows"
+            self._finding.add(what, *self._with_previous(entry))
         if queued is not None and queued != entry.queued:
             self._finding.add(f"{entry.queued} are queued where {queued} follow", *self._with_previous(entry))
 

@@ -380,7 +380,8 @@ class Replay:
         return self._unseen_waiting or self._unseen_running
 
     def step(self, entry: Entry) -> Step:
-        """What `entry` does. An event that is impossible in the request's state leaves the state as it is."""
+        """What `entry` does. An event that is impossible in the request's state, but for an end, leaves it as it
+        is."""
         if self.last is None:
             self._join(entry)
         if not entry.request:
@@ -389,10 +390,8 @@ class Replay:
         before = request.state if request else RequestState.ABSENT
         if request is None and self._is_unseen_entering(entry):
             after = RequestState.QUEUED
-        elif before in STATES_BEFORE[entry.event] or request:
+        elif before in STATES_BEFORE[entry.event] or (request and entry.event in ENDS):
             after = state_after(entry.event, before)
-            if before not in STATES_BEFORE[entry.event] and after is not RequestState.ABSENT:
-                after = before
         else:
             after = before
         if request is None and after is not RequestState.ABSENT:
@@ -406,9 +405,8 @@ class Replay:
         if step.takes_stock:
             return self.stock + self._stock_taken_by(step.entry)
         if step.returns_stock and step.request:
-            return (
-                None if step.request.stock_taken is None else max(0.0, self.stock - step.request.stock_taken)
-            )
+            taken = step.request.stock_taken
+            return None if taken is None else max(0.0, self.stock - taken)
         if step.request is None and step.entry.request and self._unseen_running:
             return None  # the end of an unseen request
         return self.stock
@@ -430,9 +428,8 @@ class Replay:
         elif entry.event == "collected":
             self.flow_queues.collect(entry.band)
         elif entry.event in THROTTLING:
-            self.flow_queues.set_throttled(
-                self.flow_queues.at((entry.band, entry.flow)), entry.event == "parked"
-            )
+            queue = self.flow_queues.at((entry.band, entry.flow))
+            self.flow_queues.set_throttled(queue, entry.event == "parked")
         elif request is not None:
             self._move(step, request)
         self.stock, self.queued, self.last = entry.stock, entry.queued, entry
