@@ -380,7 +380,7 @@ class Replay:
         return self._unseen_waiting or self._unseen_running
 
     def step(self, entry: Entry) -> Step:
-        """What `entry` does. An event that is impossible in the request's state, but for an end, leaves it as it
+        """What `entry` does. An event that is impossible in the request's state and is no end leaves it as it
         is."""
         if self.last is None:
             self._join(entry)
