@@ -27,8 +27,7 @@ def main() -> int:
     report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=options.per_s, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
     faults = report.faults() + [f"p99 is {ratio:.2f} times the calm one"] * (ratio > _MOST)
-    text = page(report, ratio, faults, here, options)
-    write_page(options.out / "hostile.md", text)
+    write_page(options.out / "hostile.md", page(report, ratio, faults, here, options))
     return 1 if faults else 0
 
 

@@ -54,8 +54,7 @@ def main() -> int:
         f"{_CLIENTS} clients that ask again at once, {options.seconds:g} s a run. Replicas and Valkey are\n"
         "stopped (SIGSTOP) for 50 to 600 ms, each after a pause of 0.1 to 1.5 s since its last stop ended."
     )
-    text = page(about, seeds, calm)
-    write_page(options.out / "pulses.md", text)
+    write_page(options.out / "pulses.md", page(about, seeds, calm))
     return 1 if faults_of_all(seeds, calm) else 0
 
 

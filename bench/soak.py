@@ -95,8 +95,7 @@ class Fleet(RunningFleet):
 
     async def finished(self) -> int:
         """Requests that the simulators themselves count as finished."""
-        pages = await self._simulator_pages()
-        return int(sum(total(page, "vllm:request_success_total") for page in pages))
+        return int(sum(total(page, "vllm:request_success_total") for page in await self._simulator_pages()))
 
     async def _simulator_pages(self) -> list[str]:
         calls = [self.client.get(f"http://{address}/metrics") for address in self.endpoints]
@@ -223,8 +222,7 @@ def main() -> int:
     here = describe_machine("bench.soak", sys.argv[1:])
     found = asyncio.run(_soak_all(options))
     sections = [section(mode, *each) for mode, each in found.items()]
-    text = "\n".join([_head(here.load, here.command, here.date), *sections])
-    write_page(options.out / "soak.md", text)
+    write_page(options.out / "soak.md", "\n".join([_head(here.load, here.command, here.date), *sections]))
     return 1 if any(faults_of(*each) for each in found.values()) else 0
 
 
@@ -271,8 +269,7 @@ def _long_request(_: random.Random, number: int) -> ClientRequest:
 def _make_request(dice: random.Random, number: int) -> ClientRequest:
     """A mixed request; one client in ten hangs up."""
     request = mixed_request(dice, number)
-    leaves_s = dice.uniform(0, 0.4) if dice.random() < 0.1 else None
-    return replace(request, leaves_s=leaves_s)
+    return replace(request, leaves_s=dice.uniform(0, 0.4) if dice.random() < 0.1 else None)
 
 
 if __name__ == "__main__":

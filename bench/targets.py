@@ -115,8 +115,7 @@ class Pass:
 
 
 async def _pass(fleet: Fleet, driver: Driver, clients: int, requests: int) -> Pass:
-    load = Load(fleet.url, clients, requests, tokens=1, prompt_bytes=SMALL_BYTES)
-    await driver.prepare(load)
+    await driver.prepare(Load(fleet.url, clients, requests, tokens=1, prompt_bytes=SMALL_BYTES))
     await asyncio.sleep(_TAIL_S)
     pids = [fleet.process("server").pid, *(replica.pid for replica in fleet.replicas)]
     before = cpu_ns(pids)

@@ -73,8 +73,7 @@ class Engine:
 
     def compose(self, *words: str) -> str:
         files = [word for file in self.files for word in ("-f", file)]
-        prefix = (*self.compose_command, "-p", PROJECT, *files)
-        return command(*prefix, *words, environment=self.environment)
+        return command(*self.compose_command, "-p", PROJECT, *files, *words, environment=self.environment)
 
     def build(self, target: str, name: str, *, fresh: bool = False) -> None:
         """Build the Dockerfile's `target`; `fresh` uses nothing of a build before."""

@@ -111,8 +111,7 @@ async def opened(
     stack.push_async_callback(seat.close)
     pool = Pool(name, size, first, seat, valkey.process.pid)
     port, count = str(seat.port), str(first + size + 50)
-    command = [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count]
-    seat.spawn("servers", command)
+    seat.spawn("servers", [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count])
     log = here / "servers.log"
 
     async def listening() -> bool:

@@ -66,8 +66,7 @@ class Workload(ScriptPool):
         """Run `requests` more requests: as many arrive as end, so the queue keeps its length."""
         for _ in range(requests // BATCH):
             self.admit(BATCH, BATCH)
-            ending = [self._running.popleft() for _ in range(BATCH)]
-            self._go_on(self.settle(ending)[1])
+            self._go_on(self.settle([self._running.popleft() for _ in range(BATCH)])[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Sweep until nothing is left to do, or `most` times."""
@@ -91,8 +90,7 @@ class Workload(ScriptPool):
 
     def registry_bytes(self) -> int:
         """Memory of the workload registry."""
-        key = self.key.replace("pool", "workloads")
-        return int(self.server.client.memory_usage(key, samples=0) or 0)
+        return int(self.server.client.memory_usage(self.key.replace("pool", "workloads"), samples=0) or 0)
 
     def queued(self) -> int:
         return int(self.call("state", NEVER_MS)[3])

@@ -152,8 +152,7 @@ async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number
     # Added latency is a small difference, so the calm passes are split and mixed.
     for turn in range(_CALM_TURNS if case.calm else 0):
         for name in _rotated(names, number + turn):
-            load = _load(stacks[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS)
-            await driver.prepare(load)
+            await driver.prepare(_load(stacks[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS))
             calm_us[name] += (await driver.go()).first_us
     return {
         name: Reading(*busy, *(percentile(calm_us[name], share) / 1000 for share in (0.5, 0.99)))

@@ -151,8 +151,7 @@ def main() -> int:
             }
     write_page(args.out / "sizing.md", page(measured, shards, None))  # should more fail
     if args.whole:
-        whole = asyncio.run(run_whole(args.whole))
-        write_page(args.out / "sizing.md", page(measured, shards, whole))
+        write_page(args.out / "sizing.md", page(measured, shards, asyncio.run(run_whole(args.whole))))
     return 0
 
 

@@ -71,8 +71,7 @@ def _name_distribution(packages: Path) -> None:
 
 def tied(*command: str) -> tuple[str, ...]:
     """A command that is terminated when this process dies."""
-    tie = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGTERM")
-    return (*tie, *command)
+    return (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGTERM", *command)
 
 
 def made_model(folder: Path) -> Path:
@@ -143,8 +142,7 @@ def _write_adapter(folder: Path, chance: random.Random) -> None:
                 header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    content = struct.pack("<Q", len(text)) + text + data.tobytes()
-    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data.tobytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,8 +307,7 @@ _STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "
 def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
     """Write both files, in place of earlier ones."""
     summary = summarise(run, promises)
-    text = json.dumps(summary, indent=2) + "\n"
-    (folder / "summary.json").write_text(text, encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(page(summary, promises, draw(run)), encoding="utf-8")
 
 

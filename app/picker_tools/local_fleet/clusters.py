@@ -152,8 +152,7 @@ class PickerTls:
             own = [tls_v3.TlsCertificate(certificate_chain=chain, private_key=key)]
         trusted = None
         if self.ca is not None:
-            ca = core_v3.DataSource(filename=self.ca)
-            trusted = tls_v3.CertificateValidationContext(trusted_ca=ca)
+            trusted = tls_v3.CertificateValidationContext(trusted_ca=core_v3.DataSource(filename=self.ca))
         context = tls_v3.UpstreamTlsContext(
             common_tls_context=tls_v3.CommonTlsContext(
                 alpn_protocols=[protocol], tls_certificates=own, validation_context=trusted

@@ -510,8 +510,7 @@ def _served(rule: PathRule, cluster: str, metadata: core_v3.Metadata | None) -> 
 
 
 def _method(name: str) -> list[route_v3.HeaderMatcher]:
-    exactly = matcher_v3.StringMatcher(exact=name)
-    return [route_v3.HeaderMatcher(name=":method", string_match=exactly)]
+    return [route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(exact=name))]
 
 
 def _elsewhere() -> route_v3.Route:
