@@ -10,6 +10,7 @@ import contextlib
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -237,7 +238,7 @@ async def _soak_all(options: argparse.Namespace) -> dict[str, _Found]:
 async def _soak(mode: str, options: argparse.Namespace) -> _Found:
     """Readings, and how many requests were asked, served, left by their clients, failed, finished."""
     readings: list[Reading] = []
-    counts = dict.fromkeys(("asked", "served", "left", "failed"), 0)
+    counts = Counter[str]()
     lasts_s = options.minutes * 60
     parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
     size = ("--replicas", str(options.replicas), "--endpoints", "2", "--mode", mode)
@@ -249,10 +250,8 @@ async def _soak(mode: str, options: argparse.Namespace) -> _Found:
             pace = {"clients": options.clients, "think_s": options.think}
             async with closed_loop(fleet.url, seed=part, make_request=_make_request, **pace) as load:
                 await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / parts - time.monotonic()))
-            counts["asked"] += len(load.history)
-            counts["served"] += load.served
-            counts["left"] += sum(record.left for record in load.history)
-            counts["failed"] += len(load.failed)
+            left = sum(record.left for record in load.history)
+            counts.update(asked=len(load.history), served=load.served, left=left, failed=len(load.failed))
             for record in load.failed:
                 print(mode, record, flush=True)
             with contextlib.suppress(TimeoutError):  # the reading shows what remains
