@@ -80,7 +80,7 @@ class Fleet:
         return len(re.findall(r"(?m)^picker::[^:]+:\d+::health_flags::healthy$", page))
 
     async def until(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
-        if not await until(condition, within_s=_WAIT_S):
+        if not await until(condition, within_s=_WAIT_S, pause_s=0.2):
             raise Broken(f"not within {_WAIT_S:g} s: {what}")
 
     async def admin_api(self) -> str:

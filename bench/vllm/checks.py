@@ -117,7 +117,7 @@ async def _all_ready(fleet: Fleet) -> bool:
 
 
 async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
-    if not await until(holds, within_s=_WAIT_S):
+    if not await until(holds, within_s=_WAIT_S, pause_s=0.2):
         raise Failed(f"not within {_WAIT_S:.0f} s: {what}")
 
 

@@ -118,12 +118,14 @@ async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> b
     return True
 
 
-async def until(ask: Callable[[], Awaitable[Answer | None]], *, within_s: float) -> Answer | None:
+async def until(
+    ask: Callable[[], Awaitable[Answer | None]], *, within_s: float, pause_s: float = 0.05
+) -> Answer | None:
     """The first answer of `ask` that is true; None if `within_s` passes first."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while True:
                 if answer := await ask():
                     return answer
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(pause_s)
     return None
