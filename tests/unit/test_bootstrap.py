@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,9 @@ from picker_fleet import cli, config
 from picker_fleet.errors import ConfigError
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, Mode
+from picker_tools.local_fleet.processes import envoy_binary
 
 PICKERS = (("127.0.0.1", 9002), ("127.0.0.1", 9003))
-
-
-def envoy_binary() -> str:
-    spec = find_spec("envoy")
-    assert spec is not None
-    folders = spec.submodule_search_locations or []
-    return next(str(path) for folder in folders if (path := Path(folder) / "_bin" / "envoy").exists())
 
 
 def built(mode: Mode, settings: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:

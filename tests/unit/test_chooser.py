@@ -12,7 +12,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.pool import assemble
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
+from picker_fleet.request import Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -72,20 +72,16 @@ class Knowledge:
 
     def choose(self, **fields: object) -> Mapping[str, float]:
         """Candidates and their scores, best first."""
-        candidates = self.chooser.choose(request(**fields)).candidates
+        candidates = self.chooser.choose(ask(**fields)).candidates
         pairs = (each.split("=") for each in candidates.split(",") if each)
         return {address: float(score) for address, score in pairs}
 
 
-def request(**fields: object) -> InferenceRequest:
-    return ask("r", **{"model": "llama", "target_model": "llama", **fields})
-
-
 def test_without_scorers_the_script_has_the_whole_choice() -> None:
     chooser = LeastLoadedChooser(SnapshotCell())
-    assert chooser.choose(request()).candidates == "*"
-    assert chooser.choose(request(subset=(A, B))).candidates == f"{A},{B}"
-    assert chooser.choose(request(subset=())).candidates == ""
+    assert chooser.choose(ask()).candidates == "*"
+    assert chooser.choose(ask(subset=(A, B))).candidates == f"{A},{B}"
+    assert chooser.choose(ask(subset=())).candidates == ""
 
 
 def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
@@ -93,10 +89,10 @@ def test_only_endpoints_with_the_selected_labels_are_candidates() -> None:
     labelled = [Endpoint(address, labels=own) for address, own in labels.items()]
     scored = Knowledge(*labelled, queue_depth=1)
     plain = LeastLoadedChooser(scored.cell)
-    assert plain.choose(request(selector={"gpu": "h100"})).candidates == f"{A},{C}"
-    assert plain.choose(request(selector={"gpu": "h100", "zone": "b"})).candidates == C
-    assert plain.choose(request(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
-    assert plain.choose(request(selector={"gpu": "l4"})).candidates == ""
+    assert plain.choose(ask(selector={"gpu": "h100"})).candidates == f"{A},{C}"
+    assert plain.choose(ask(selector={"gpu": "h100", "zone": "b"})).candidates == C
+    assert plain.choose(ask(selector={"gpu": "h100"}, subset=(A, B))).candidates == A
+    assert plain.choose(ask(selector={"gpu": "l4"})).candidates == ""
     assert set(scored.choose(selector={"gpu": "h100"})) == {A, C}
     assert scored.choose(selector={"gpu": "l4"}) == {}
 
@@ -167,7 +163,7 @@ def test_an_endpoint_that_runs_the_requested_adapter_comes_first() -> None:
 
 async def test_a_longer_prompt_follows_its_prefix_to_the_same_endpoint() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), prefix_affinity=1)
-    asked = request(prefix=(b"block-01", b"block-02"))
+    asked = ask(prefix=(b"block-01", b"block-02"))
     choice = known.chooser.choose(asked)
     known.chooser.placed(asked, choice, (B, A), "2,1")
     assert next(iter(known.choose(prefix=(b"block-01", b"block-02", b"block-03")))) == B
@@ -184,7 +180,7 @@ def test_a_refusal_is_explained_with_scorers_and_without() -> None:
     known = Knowledge(drained, queue_depth=1)
     plain = LeastLoadedChooser(known.cell, lambda: {A: 1})
     for chooser in (known.chooser, plain):
-        chooser.refused(request(), chooser.choose(request()))
+        chooser.refused(ask(), chooser.choose(ask()))
         explained = chooser.explain("r")
         assert explained is not None
         assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
@@ -398,7 +394,7 @@ def test_in_a_large_pool_with_limits_of_endpoints_all_are_looked_at() -> None:
 
 def test_a_pool_that_takes_no_requests_is_explained() -> None:
     known = Knowledge(*(Endpoint(address, draining=True) for address in MANY), queue_depth=1)
-    asked = request(id="r")
+    asked = ask("r")
     choice = known.chooser.choose(asked)
     assert choice.candidates == ""
     known.chooser.refused(asked, choice)

@@ -16,6 +16,7 @@ import extproc_client as envoy
 import grpc
 import pytest
 from background import running, until
+from clocks import Clock
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import Counted, ScriptedGate, body, headers, parts, response_body
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -98,20 +99,16 @@ async def fleet(transport: str) -> AsyncIterator[Replica]:
         yield made
 
 
-class StoppedClock:
+class StoppedClock(Clock):
     """Stands until the test moves it, by `now_s` or `start()`: a host that pauses makes no upload late."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._since_s: float | None = None
+    _running = False
 
     def __call__(self) -> float:
-        if self._since_s is None:
-            return self.now_s
-        return self.now_s + asyncio.get_running_loop().time() - self._since_s
+        return self.now_s + (asyncio.get_running_loop().time() if self._running else 0.0)
 
     def start(self) -> None:
-        self._since_s = asyncio.get_running_loop().time()
+        self._running, self.now_s = True, -asyncio.get_running_loop().time()
 
 
 async def talk(call: Any, *messages: ProcessingRequest, answers: int) -> list[ProcessingResponse]:
