@@ -37,7 +37,7 @@ class NoSplits:
 
 
 class ScriptedGate:
-    """Places every request at PLACEMENT, or refuses with `error`, or waits while `shut`."""
+    """Places every request at `placement`, or refuses with `error`, or waits while `shut`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -50,8 +50,6 @@ class ScriptedGate:
         self.ages_s: list[float] = []  # one for each admitted request
         self.confirmed: list[tuple[str, float]] = []
         self.keeping = True  # leases of placements are still valid
-        self.session = ""  # the session token sent to clients
-        self.waited_s: float | None = None  # the time in the queue of placements
         self.placement = PLACEMENT
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
@@ -71,11 +69,7 @@ class ScriptedGate:
             raise
         if self.error is not None:
             raise self.error
-        return self.placed
-
-    @property
-    def placed(self) -> Placement:
-        return self.placement._replace(session=self.session, waited_s=self.waited_s)
+        return self.placement
 
     async def route(self, subset: tuple[str, ...] | None) -> Placement:
         self.routed.append(subset)
@@ -84,14 +78,14 @@ class ScriptedGate:
         return Placement(endpoints=self.placement.endpoints, accounting_token="")
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        assert placement == self.placed
+        assert placement == self.placement
         self.confirmed.append((request_id, age_s))
         if self.error is not None:
             raise self.error
         return self.keeping
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        assert placement == self.placed
+        assert placement == self.placement
         self.withdrawn.append(request_id)
 
     def settle(self, completion: Completion) -> None:

@@ -49,20 +49,15 @@ class FickleStore(ScriptedStore):
             raise StateUnavailable("away")
         return await super().admit(request, attempt, candidates, age_s)
 
-    def renew(
-        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
-    ) -> asyncio.Future[str]:
-        renewed = super().renew(request_id, attempt, served, accounting_token, ago_s)
-        return _failed() if self.deaf else renewed
+    def renew(self, *call: Any, **options: Any) -> asyncio.Future[str]:
+        renewed = super().renew(*call, **options)
+        if self.deaf:
+            renewed = asyncio.get_running_loop().create_future()
+            renewed.set_exception(StateUnavailable("away"))
+        return renewed
 
     def unsent_ends(self) -> list[str]:
         return self.unsent
-
-
-def _failed() -> asyncio.Future[str]:
-    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    lost.set_exception(StateUnavailable("away"))
-    return lost
 
 
 class NoPeers:

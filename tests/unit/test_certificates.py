@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -214,12 +215,9 @@ def test_files_that_cannot_be_used_at_the_start_are_told(server: Pair, ours: Pai
 
 @pytest.mark.parametrize("files", ["self-signed", "signed", "clients too"])
 async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files: str) -> None:
-    async def gives(least: float, most: float) -> float:
-        return min(most, 2.0)
-
     own, client_ca = server if files != "self-signed" else None, ours.cert if files == "clients too" else None
     made, keys, address = certificates(own, client_ca), Keyring(), ""
-    handlers = budget_transfer.handlers("p", gives, keys, lambda: address)
+    handlers = budget_transfer.handlers("p", AsyncMock(return_value=2.0), keys, lambda: address)
     async with serving(made, handlers) as port:
         address = f"127.0.0.1:{port}"
         peers = GrpcPeers("p", keys, made)

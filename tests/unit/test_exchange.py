@@ -404,7 +404,7 @@ async def test_a_defect_is_logged_and_answered_with_500(caplog: pytest.LogCaptur
 @every_mode
 async def test_a_placement_whose_answer_was_not_sent_is_withdrawn(mode: str) -> None:
     talk = Talk()
-    talk.gate.waited_s = 2.5
+    talk.gate.placement = PLACEMENT._replace(waited_s=2.5)
     # The stream ends before the answer was written.
     for message in asks(mode, {"x-request-id": "made-1"}):
         await talk.exchange.receive(message)
@@ -580,7 +580,7 @@ async def test_no_header_and_no_body_breaks_an_exchange(header: bytes, ask: byte
 @every_mode
 async def test_a_client_receives_its_session_token_in_every_mode(mode: str) -> None:
     talk = Talk()
-    talk.gate.session = "a-token"
+    talk.gate.placement = PLACEMENT._replace(session="a-token")
     answers = await talk.say(*asks(mode))
     # Envoy has it from the metadata, and tells it; in `standard` it may be anyone's Envoy
     assert answers[0].dynamic_metadata["picker"]["session"] == "a-token"

@@ -104,7 +104,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 
 async def test_a_placement_names_the_endpoints_and_what_the_access_log_brings_back(stage: Stage) -> None:
-    stage.gate.session, stage.gate.waited_s = "session-1", 1.5
+    stage.gate.placement = PLACEMENT._replace(session="session-1", waited_s=1.5)
     reply = await stage.ask(check())
     assert reply.status == 200
     assert reply.headers == {
