@@ -257,42 +257,43 @@ def test_a_body_is_read_as_any_reader_reads_it_or_refused_for_a_key_that_comes_t
             assert json.loads(body.with_model(b'"t"')) == {**whole, "model": "t"}
 
 
-WORKLOADS: list[tuple[object, Workload]] = [
-    ({"workload_id": "batch", "criticality": 4}, Workload("batch", 4, True)),
-    ({"workload_id": "  batch  ", "criticality": 1}, Workload("batch", 1, True)),
-    ({"workload_id": "b/ü:1", "criticality": 5}, Workload("b/ü:1", 5, True)),
-    *(
-        ({"workload_id": "b", "criticality": given}, Workload("b", taken, True))
-        for given, taken in (
-            *((0, 1), (-3, 1), (6, 5), (9e99, 5), (123456789012345678901234567890, 5), (4.9, 4)),
-            *((no_number, 3) for no_number in ("5", True, None, [5])),
-        )
-    ),
-    ({"workload_id": "b"}, Workload("b", 3, True)),
-    *(
-        ({"workload_id": no_id, "criticality": 5}, Workload("auto-made", 5, False))
-        for no_id in ("", "   ", 7, {"a": {"b": []}})
-    ),
-    ({"criticality": 2}, Workload("auto-made", 2, False)),
-    ({"workload_id": "x" * 128}, Workload("x" * 128, 3, True)),
-    *(({"workload_id": bad}, ANONYMOUS) for bad in ("a\0b", "a\x1fb", "x" * 129, "ü" * 65, "x" * 1_000_000)),
-    (["workload_id"], ANONYMOUS),
-    (5, ANONYMOUS),
+# What a context's id and criticality are taken for; None: not registered.
+IDS: list[tuple[object, str | None]] = [
+    ("batch", "batch"), ("  batch  ", "batch"), ("b/ü:1", "b/ü:1"), ("x" * 128, "x" * 128),
+    *((no_id, None) for no_id in ("", "   ", 7, {"a": {"b": []}})),
+]  # fmt: skip
+CRITICALITIES = [
+    *((1, 1), (4, 4), (5, 5), (0, 1), (-3, 1), (6, 5), (9e99, 5), (123456789012345678901234567890, 5)),
+    *((4.9, 4), ("5", 3), (True, 3), (None, 3), ([5], 3)),
 ]
-NO_JSON = [
-    '{"workload_id": "b", "criticality": NaN}',
-    '{"workload_id": "b", "criticality": 1e999}',
-    '{"workload_id": "a\x00b"}',
-    "[" * 50_000,
-    "{",
-    "",
+NO_CONTEXTS = [
+    *(json.dumps({"workload_id": bad}) for bad in ("a\0b", "a\x1fb", "x" * 129, "ü" * 65, "x" * 1_000_000)),
+    *('["workload_id"]', "5", '{"workload_id": "b", "criticality": NaN}', "[" * 50_000, "{", ""),
+    *('{"workload_id": "b", "criticality": 1e999}', '{"workload_id": "a\x00b"}'),
 ]
 
 
-@cases("header, expected", {
-    **{text[:40]: (text, workload) for text, workload in ((json.dumps(v), w) for v, w in WORKLOADS)},
-    **{f"no JSON: {text[:40]}": (text, ANONYMOUS) for text in NO_JSON},
-})  # fmt: skip
+@pytest.mark.parametrize(("given", "criticality"), CRITICALITIES)
+@pytest.mark.parametrize(("given_id", "taken_id"), IDS, ids=lambda value: str(value)[:20])
+def test_a_workload_has_its_id_and_criticality_from_its_header(
+    given_id: object, taken_id: str | None, given: object, criticality: int
+) -> None:
+    header = json.dumps({"workload_id": given_id, "criticality": given})
+    expected = Workload(taken_id or "auto-made", criticality, taken_id is not None)
+    assert asked({"x-workload-context": header}).workload == expected
+
+
+ALONE = [
+    ('{"workload_id": "b"}', Workload("b", 3, True)),
+    ('{"criticality": 2}', Workload("auto-made", 2, False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [*ALONE, *((text, ANONYMOUS) for text in NO_CONTEXTS)],
+    ids=lambda value: str(value)[:40],
+)
 def test_a_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
     assert asked({"x-workload-context": header}).workload == expected
 
