@@ -160,8 +160,7 @@ class QueueSimulator:
         """Serve and complete every request."""
         while self.requests:
             self.place_granted()
-            placed = [r.id for r in self.requests.values() if r.state == "placed"]
-            self.settle(placed[0])
+            self.settle(next(r.id for r in self.requests.values() if r.state == "placed"))
 
     # The rules.
 

@@ -115,15 +115,16 @@ def sequence(prompt_tokens: int = 4, max_tokens: int = 4, adapter: str | None = 
     return Sequence(prompt_tokens=prompt_tokens, max_tokens=max_tokens, adapter=adapter)
 
 
-def submitted(engine: Engine, *sequences: Sequence) -> tuple[Sequence, ...]:
+def engine_with(limits: Limits, *sequences: Sequence) -> tuple[Engine, *tuple[Sequence, ...]]:
+    """An engine to which `sequences` have been submitted, and these."""
+    engine = Engine(limits)
     for one in sequences:
         engine.submit(one)
-    return sequences
+    return engine, *sequences
 
 
 def test_runs_at_most_max_num_seqs_and_the_rest_in_order_of_arrival() -> None:
-    engine = Engine(Limits(max_num_seqs=2))
-    first, second, third, fourth = submitted(engine, *(sequence() for _ in range(4)))
+    engine, first, second, third, fourth = engine_with(Limits(max_num_seqs=2), *map(sequence, (4,) * 4))
     assert engine.schedule() == [first, second]
     assert (engine.load().running, engine.load().waiting) == (2, 2)
     engine.release(second)
@@ -132,8 +133,7 @@ def test_runs_at_most_max_num_seqs_and_the_rest_in_order_of_arrival() -> None:
 
 
 def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None:
-    engine = Engine(Limits(kv_blocks=10, block_size_tokens=4))
-    (one,) = submitted(engine, sequence(prompt_tokens=7, max_tokens=6))
+    engine, one = engine_with(Limits(kv_blocks=10, block_size_tokens=4), sequence(7, 6))
     # It has two blocks at first; the ninth and the thirteenth token need one more each.
     engine.schedule()
     assert engine.load().kv_usage == pytest.approx(0.2)
@@ -148,10 +148,8 @@ def test_blocks_are_taken_for_prompt_and_generated_tokens_and_returned() -> None
 
 
 def test_a_request_whose_blocks_do_not_fit_blocks_those_behind_it() -> None:
-    engine = Engine(Limits(kv_blocks=4, block_size_tokens=4))
-    holder, large, small = submitted(
-        engine, sequence(prompt_tokens=11, max_tokens=1), sequence(prompt_tokens=8), sequence(prompt_tokens=2)
-    )
+    few = Limits(kv_blocks=4, block_size_tokens=4)
+    engine, holder, large, small = engine_with(few, sequence(11, 1), sequence(8), sequence(2))
     assert engine.schedule() == [holder]
     assert engine.schedule() == []
     engine.release(holder)
@@ -168,10 +166,8 @@ def test_a_request_that_could_never_fit_is_refused() -> None:
 
 
 def test_a_request_without_a_lora_slot_is_skipped_by_those_behind_it() -> None:
-    engine = Engine(Limits(max_loras=1))
-    a, b, base, a_again = submitted(
-        engine, sequence(adapter="a"), sequence(adapter="b"), sequence(), sequence(adapter="a")
-    )
+    wanted = (sequence(adapter=adapter) for adapter in ("a", "b", None, "a"))
+    engine, a, b, base, a_again = engine_with(Limits(max_loras=1), *wanted)
     assert engine.schedule() == [a, base, a_again]
     assert (engine.load().running_adapters, engine.load().waiting_adapters) == (("a",), ("b",))
     engine.release(a)
@@ -181,8 +177,8 @@ def test_a_request_without_a_lora_slot_is_skipped_by_those_behind_it() -> None:
 
 
 def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> None:
-    engine = Engine(Limits(max_num_seqs=2, kv_blocks=3, block_size_tokens=4))
-    old, new, waiting = submitted(engine, *(sequence(prompt_tokens=3, max_tokens=6) for _ in range(3)))
+    few = Limits(max_num_seqs=2, kv_blocks=3, block_size_tokens=4)
+    engine, old, new, waiting = engine_with(few, *(sequence(3, 6) for _ in range(3)))
     engine.schedule()
     assert engine.grow(new, 2) == 2
     # The preempted request keeps its tokens.
@@ -193,10 +189,8 @@ def test_the_newest_is_preempted_when_blocks_run_out_and_comes_back_first() -> N
 
 
 def test_the_newest_takes_the_free_memory_and_is_then_preempted() -> None:
-    engine = Engine(Limits(kv_blocks=3, block_size_tokens=4))
-    old, new = submitted(
-        engine, sequence(prompt_tokens=7, max_tokens=1), sequence(prompt_tokens=2, max_tokens=9)
-    )
+    few = Limits(kv_blocks=3, block_size_tokens=4)
+    engine, old, new = engine_with(few, sequence(7, 1), sequence(2, 9))
     engine.schedule()
     # It fills its block first and is preempted at the next try.
     assert engine.grow(new, 9) == 2
@@ -225,8 +219,7 @@ LIMITS = st.builds(
 def test_no_limit_is_passed_and_every_request_ends(
     asks: list[tuple[int, int, str | None]], limits: Limits, stride: int, data: st.DataObject
 ) -> None:
-    engine = Engine(limits)
-    everyone = submitted(engine, *(sequence(*ask) for ask in asks))
+    engine, *everyone = engine_with(limits, *(sequence(*ask) for ask in asks))
     ended = 0
     engine.schedule()
     while running := [one for one in everyone if one.phase is Phase.RUNNING]:
