@@ -31,14 +31,12 @@ def pod(name: str, address: str, *, ready: bool = True, app: str = "llm", **more
 
 def pool(*ports: int, app: str = "llm") -> dict[str, Any]:
     """The InferencePool `llm`."""
-    return {
-        "metadata": {"name": "llm", "namespace": "models"},
-        "spec": {
-            "selector": {"matchLabels": {"app": app}},
-            "targetPorts": [{"number": port} for port in ports],
-            "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
-        },
+    spec = {
+        "selector": {"matchLabels": {"app": app}},
+        "targetPorts": [{"number": port} for port in ports],
+        "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
     }
+    return {"metadata": {"name": "llm", "namespace": "models"}, "spec": spec}
 
 
 class ApiServer:

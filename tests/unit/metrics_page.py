@@ -17,11 +17,6 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 def samples_of(page: str) -> dict[tuple[str, ...], float]:
     """As `samples`, of a page as it is served."""
-    return {
-        (
-            sample.name,
-            *sorted(f"{key}={value}" for key, value in sample.labels.items() if value),
-        ): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
+    found = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return {(name, *sorted(f"{key}={of}" for key, of in labels.items() if of)): value
+            for name, labels, value, *_ in found}  # fmt: skip

@@ -34,12 +34,11 @@ def steady_with(**objectives: float) -> RunResult:
 
 def refused_in_outage(but: int = -1) -> RunResult:
     """An outage in which every request is refused, except those of number `but`."""
-    return outage(
-        answers=tuple(
-            refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != but else each
-            for each in run("redis-outage").answers
-        )
+    answers = tuple(
+        refusal(each.source, each.number) if 5 <= each.sent_s <= 10 and each.number != but else each
+        for each in run("redis-outage").answers
     )
+    return outage(answers=answers)
 
 
 LATE = {"reason": "rejected-ttl-expired", "first_s": 31.5, "last_s": 31.5}

@@ -19,19 +19,15 @@ def test_lines_appear_in_the_order_and_at_the_times_at_which_they_came(tmp_path:
     assert [row.text for row in rows] == ["starts", "kill -9 of replica-2", "and <more>"]
     shown = [row.find(f"{SVG}animate") for row in rows]
     # Twelve seconds of twenty, the last eight of which show the whole.
-    assert [each.get("keyTimes") if each is not None else "" for each in shown] == [
-        "",
-        "0;0.6000",
-        "0;0.6000",
-    ]
+    times = [each.get("keyTimes") if each is not None else "" for each in shown]
+    assert times == ["", "0;0.6000", "0;0.6000"]
     assert [row.get("class") for row in rows] == ["", "fault", ""]
 
 
 def test_verdicts_and_faults_have_their_colours_and_a_long_line_ends_with_an_ellipsis(tmp_path: Path) -> None:
     recording = Recording(clock=lambda: 0.0)
-    recording.line(
-        "held        G1    stock and limits: 9 checks, 0 broken\nbroken      G2    9 checks, 1 broken"
-    )
+    recording.line("held        G1    stock and limits: 9 checks, 0 broken")
+    recording.line("broken      G2    9 checks, 1 broken")
     recording.line(" 30.4 s  kill -9 of Redis\nDOWN  replica-2\nready envoy\n" + 200 * "x")
     recording.write(tmp_path / "run.svg")
     rows = ElementTree.parse(tmp_path / "run.svg").getroot().findall(f"{SVG}text")

@@ -233,12 +233,9 @@ def test_totals_stay_between_zero_and_one_with_every_scorer() -> None:
             )
             for n in range(5)
         ]
-        pick = PickRequest(
-            session_endpoint="10.0.2.3:80",
-            prefix_blocks=4,
-            prefix_matches={"10.0.2.1:80": 9, "10.0.2.2:80": 1},
-            random=chance.random,
-        )
+        matches = {"10.0.2.1:80": 9, "10.0.2.2:80": 1}
+        prompt: dict[str, Any] = {"prefix_blocks": 4, "prefix_matches": matches}
+        pick = PickRequest(session_endpoint="10.0.2.3:80", random=chance.random, **prompt)
 
         ranking = rank(weights, pick, *endpoints)
         assert all(0.0 <= one.base <= one.score <= 1.0 for one in ranking.best)
@@ -279,16 +276,13 @@ def test_what_is_new_of_the_endpoints_counts_at_once() -> None:
 
 
 def ranking() -> Ranking:
-    return Scheduler({"queue-depth": 1.0, "kv-cache": 3.0}).rank(
-        PickRequest(),
-        [
-            EndpointState("a", waiting=4, kv_utilisation=0.5, in_flight=2),
-            EndpointState("b", waiting=0, kv_utilisation=0.2),
-            EndpointState("c", draining=True),
-            EndpointState("d", waiting=2, kv_utilisation=1.0),
-        ],
-        limit=2,
-    )
+    endpoints = [
+        EndpointState("a", waiting=4, kv_utilisation=0.5, in_flight=2),
+        EndpointState("b", waiting=0, kv_utilisation=0.2),
+        EndpointState("c", draining=True),
+        EndpointState("d", waiting=2, kv_utilisation=1.0),
+    ]
+    return Scheduler({"queue-depth": 1.0, "kv-cache": 3.0}).rank(PLAIN, endpoints, limit=2)
 
 
 def explained(seen: Ranking | LeastLoadedPick, chosen: tuple[str, ...] = (), loads: str = "") -> Explanation:
@@ -312,19 +306,15 @@ def shown(
 
 def test_every_candidate_is_explained_even_those_not_listed() -> None:
     found = explained(ranking(), ("b", "a"), "1,")
+    candidates = [
+        shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
+        shown("a", 0.375, queue=0.0, kv=0.5, in_flight=2, live=None),
+        shown("d", 0.125, queue=0.5, kv=0.0, in_flight=0.0, live=None),
+    ]
     assert found.to_dict() == {
-        "request_id": "r1",
-        "chosen": ["b", "a"],
-        "candidates": [
-            shown("b", 0.85, queue=1.0, kv=0.8, in_flight=0.0, live=1.0),
-            shown("a", 0.375, queue=0.0, kv=0.5, in_flight=2, live=None),
-            shown("d", 0.125, queue=0.5, kv=0.0, in_flight=0.0, live=None),
-        ],
-        "excluded": {"c": "draining"},
-        "waived": [],
-        "weights": {"queue-depth": 0.25, "kv-cache": 0.75},
-        "rule": found.rule,
-    }
+        "request_id": "r1", "chosen": ["b", "a"], "candidates": candidates, "excluded": {"c": "draining"},
+        "waived": [], "weights": {"queue-depth": 0.25, "kv-cache": 0.75}, "rule": found.rule,
+    }  # fmt: skip
     assert found.rule.startswith("highest `final`")
     assert found.summary() == {"candidates": "b 0.85/1, a 0.375/?, d 0.125/?", "excluded": "c draining"}
 

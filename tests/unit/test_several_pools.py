@@ -270,13 +270,11 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
     gone = bare(request_id="gone", status=0)
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [
-        ended("r-1", keys[1]),
-        ended("r-2", keys[0]),
-        ended("r-3", keys[1], "DownstreamPeriodic"),
+        ended("r-1", keys[1]), ended("r-2", keys[0]), ended("r-3", keys[1], "DownstreamPeriodic"),
         ended("r-4", Keyring()),  # no pool's
         ended("r-5", keys[1], signed_for="r-1"),  # forged
         gone,
-    ]
+    ]  # fmt: skip
     accesslog.take(entries, accounts)
     assert [[each.id for each in gate.reported] for gate in gates] == [["r-2"], ["r-1", "r-3"]]
     # Nobody knows whose request it was that has no token: each pool looks.

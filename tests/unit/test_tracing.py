@@ -93,9 +93,7 @@ async def test_a_malformed_traceparent_counts_as_none(tracing: Make, parent: str
     assert span.parent is None
 
 
-async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settles(
-    tracing: Make,
-) -> None:
+async def test_the_accounting_token_carries_the_trace_to_the_replica_that_settles(tracing: Make) -> None:
     placing, settling = tracing(), tracing(sample=0.0)
     placement = await placing.gate.admit(REQUEST, stream_owned=False)
     decide = placing.spans()["decide"]

@@ -11,74 +11,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXEMPT = (
-    "CHANGELOG.md",
-    "LICENSE",
-    "docs/upgrading.md",
-    "tests/data/",
-    "tests/unit/test_vocabulary.py",
+    "CHANGELOG.md", "LICENSE", "docs/upgrading.md", "tests/data/", "tests/unit/test_vocabulary.py",
     "bench/results/",
-)
+)  # fmt: skip
 SUFFIXES = (".py", ".lua", ".md", ".js", ".html", ".css", ".yml", ".yaml", ".toml", ".json")
 
 # In no text at all, in any part of an identifier.
 WORDS = {
-    "sturdy": "failover",
-    "crossing": "failover state",
-    "purse": "local budget",
-    "borrower": "budget transfer",
-    "homecoming": "resync",
-    "fleetmate": "peer",
-    "fleetmates": "peers",
-    "outbox": "outage journal",
-    "glance": "heartbeat_now(full=False)",
-    "poke": "heartbeat_now",
-    "bury": "tombstone",
-    "victim": "preemption candidate",
-    "lane": "flow queue",
-    "underway": "in flight",
-    "astray": "not primary",
-    "heed": "raise_if_cancelled",
-    "lookout": "fleet state cache",
-    "foretold": "predicted order",
-    "whereabouts": "request status",
-    "upheaval": "chaos",
+    "sturdy": "failover", "crossing": "failover state", "purse": "local budget",
+    "borrower": "budget transfer", "homecoming": "resync", "fleetmate": "peer", "fleetmates": "peers",
+    "outbox": "outage journal", "glance": "heartbeat_now(full=False)", "poke": "heartbeat_now",
+    "bury": "tombstone", "victim": "preemption candidate", "lane": "flow queue", "underway": "in flight",
+    "astray": "not primary", "heed": "raise_if_cancelled", "lookout": "fleet state cache",
+    "foretold": "predicted order", "whereabouts": "request status", "upheaval": "chaos",
     "witness": "client history",
-}
+}  # fmt: skip
 
 # No name in code. In text they have their meaning in English, or name stored keys and replies
 # (`victims`, `lanes`, `buried`, `held`), which replicas of two versions share.
 NAMES = {
-    "buried": "tombstone",
-    "lanes": "flow queues",
-    "victims": "preemption candidates",
-    "ahead": "read_ahead",
-    "writes": "write_behind",
-    "later": "defer_write",
-    "born": "epoch",
-    "lives": "epoch",
-    "desk": "exchange context",
-    "door": "drain gate",
-    "earn": "release",
-    "spend": "acquire",
-    "expose": "add",
-    "harm": "faults injected",
-    "hear": "on_notification",
-    "held": "stream_owned or orphaned",
-    "introduction": "replica info",
-    "judge": "check",
-    "judges": "checks",
-    "lasting": "durable",
-    "lend": "transfer_budget",
-    "news": "notifications",
-    "park": "throttle",
-    "recall": "explanation cache",
-    "shield": "remove",
-    "show_out": "cancel_waiters",
-    "standing": "fleet state",
-    "tell": "notify",
-    "ticket": "accounting_token",
-    "waking": "pause detector",
-}
+    "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
+    "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",
+    "lives": "epoch", "desk": "exchange context", "door": "drain gate", "earn": "release",
+    "spend": "acquire", "expose": "add", "harm": "faults injected", "hear": "on_notification",
+    "held": "stream_owned or orphaned", "introduction": "replica info", "judge": "check",
+    "judges": "checks", "lasting": "durable", "lend": "transfer_budget", "news": "notifications",
+    "park": "throttle", "recall": "explanation cache", "shield": "remove", "show_out": "cancel_waiters",
+    "standing": "fleet state", "tell": "notify", "ticket": "accounting_token", "waking": "pause detector",
+}  # fmt: skip
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")

@@ -26,19 +26,16 @@ def snapshot(flows: int = 3, **state: Any) -> dict[str, Any]:
         "drain_rate": 21.25, "guard_dispatches_total": 4,
         "bands": [{"band": "Default", "queued": 12, "oldest_s": 4.04}],
     }  # fmt: skip
+    endpoints = [
+        {"address": "10.0.0.1:8000", "status": "ready", "in_flight": 2},
+        {"address": "10.0.0.2:8000", "status": "drained", "in_flight": 0},
+    ]
     return {
-        "at": 1_700_000_000.0,
-        "state": {**pool, **state},
-        "flows": [{"flow": name, **flow} for name in names],
-        "flows_total": 1000,
-        "workloads": [],
-        "workloads_total": 0,
-        "endpoints": [
-            {"address": "10.0.0.1:8000", "status": "ready", "in_flight": 2},
-            {"address": "10.0.0.2:8000", "status": "drained", "in_flight": 0},
-        ],
+        "at": 1_700_000_000.0, "state": {**pool, **state}, "endpoints": endpoints,
+        "flows": [{"flow": name, **flow} for name in names], "flows_total": 1000,
+        "workloads": [], "workloads_total": 0,
         "replicas": [{"id": "r-1", "live": True, "degraded": False, "this": True}],
-    }
+    }  # fmt: skip
 
 
 def page(count: int = 30, total: int = 100_000, next_cursor: str | None = "next") -> QueuePage:
