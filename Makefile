@@ -9,7 +9,7 @@ DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-cluster-changes bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-cluster-changes bench-beside-go bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -96,6 +96,10 @@ bench-starts: $(VENV)/.installed ## from the start of a replica to ready: 20 sta
 bench-cluster-changes: $(VENV)/.installed ## how soon changes of a cluster are in force (ARGS='--go FILE': beside a Go picker)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
 	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.cluster_changes $(ARGS)
+
+bench-beside-go: $(VENV)/.installed ## what a request costs beside the Go picker (ARGS='--go FILE')
+	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
+	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.beside_go $(ARGS)
 
 bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \

@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from bench.overhead.stack import Stack, Variant, model_servers, stack
+from bench.overhead.stack import Variant, model_servers, stack
 from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load
 from bench.rig.page import percentile
 from bench.versions import Fleet, running
@@ -84,6 +85,17 @@ SETUPS = (
 )
 
 
+class Target(Protocol):
+    """What is loaded at `url`."""
+
+    @property
+    def url(self) -> str: ...
+
+    def cpu_us(self) -> tuple[float, float, float]:
+        """CPU time since start of pickers, Valkey and Envoy, in microseconds."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One variant in one round: CPU in µs a request of the busy pass, milliseconds to the answer's headers in
@@ -122,18 +134,18 @@ async def measure(setup: Setup, rounds: int, driver: Driver) -> Result:
             }
             for case in setup.cases:
                 for target in found.values():
-                    await _busy(driver, target, case, case.busy // _WARM_UP_SHARE)
+                    await send(driver, target, case, case.busy // _WARM_UP_SHARE)
             before = {name: target.cpu_us()[0] for name, target in found.items()}
             await asyncio.sleep(_IDLE_S)
             for name, target in found.items():
                 idle_ms[name].append((target.cpu_us()[0] - before[name]) / 1000 / _IDLE_S)
             for case in setup.cases:
-                for name, reading in (await _round(driver, found, case, number)).items():
+                for name, reading in (await compare(driver, found, case, number)).items():
                     readings[case.name][name].append(reading)
     return Result(readings, idle_ms)
 
 
-async def _busy(driver: Driver, target: Stack, case: Case, requests: int) -> list[float]:
+async def send(driver: Driver, target: Target, case: Case, requests: int) -> list[float]:
     """Send `requests` at full speed: how many a second, and the CPU of one, access logs included, in µs of
     pickers, Valkey and Envoy."""
     await driver.prepare(_load(target, case, case.connections, requests))
@@ -144,15 +156,17 @@ async def _busy(driver: Driver, target: Stack, case: Case, requests: int) -> lis
     return [requests / outcome.seconds, *cpu_us]
 
 
-async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number: int) -> dict[str, Reading]:
+async def compare(
+    driver: Driver, targets: Mapping[str, Target], case: Case, number: int
+) -> dict[str, Reading]:
     """A busy pass of each variant, then a calm one."""
-    names = tuple(stacks)
-    passes = {name: await _busy(driver, stacks[name], case, case.busy) for name in _rotated(names, number)}
+    names = tuple(targets)
+    passes = {name: await send(driver, targets[name], case, case.busy) for name in _rotated(names, number)}
     calm_us: dict[str, list[int]] = {name: [] for name in names}
     # Added latency is a small difference, so the calm passes are split and mixed.
     for turn in range(_CALM_TURNS if case.calm else 0):
         for name in _rotated(names, number + turn):
-            await driver.prepare(_load(stacks[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS))
+            await driver.prepare(_load(targets[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS))
             calm_us[name] += (await driver.go()).first_us
     return {
         name: Reading(*busy, *(percentile(calm_us[name], share) / 1000 for share in (0.5, 0.99)))
@@ -160,7 +174,7 @@ async def _round(driver: Driver, stacks: Mapping[str, Stack], case: Case, number
     }
 
 
-def _load(target: Stack, case: Case, connections: int, requests: int) -> Load:
+def _load(target: Target, case: Case, connections: int, requests: int) -> Load:
     return Load(target.url, connections, requests, case.tokens, case.prompt_bytes)
 
 

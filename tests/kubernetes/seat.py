@@ -22,7 +22,7 @@ import httpx
 import yaml
 from api_server import ApiServer
 from google.protobuf.struct_pb2 import ListValue, Value
-from redis_servers import redis_server
+from redis_servers import Server, redis_server
 
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
@@ -340,11 +340,12 @@ class Seat:
     """Everything around one API server."""
 
     folder: Path
-    redis_url: str
+    redis: Server
     port: int  # of all model servers
     tls: bool
     pickers: list[Picker] = field(default_factory=list)
     gateway: httpx.AsyncClient | None = None
+    envoy: "subprocess.Popen[bytes] | None" = None  # the newest
     _started: int = 0
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     _clients: list[httpx.AsyncClient] = field(default_factory=list)
@@ -399,7 +400,7 @@ class Seat:
             *("--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)),
             *flags,
         )
-        environment = {"KUBECONFIG": str(kubeconfig), "PICKER_REDIS__URL": self.redis_url}
+        environment = {"KUBECONFIG": str(kubeconfig), "PICKER_REDIS__URL": self.redis.url}
         process = self.spawn(f"picker-{number}", command, environment)
         admin = httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{metrics}", trust_env=False, timeout=20)
         self._clients.append(admin)
@@ -452,7 +453,9 @@ class Seat:
     def spawn_envoy(self, name: str, tree: Tree) -> None:
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(tree))
-        self.spawn(name, [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"])
+        self.envoy = self.spawn(
+            name, [envoy_binary(), "-c", str(file), "--disable-hot-restart", "--concurrency", "1"]
+        )
 
     async def ask(self, headers: Mapping[str, str] | None = None, tokens: int = 4) -> httpx.Response:
         assert self.gateway is not None
@@ -519,7 +522,7 @@ async def listens(host: str, port: int) -> bool:
 async def opened(folder: Path) -> AsyncIterator[Seat]:
     """A seat that has a Redis, and no pickers and gateway yet. All of it ends with the block."""
     with redis_server(folder / "valkey") as valkey:
-        here = Seat(folder, valkey.url, free_port(), tls=True)
+        here = Seat(folder, valkey, free_port(), tls=True)
         try:
             yield here
         finally:
