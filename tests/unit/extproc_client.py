@@ -329,6 +329,13 @@ def given_back(answers: Sequence[ProcessingResponse]) -> list[tuple[bytes, bool]
     return whole + [(chunk.body, chunk.end_of_stream) for chunk in echoed(answers)]
 
 
+def whole(answers: Sequence[ProcessingResponse]) -> bytes:
+    """The request's body as it goes on, which must end with its last part."""
+    given_parts = given_back(answers)
+    assert [ended for _, ended in given_parts] == [False] * (len(given_parts) - 1) + [True]
+    return b"".join(part for part, _ in given_parts)
+
+
 _transports = {"chosen": "grpcio"}
 
 

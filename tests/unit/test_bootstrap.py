@@ -59,8 +59,7 @@ def at(node: Any, path: str) -> Any:
 
 def hosts(tree: dict[str, Any], cluster: str) -> list[dict[str, Any]]:
     path = f"clusters.{cluster}.loadAssignment.endpoints.0.lbEndpoints.*.endpoint.address.socketAddress"
-    found: list[dict[str, Any]] = at(parts(tree), path)
-    return found
+    return list(at(parts(tree), path))
 
 
 def assert_envoy_accepts(bootstrap: str, folder: Path) -> None:

@@ -180,18 +180,13 @@ async def test_files_that_cannot_be_used_leave_the_former_certificate(
         await gets_in(port, ours.cert)
 
 
-async def test_without_files_the_replica_signs_a_certificate_itself() -> None:
-    async with serving(certificates(None)) as port:
-        shown = [await asyncio.to_thread(presented, port) for _ in range(2)]
-        assert shown[0]
-        assert shown[0] == shown[1]
-
-
-async def test_clients_of_tls_1_2_get_in_and_older_ones_do_not() -> None:
+async def test_without_files_the_replica_signs_a_certificate_itself_for_tls_from_1_2_on() -> None:
     made = certificates(None)
     assert made.context.minimum_version is ssl.TLSVersion.TLSv1_2
     async with serving(made) as port:
-        assert await asyncio.to_thread(presented, port, ssl.TLSVersion.TLSv1_2)
+        shown = await asyncio.to_thread(presented, port)
+        assert shown
+        assert shown == await asyncio.to_thread(presented, port, ssl.TLSVersion.TLSv1_2)
 
 
 async def test_plain_text_is_refused() -> None:

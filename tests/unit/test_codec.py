@@ -4,7 +4,7 @@ import json
 
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from extproc_client import PLACEMENT, echoed, headers, set_headers
+from extproc_client import PLACEMENT, given_back, headers, set_headers, whole
 
 from picker_fleet import errors
 from picker_fleet.errors import ExpiredTtl, RequestError
@@ -39,11 +39,10 @@ def test_answers_to_the_same_endpoints_do_not_mix() -> None:
 @pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 400_000])
 def test_a_body_is_echoed_in_chunks(size: int) -> None:
     body = bytes(index % 251 for index in range(size))
-    chunks = echoed([*map(message, codec.request_body(body))])
-    assert b"".join(chunk.body for chunk in chunks) == body
-    assert max(len(chunk.body) for chunk in chunks) <= codec.CHUNK_BYTES
-    assert len(chunks) == max(1, -(-size // codec.CHUNK_BYTES))
-    assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    answers = [*map(message, codec.request_body(body))]
+    assert whole(answers) == body
+    assert max(len(chunk) for chunk, _ in given_back(answers)) <= codec.CHUNK_BYTES
+    assert len(answers) == max(1, -(-size // codec.CHUNK_BYTES))
 
 
 REFUSALS = [

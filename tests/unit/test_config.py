@@ -308,8 +308,7 @@ def test_variables_overlay_the_file(tmp_path: Path) -> None:
         "PATH": "/bin",
     }
     settings = load(path, variables)
-    assert settings.pool == "one"
-    assert settings.redis.url == "redis://b:2"
+    assert (settings.pool, settings.redis.url) == ("one", "redis://b:2")
     assert settings.admin.token == "123456"
     assert settings.fair_request_queue.queue_ttl == 5
     assert settings.models[0].name == "llama"

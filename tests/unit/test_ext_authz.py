@@ -75,26 +75,20 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def staged(
-    gate: ScriptedGate | None = None,
-    *,
-    max_connections: int = 100,
-    certificates: Certificates | None = None,
-    **config: Any,
-) -> AsyncIterator[Stage]:
+async def staged(gate: ScriptedGate | None = None, server: Any = None, **config: Any) -> AsyncIterator[Stage]:
+    """A server with `config`; `server` has options of its own."""
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     keys = Keyring()
     placements = Placements([Account(gate, cast(Metrics, metrics), keys)], LONGEST_S, lambda: now_s[0])
-    where = of_one_pool(context), "127.0.0.1:0"
-    server = CheckServer(*where, placements, certificates, max_connections=max_connections)
-    stage = Stage(server, gate, context, metrics, await server.start(), now_s, keys)
+    checks = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, **(server or {}))
+    stage = Stage(checks, gate, context, metrics, await checks.start(), now_s, keys)
     try:
         yield stage
     finally:
         for connection in stage.connections:
             await connection.close()
-        await server.stop()
+        await checks.stop()
 
 
 @pytest.fixture
@@ -282,7 +276,7 @@ async def test_the_port_speaks_tls(tmp_path: Path) -> None:
     server = signed(tmp_path, "picker", ours)
     made = Certificates(Tls(cert=server.cert, key=server.key), "http.tls", "http/1.1")
     trusting = ssl.create_default_context(cafile=str(ours.cert))
-    async with staged(certificates=made) as stage:
+    async with staged(server={"certificates": made}) as stage:
         connection = Connection(*await asyncio.open_connection("127.0.0.1", stage.port, ssl=trusting))
         connection.send(HEALTH)
         assert (await connection.reply()).status == 503
@@ -313,7 +307,7 @@ async def test_an_idle_connection_is_closed_in_the_end(stage: Stage) -> None:
 
 
 async def test_more_connections_than_allowed_are_closed() -> None:
-    async with staged(max_connections=1) as stage:
+    async with staged(server={"max_connections": 1}) as stage:
         first = await stage.send(check())
         assert (await first.reply()).status == 200
         assert await (await stage.send()).ended() == b""

@@ -135,7 +135,7 @@ async def test_lean_ends_the_stream_with_its_answer(fleet: Replica) -> None:
     said = await talk(call, headers("lean"), *chunks, body(), answers=11)
 
     assert parts(said) == ["request_headers"] + ["request_body"] * 10
-    assert b"".join(chunk.body for chunk in envoy.echoed(said)) == ask
+    assert envoy.whole(said) == ask
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
     assert fleet.metrics.answers == [("lean", "m", "ok")]
