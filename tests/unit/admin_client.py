@@ -53,8 +53,7 @@ class View:
 class CountingMembership:
     """Counts how often it is to send a heartbeat at once."""
 
-    def __init__(self) -> None:
-        self.heartbeats = 0
+    heartbeats = 0
 
     def heartbeat_now(self) -> None:
         self.heartbeats += 1

@@ -174,9 +174,8 @@ class Bench:
         """What the live replicas say: those named that they are degraded, and all which returns they have
         `answered`; None, as from a version without this field."""
         fields = {} if answered is None else {"told": answered}
-        self.gate.update_peers(
-            {name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")}
-        )
+        about = {name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")}
+        self.gate.update_peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None, **changes: Any) -> None:
         token = placement.accounting_token if placement is not None else ""

@@ -260,13 +260,9 @@ def test_accounting_tokens_stay_valid_over_key_rotations_and_an_upgrade() -> Non
 async def test_malformed_messages_between_entries_lose_no_entry() -> None:
     tcp = als_pb2.StreamAccessLogsMessage()
     tcp.tcp_logs.log_entry.add().common_properties.upstream_cluster = "pool"
-    items = await reported(
-        batch(entry(request_id="first")),
-        b"\xff\xff not a message",
-        als_pb2.StreamAccessLogsMessage(),
-        tcp,
-        batch(entry(request_id=""), entry(request_id="x" * 5000), entry(request_id="last")),
-    )
+    first, empty = batch(entry(request_id="first")), als_pb2.StreamAccessLogsMessage()
+    last = batch(entry(request_id=""), entry(request_id="x" * 5000), entry(request_id="last"))
+    items = await reported(first, b"\xff\xff not a message", empty, tcp, last)
     assert [item.id for item in items] == ["first", "last"]
 
 

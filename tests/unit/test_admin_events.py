@@ -28,10 +28,8 @@ class Numbered(BaseModel):
 class CountingSource:
     """Counts the reads; each returns its number, unless there is a fault."""
 
-    def __init__(self) -> None:
-        self.reads = 0
-        self.fault: Exception | None = None
-        self.name = "a\nb"
+    reads, name = 0, "a\nb"
+    fault: Exception | None = None
 
     async def read(self) -> list[Event]:
         self.reads += 1

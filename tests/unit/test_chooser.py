@@ -33,16 +33,14 @@ class Knowledge:
         self.readings: dict[str, Reading] = {}
         self.now_s = 0.0
         self.index, self.latencies = PrefixIndex(), LatencyTracker()
-        self.routes = RouteStream(
-            "redis://127.0.0.1:1/0", stream="s", replica="r", index=self.index, latencies=self.latencies
-        )
+        history = {"index": self.index, "latencies": self.latencies}
+        self.routes = RouteStream("redis://127.0.0.1:1/0", stream="s", replica="r", **history)
         self.chooser = ScoringChooser(
             Scheduler(with_in_flight({name.replace("_", "-"): weight for name, weight in scorers.items()})),
             self.cell,
             readings=self._readings,
             in_flight=dict,
-            index=self.index,
-            latencies=self.latencies,
+            **history,
             routes=self.routes,
             clock=lambda: self.now_s,
             adapters=adapters,

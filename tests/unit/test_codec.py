@@ -75,11 +75,8 @@ def test_only_wanted_headers_are_read_whatever_their_case() -> None:
     message = headers("lean", [("X-Request-ID", "first"), ("x-request-id", "second"), ("cookie", b"\xff")])
     message.request_headers.headers.headers.add(key="x-llm-d-inference-ttl", value="5s")
 
-    wanted = {"x-request-id", "x-llm-d-inference-ttl", "x-absent"}
-    assert codec.read_headers(message.request_headers, wanted) == {
-        "x-request-id": b"first",
-        "x-llm-d-inference-ttl": b"5s",
-    }
+    read = {"x-request-id": b"first", "x-llm-d-inference-ttl": b"5s"}
+    assert codec.read_headers(message.request_headers, {*read, "x-absent"}) == read
 
 
 def test_metadata_is_read_as_plain_values() -> None:

@@ -340,9 +340,8 @@ def settled(token: str, **headers: str) -> bytes:
 async def placed(stage: Stage, request_id: str = "req-1") -> str:
     """The settle token of a request that was checked by headers and placed with a token of the fleet's."""
     fields = "\t".join(("red", "1", "1.0", "1.0", "", "3", "llama", "10.0.0.1:8000", "0"))
-    stage.gate.placement = Placement(
-        ("10.0.0.1:8000", "10.0.0.2:8000"), accounting_token.signed(fields, request_id, stage.keys)
-    )
+    token = accounting_token.signed(fields, request_id, stage.keys)
+    stage.gate.placement = Placement(("10.0.0.1:8000", "10.0.0.2:8000"), token)
     answer = await stage.ask(by_headers(x_request_id=request_id))
     return answer.headers["x-picker-settle-token"]
 

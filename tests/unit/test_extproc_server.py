@@ -381,13 +381,9 @@ async def test_grpcio_threads_do_not_preempt_the_event_loop(fleet: Replica) -> N
     assert os.sched_getscheduler(own) == os.SCHED_OTHER
 
 
-REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 UNKNOWN = [
-    *(f"/{service}/ServerReflectionInfo" for service in REFLECTION),
-    f"/{SERVICE}/Other",
-    "/grpc.health.v1.Health/List",
-    "/no.such.Service/Method",
-    "/",
+    *(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")),
+    *(f"/{SERVICE}/Other", "/grpc.health.v1.Health/List", "/no.such.Service/Method", "/"),
 ]
 
 
