@@ -31,7 +31,6 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
 
 
 async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:
-    base = busy.state["replicas"][0]["admin"]
     described = (await busy.admin("/openapi.json")).json()
 
     async def listed() -> Any:  # the list may be a second behind the queue
@@ -39,7 +38,7 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
 
     waiting = (await busy.eventually(listed, what="the list"))[0]["id"]
     del described["paths"]["/api/v1/events"]
-    tried = await asyncio.to_thread(_fuzz, described, base)
+    tried = await asyncio.to_thread(_fuzz, described, busy.admin_url())
     assert tried.keys() == {
         f"{method.upper()} {path}" for path, methods in described["paths"].items() for method in methods
     }
@@ -68,6 +67,10 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
     for found in schema.get_all_operations():
         operation = found.ok()
 
+        @settings(
+            max_examples=EXAMPLES, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        )
+        @given(case=operation.as_strategy())
         def call(case: Any) -> None:
             tried[case.operation.label] = tried.get(case.operation.label, 0) + 1
             for _ in range(MAX_ATTEMPTS):
@@ -77,17 +80,5 @@ def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
                     break
             case.validate_response(answer, checks=[not_a_server_error])
 
-        _run(operation, call)
+        call()
     return tried
-
-
-def _run(operation: Any, call: Any) -> None:
-    strategy = operation.as_strategy()
-    checked = given(case=strategy)(call)
-    settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )(checked)()

@@ -1,41 +1,33 @@
 """`picker load` as its user runs it, and its scenarios in Locust, against real fleets."""
 
-import asyncio
 import csv
 import json
 import signal
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+import threading
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import psutil
 import pytest
 
+from picker_tools.local_fleet.processes import picker_command
+
 ROOT = Path(__file__).parents[2]
 END_S = 200.0  # some scenarios take more than a minute where the machine is busy
 
 
-async def started(*arguments: str) -> Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", *arguments), stdout=PIPE, stderr=STDOUT, cwd=ROOT
-    )
+def run(*arguments: str) -> tuple[int, str]:
+    """The exit status and output of a Python module."""
+    command = [sys.executable, "-P", "-m", *arguments]
+    done = subprocess.run(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT, timeout=END_S)
+    return done.returncode, done.stdout
 
 
-async def ended(process: Process) -> tuple[int, str]:
-    """Its exit status and output."""
-    try:
-        async with asyncio.timeout(END_S):
-            said, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, said.decode()
-
-
-async def load(*arguments: str, report: Path) -> tuple[int, str]:
-    return await ended(await started("picker_fleet.cli", "load", *arguments, "--report", str(report)))
+def load(*arguments: str, report: Path) -> tuple[int, str]:
+    return run("picker_fleet.cli", "load", *arguments, "--report", str(report))
 
 
 def summary_of(report: Path) -> dict[str, Any]:
@@ -53,9 +45,9 @@ def here(shared_fleet: Any) -> Any:
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 
-async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
+def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     size = ("--own", "--replicas", "2", "--endpoints", "2", "--duration", "2")
-    status, said = await load("noisy-neighbour", *size, report=tmp_path)
+    status, said = load("noisy-neighbour", *size, report=tmp_path)
     # It starts a fleet, and the promises are kept, those of the log too.
     found = verdicts(tmp_path)
     assert status == 0, said
@@ -67,8 +59,8 @@ async def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Pat
     assert [child for child in children if "picker-load-" in str(child.cmdline())] == []
 
 
-async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
-    status, said = await load("replica-crash", "--duration", "4", report=tmp_path)
+def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
+    status, said = load("replica-crash", "--duration", "4", report=tmp_path)
     found, summary = verdicts(tmp_path), summary_of(tmp_path)
     assert summary["faults"]["kills"]
     assert found["at-rest"] == found["G6"] == "held"
@@ -76,10 +68,10 @@ async def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
     assert (status, unserved) == (0, 0), said
 
 
-async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
+def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
     # The objective asks for first tokens sooner than the model servers can give them.
     where = ("--state-file", str(here.state_file), "--duration", "2")
-    status, said = await load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
+    status, said = load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
     # The broken promise is named, with what was measured.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
@@ -89,22 +81,26 @@ async def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> N
     assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
 
 
-async def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
-    status, said = await load("priority-overload", "--state-file", str(here.state_file), report=tmp_path)
+def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
+    status, said = load("priority-overload", "--state-file", str(here.state_file), report=tmp_path)
     assert status == 2
     assert "needs a fleet with an objective 'critical', an objective 'sheddable'" in said
 
 
-async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
+def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
     # A load that would go on for minutes.
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
-    process = await started("picker_fleet.cli", "load", "steady", *where)
-    assert process.stdout is not None
-    async with asyncio.timeout(END_S):
-        while b"served 0" in (line := await process.stdout.readline()) or b" sent " not in line:
+    command = picker_command("load", "steady", *where)
+    with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT) as process:
+        deadline = threading.Timer(END_S, process.kill)
+        deadline.start()
+        assert process.stdout is not None
+        while "served 0" in (line := process.stdout.readline()) or " sent " not in line:
             assert line, "it ended by itself"
-    process.send_signal(signal.SIGINT)
-    status, said = await ended(process)
+        process.send_signal(signal.SIGINT)
+        said = process.stdout.read()
+        status = process.wait()
+        deadline.cancel()
     # There is a report of what was sent.
     assert status == 130, said
     summary = summary_of(tmp_path)
@@ -113,14 +109,13 @@ async def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> Non
     assert "broken" not in verdicts(tmp_path).values()
 
 
-async def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
+def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
     # Locust runs two of the scenarios for some seconds, without its own page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
-    process = await started(
+    status, said = run(
         *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
         *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
     )
-    status, said = await ended(process)
     # Requests of both are served, none fails, and the first bytes are timed.
     assert status == 0, said
     with (tmp_path / "stats_stats.csv").open() as stats:

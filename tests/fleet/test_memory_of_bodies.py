@@ -84,12 +84,10 @@ async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = Fals
     sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
     try:
         answer = await call.read()
-        whole = not answer.HasField("request_headers") or answer.request_headers.response.HasField(
-            "body_mutation"
-        )
+        whole = not answer.request_headers.response.HasField("body_mutation")
         while not whole:
-            chunk = (await call.read()).request_body.response.body_mutation.streamed_response
-            whole = chunk.end_of_stream
+            answer = await call.read()
+            whole = answer.request_body.response.body_mutation.streamed_response.end_of_stream
     except grpc.aio.AioRpcError:
         pass  # it was refused, and its stream ended during a write
     finally:

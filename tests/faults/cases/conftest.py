@@ -16,13 +16,6 @@ _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The full forms have a long timeout."""
-    for item in items:
-        if FULL and "case" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(1800))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
@@ -40,7 +33,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         modes = short.args if short else ("lean",)
         if "FAULT_SUITE" in os.environ:
             modes = ("lean", "http")
-        metafunc.parametrize("mode", modes)
+        marks = [pytest.mark.timeout(1800)] if FULL else []
+        metafunc.parametrize("mode", [pytest.param(mode, marks=marks) for mode in modes])
 
 
 @pytest.fixture

@@ -78,20 +78,21 @@ class Case:
         (RESULTS / "faults.md").write_text(_table(rows), encoding="utf-8")
 
 
+_PAGE = """# The fault suite
+
+Written by `make faults`, a row a case, each as it was last run; a row says in which form. Real
+processes: Envoy, Valkey, three replicas and simulated model servers on one machine with two cores;
+the load is that machine's average at the case's end.
+
+| fault | what was seen | passed | form | run | load |
+|---|---|---|---|---|---|
+"""
+
+
 def _table(rows: dict[str, dict[str, object]]) -> str:
-    lines = [
-        "# The fault suite",
-        "",
-        "Written by `make faults`, a row a case, each as it was last run; a row says in which form. Real",
-        "processes: Envoy, Valkey, three replicas and simulated model servers on one machine with two cores;",
-        "the load is that machine's average at the case's end.",
-        "",
-        "| fault | what was seen | passed | form | run | load |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in sorted(rows):
-        row = rows[name]
+    lines = []
+    for _, row in sorted(rows.items()):
         passed = "yes" if row["passed"] else "**no**"
         cells = (row["fault"], row["figures"], passed, row["form"], row["date"], row["load"])
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join([*lines, ""])
+        lines.append(f"| {' | '.join(map(str, cells))} |\n")
+    return _PAGE + "".join(lines)

@@ -8,18 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from case_fleet import TERMS, cluster_of, config, envoy_stats, ready, rests
+from case_fleet import TERMS, cluster_of, config, envoy_stats, ready, rests, sent
 from fault_case import Case
 from fleet_load import Caller
 from whole_fleet import suspended
 
-from picker_tools.load.client_history import (
-    ClientRequest,
-    ClosedLoop,
-    closed_loop,
-    mixed_request,
-    send_request,
-)
+from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop, mixed_request
 
 ITL_S = 0.02
 AT_ONCE = 100
@@ -34,9 +28,8 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
     async with closed_loop(here.url, clients=10) as load:
-        streams = await asyncio.gather(
-            *(send_request(here.url, ClientRequest(f"long {n}", tokens, streamed=True)) for n in range(6))
-        )
+        asked = [sent(here, f"long {n}", tokens, streamed=True) for n in range(6)]
+        streams = await asyncio.gather(*asked)
     await rests(here)
     # Each stream is whole, and none loses its lease.
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
@@ -110,10 +103,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     here = faulty("--sim-ttft", "20", "--sim-itl", "20", config=config())
     longest_s = 0.0
     for _ in range(kills):
-        streams = [
-            asyncio.create_task(send_request(here.url, ClientRequest("long", 3000, streamed=True)))
-            for _ in range(40)
-        ]
+        streams = [sent(here, "long", 3000, streamed=True) for _ in range(40)]
         await here.until_state(stock=16, queued=24)
         here.child("envoy").kill()
         since = time.monotonic()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from case_fleet import config, log_of, rests
+from case_fleet import config, log_of, rests, sent
 from fault_case import Case
 
-from picker_tools.load.client_history import ClientRecord, ClientRequest, send_request
+from picker_tools.load.client_history import ClientRecord
 
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
@@ -65,10 +65,7 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
     """The grants in order, then the expiries, by the number of the request."""
-    blocking = asyncio.create_task(
-        send_request(fleet.url, ClientRequest("blocking", 100_000, streamed=True, leaves_s=60.0))
-    )
-
+    blocking = sent(fleet, "blocking", 100_000, streamed=True, leaves_s=60.0)
     await fleet.until_state(stock=1, queued=0)
     waiting: list[asyncio.Task[ClientRecord]] = []
     for number in range(count):
@@ -76,8 +73,7 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
         headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]
         if number % 4 == 3:
             headers.append(("x-llm-d-inference-ttl", "3s"))
-        request = ClientRequest(f"number {number}", 1, headers=tuple(headers))
-        waiting.append(asyncio.create_task(send_request(fleet.url, request)))
+        waiting.append(sent(fleet, f"number {number}", 1, headers=tuple(headers)))
         await _until_logged(fleet, "queued", number + 1)
     await _until_logged(fleet, "expired", count // 4)
     blocking.cancel()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, rests
+from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, rests, sent
 from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
 
-from picker_tools.load.client_history import ClientRecord, ClientRequest, closed_loop, send_request
+from picker_tools.load.client_history import ClientRecord, closed_loop
 
 OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
@@ -43,10 +43,7 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
     rebuilt_s: list[float] = []
     async with Redis.from_url(here.state["redis"]) as redis, closed_loop(here.url, clients=30) as load:
         for _ in range(flushes):
-            streams = [
-                asyncio.create_task(send_request(here.url, ClientRequest("long", 1000, streamed=True)))
-                for _ in range(6)
-            ]
+            streams = [sent(here, "long", 1000, streamed=True) for _ in range(6)]
             await load.wait_for_served(60)
             running = await here.eventually(lambda: _longest(redis), what="the streams' leases")
             await redis.flushall()

@@ -5,10 +5,10 @@ import resource
 from collections.abc import Callable
 from typing import Any
 
-from case_fleet import config, rests
+from case_fleet import config, rests, sent
 from fault_case import Case
 
-from picker_tools.load.client_history import ClientRecord, ClientRequest, flow_header, send_request
+from picker_tools.load.client_history import ClientRecord, flow_header
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
@@ -45,14 +45,11 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     """Script calls, and commands in all, that Redis ran for each request dispatched while `waiters` wait."""
     tasks: list[asyncio.Task[ClientRecord]] = []
 
-    blocking = asyncio.create_task(
-        send_request(here.url, ClientRequest("hold", 100_000, streamed=True, leaves_s=PATIENCE_S))
-    )
+    blocking = sent(here, "hold", 100_000, streamed=True, leaves_s=PATIENCE_S)
     await here.until_state(stock=1)
     for number in range(waiters):
         flow = flow_header(f"flow-{number % 10}")
-        request = ClientRequest("w", 1, leaves_s=PATIENCE_S, headers=flow)
-        tasks.append(asyncio.create_task(send_request(here.url, request)))
+        tasks.append(sent(here, "w", 1, leaves_s=PATIENCE_S, headers=flow))
         if number % ARRIVING == ARRIVING - 1:
             least = number - ARRIVING
             await here.until(
