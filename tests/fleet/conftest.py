@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dashboard_page import Dashboard, browser, opened
-from whole_fleet import Fleet, started, stop_all
+from whole_fleet import Fleet, fleets, started, stop_all
 
 Starter = Callable[..., Fleet]
 Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
@@ -23,14 +23,8 @@ Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
 @pytest.fixture
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     """`fleet(*options, config=None, unaudited="", spawned=False)` starts a fleet of the test's own."""
-    running: list[Fleet] = []
-
-    def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
-        running.append(started(tmp_path_factory.mktemp("fleet"), options, config, **more))
-        return running[-1]
-
-    yield start
-    stop_all(running)
+    with fleets(tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,23 @@ _ANSWER = json.dumps(
 ).encode()
 
 
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
+    """The first line of a request, its headers by their names in lower case, and its body."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    first, *lines = head.strip().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if headers.get("transfer-encoding") != "chunked":
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+    else:  # as bodies are that pass through the picker
+        chunks = []
+        while size := int(await reader.readline(), 16):
+            chunks.append((await reader.readexactly(size + 2))[:-2])
+        while await reader.readline() != b"\r\n":  # trailers
+            pass
+        body = b"".join(chunks)
+    return first, headers, body
+
+
 class CountingServers:
     """`in_flight` over all of them, and its `peak` since `forget_peak`. A request takes `service_s`.
 
@@ -38,26 +55,16 @@ class CountingServers:
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A connection that is open at the end of the test is cancelled.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            while await self._one(reader, writer):
-                pass
+            while True:
+                await self._one(reader, writer)
         writer.close()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
-        if head.startswith(b"GET"):
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first, _, body = await read_request(reader)
+        if first.startswith("GET"):
             await _answer(writer, b"", b"text/plain")
-            return True
-        lines = head.decode("latin-1").lower().split("\r\n")
-        lengths = [int(line.split(":")[1]) for line in lines if line.startswith("content-length:")]
-        if lengths:
-            self.last_body = await reader.readexactly(lengths[0])
-        else:  # bodies that pass through the picker are chunked
-            chunks = []
-            while size := int(await reader.readuntil(b"\r\n"), 16):
-                chunks.append((await reader.readexactly(size + 2))[:-2])
-            while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
-                pass
-            self.last_body = b"".join(chunks)
+            return
+        self.last_body = body
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
@@ -68,7 +75,6 @@ class CountingServers:
             self.served += 1
             self._one_served.notify_all()
         await _answer(writer, _ANSWER, b"application/json")
-        return True
 
 
 async def _answer(writer: asyncio.StreamWriter, body: bytes, kind: bytes) -> None:

@@ -14,10 +14,15 @@ from admin_calls import event_stream
 from playwright.async_api import Browser, ConsoleMessage, Locator, Page, async_playwright
 
 CHROMIUM = "/usr/bin/chromium"
-_ARGUMENTS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
+_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 PATIENCE_MS = 30_000
 _POLL_S = 0.03
 
@@ -27,7 +32,7 @@ async def browser() -> AsyncIterator[Browser]:
     """A headless Chromium; .ci/packages installs it."""
     assert shutil.which(CHROMIUM), f"{CHROMIUM} is missing: run .ci/packages"
     async with async_playwright() as driver:
-        running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS.split())
+        running = await driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
         try:
             yield running
         finally:

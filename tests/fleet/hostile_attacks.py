@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import random
-import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,6 +21,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import grpc
+from counting_servers import read_request
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 
@@ -236,17 +236,11 @@ async def _name(target: Target, number: int) -> str:
 
 
 _STEERING = (
-    "x-gateway-inference-fairness-id",
-    "x-llm-d-inference-fairness-id",
-    "x-gateway-inference-objective",
-    "x-llm-d-inference-objective",
-    "x-gateway-model-name-rewrite",
-    "x-llm-d-model-name-rewrite",
-    "x-gateway-destination-endpoint",
-    "x-gateway-destination-endpoint-subset",
-    "x-gateway-destination-endpoint-served",
-    "x-request-id",
-    "x-session-token",
+    *(f"x-{vendor}-inference-fairness-id" for vendor in ("gateway", "llm-d")),
+    *(f"x-{vendor}-inference-objective" for vendor in ("gateway", "llm-d")),
+    *(f"x-{vendor}-model-name-rewrite" for vendor in ("gateway", "llm-d")),
+    *(f"x-gateway-destination-endpoint{end}" for end in ("", "-subset", "-served")),
+    *("x-request-id", "x-session-token"),
 )
 
 
@@ -334,9 +328,10 @@ _PAUSE_S = 0.05
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
     with contextlib.suppress(OSError, EOFError, asyncio.IncompleteReadError):
         while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            if b"/metrics" not in head.split(b"\r\n", 1)[0]:
-                await _answer_uselessly(reader, writer, head)
+            first, _, _ = await read_request(reader)
+            if "/metrics" not in first:
+                writer.write(_HEAD % len(_ANSWER) + _ANSWER)
+                await writer.drain()
             elif slow:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
                 for _ in range(1_000_000):
@@ -350,14 +345,6 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slo
                     await writer.drain()
                 break
     writer.close()
-
-
-async def _answer_uselessly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-    length = re.search(rb"content-length: *(\d+)", head.lower())
-    await reader.readexactly(int(length[1]) if length else 0)
-    writer.write(_HEAD % len(_ANSWER))
-    writer.write(_ANSWER)
-    await writer.drain()
 
 
 async def _serve_until_killed(slow: bool) -> None:

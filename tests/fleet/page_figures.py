@@ -125,8 +125,7 @@ def facts(shown: Row, shot: Thing) -> None:
 
 
 def bands(rows: Sequence[Row], shot: Thing) -> None:
-    for row, band in zip(rows, shot["state"]["bands"], strict=True):
-        name, queued, bodies, flows, oldest, weight = row
+    for (name, queued, bodies, flows, oldest, weight), band in zip(rows, shot["state"]["bands"], strict=True):
         assert name == band["band"]
         count(queued, band["queued"], 0)
         size(bodies, band["queued_bytes"], band["bytes"])
@@ -167,9 +166,8 @@ def workloads(rows: Sequence[Row], shot: Thing) -> None:
 
 
 def endpoints(rows: Sequence[Row], shot: Thing) -> None:
-    for (name, status, in_flight, load, kv, latency, _), endpoint in zip(
-        rows, shot["endpoints"], strict=True
-    ):
+    for row, endpoint in zip(rows, shot["endpoints"], strict=True):
+        name, status, in_flight, load, kv, latency, _ = row
         loaded = endpoint["adapters"]
         said = f"{len(loaded)} of {endpoint['max_adapters']} adapters: {', '.join(loaded)}" if loaded else ""
         assert name == endpoint["address"] + said

@@ -44,10 +44,6 @@ def queries() -> dict[str, str]:
     return {where: each["expr"].replace("$__rate_interval", "15s") for where, each in targets().items()}
 
 
-def labels_of_legend(target: dict[str, Any]) -> set[str]:
-    return set(re.findall(r"{{\s*(\w+)\s*}}", target.get("legendFormat", "")))
-
-
 @contextlib.asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
     """More load than the fleet can take: requests served, expired, preempted, refused and abandoned."""
@@ -104,7 +100,8 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
             seen = await ask_all(prometheus, wanted)
         assert not wanted.keys() - seen.keys()
         # A label that a series does not have is an empty place in the panel's legend.
-        assert all(labels_of_legend(target) <= seen[where] for where, target in targets().items())
+        for where, target in targets().items():
+            assert set(re.findall(r"{{\s*(\w+)\s*}}", target.get("legendFormat", ""))) <= seen[where], where
         for expression in rules("alert").values():
             await prometheus.query(expression)
         table = documented()

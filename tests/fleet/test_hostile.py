@@ -6,6 +6,7 @@
 from hostile_attacks import ENDED
 from hostile_fleet import attack_fleet
 
+REFUSED_BY_GRPC = ("INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED")
 # How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, hostile model servers
 # are taken out, or the attacker's own read of the queue was not answered within its limit of 2 s. A client
 # at the address of a flood may be disconnected with it.
@@ -15,13 +16,7 @@ ALLOWED_OUTCOMES = {
     "claims of 4000 to 10¹⁸ tokens, then leaving": {"200", "400", "left"},
     "half-sent requests at Envoy": {ENDED, "held"},
     "half-sent requests at the admin ports": {ENDED, "held"},
-    "forged access logs, accounting tokens and shares": {
-        "taken",
-        "given 0",
-        "INTERNAL",
-        "UNKNOWN",
-        "RESOURCE_EXHAUSTED",
-    },
+    "forged access logs, accounting tokens and shares": {"taken", "given 0", *REFUSED_BY_GRPC},
     "names with separators": {"200", "400", "404"},
     "spoofed steering headers": {"200", "400", "503"},
     "paths that are not inference, guessed keys": {"401", "404"},

@@ -84,7 +84,8 @@ async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = Fals
     sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
     try:
         answer = await call.read()
-        whole = not answer.request_headers.response.HasField("body_mutation")
+        is_placed = answer.HasField("request_headers")
+        whole = not is_placed or answer.request_headers.response.HasField("body_mutation")
         while not whole:
             answer = await call.read()
             whole = answer.request_body.response.body_mutation.streamed_response.end_of_stream

@@ -4,9 +4,10 @@ import asyncio
 import copy
 import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from picker_tools.local_fleet.processes import picker_command
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 POOLS = ("default", "batch")
+PARTS = ("redis", "pool", "endpoints")  # of what is ready
 PLACES = 4  # of the default pool's queue
 CONFIG: dict[str, Any] = {
     "pools": {
@@ -55,32 +57,9 @@ def endpoint_of(here: Fleet, pool: str) -> str:
     return next(str(each["address"]) for each in here.state["endpoints"] if each["pool"] == pool)
 
 
-async def state(here: Fleet, pool: str, replica: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = (await here.admin(f"/pools/{pool}/api/v1/state", replica)).json()
-    return found
-
-
-async def post(here: Fleet, pool: str, change: str) -> None:
-    """A change of one pool, which must be accepted."""
-    answer = await here.admin(f"/pools/{pool}/api/v1/{change}", method="POST")
-    assert answer.is_success, answer.text
-
-
-async def until(here: Fleet, pool: str, *, replicas: Sequence[int] = (0,), **wanted: Any) -> None:
-    """Wait until the pool's state has these values, as each of the replicas tells it."""
-
-    async def values() -> list[dict[str, Any]]:
-        states = [await state(here, pool, replica) for replica in replicas]
-        return [{name: each.get(name) for name in wanted} for each in states]
-
-    await here.eventually(
-        values, lambda found: found == [wanted] * len(replicas), within_s=30, what=f"{pool}: {wanted}"
-    )
-
-
 async def at_rest(here: Fleet) -> None:
     for pool in POOLS:
-        await until(here, pool, stock=0, queued=0)
+        await here.until_state(pool=pool, within_s=30, stock=0, queued=0)
 
 
 async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answer:
@@ -155,22 +134,22 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
 
 async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
     here, _ = two
-    before = await state(here, "batch")
+    before = await here.get("state", pool="batch")
     await here.post("pause")  # of the default pool
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
-        await until(here, "default", queued=PLACES, paused=True)
+        await here.until_state(queued=PLACES, paused=True)
         refused = await ask(client)
         assert refused.status == 503
         assert json.loads(refused.text)["error"]["code"] in ("insufficient_flow_capacity", "total_capacity")
         # The other pool is as it was: its bound, its places, and what it serves.
         answers = await asyncio.gather(*(ask(client, "batch") for _ in range(2 * PLACES)))
         assert {(each.status, each.endpoint) for each in answers} == {(200, endpoint_of(here, "batch"))}
-        now = await state(here, "batch")
+        now = await here.get("state", pool="batch")
         assert (now["queued"], now["paused"], now["bounds"]) == (0, False, before["bounds"])
-        flows = (await here.admin("/pools/default/api/v1/queue")).json()["requests"]
+        flows = (await here.get("queue", pool="default"))["requests"]
         assert [each["flow"] for each in flows] == ["llama"] * PLACES
-        assert (await here.admin("/pools/batch/api/v1/queue")).json()["requests"] == []
+        assert (await here.get("queue", pool="batch"))["requests"] == []
         await here.post("resume")
     assert {task.result().status for task in waiting} == {200}
     await at_rest(here)
@@ -181,40 +160,34 @@ async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two)
 
 async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
     here, _ = two
-    listed = (await here.admin("/api/v1/pools")).json()["pools"]
+    listed = (await here.get("pools"))["pools"]
     assert [(each["name"], each["default"], each["ready"], each["path"]) for each in listed] == [
         ("default", True, True, "/pools/default/"),
         ("batch", False, True, "/pools/batch/"),
     ]
-    assert (await here.admin("/pools/batch/api/v1/pools")).json()["pools"] == listed
+    assert (await here.get("pools", pool="batch"))["pools"] == listed
     unknown = await here.admin("/pools/nobody/api/v1/state")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "unknown_pool")
     for pool in POOLS:
-        assert (await state(here, pool))["pool"] == pool
+        assert (await here.get("state", pool=pool))["pool"] == pool
         assert "Picker Fleet" in (await here.admin(f"/pools/{pool}/")).text
     components = (await here.admin("/readyz")).json()["components"]
-    assert components.keys() == {
-        f"{pool}.{part}" for pool in POOLS for part in ("redis", "pool", "endpoints")
-    }
+    assert components.keys() == {f"{pool}.{part}" for pool in POOLS for part in PARTS}
 
     # A live change reaches every replica of its pool, and nothing of the other.
     change = {"fair_request_queue": {"total_capacity": 770}, "weights": {"gold": 3}}
-    answer = await here.admin("/pools/batch/api/v1/config", method="PATCH", json=change)
-    assert answer.status_code == 200, answer.text
+    await here.patch(change, pool="batch")
     for replica in range(2):
-        changed, same = [
-            (await here.admin(f"/pools/{pool}/api/v1/config", replica)).json()
-            for pool in ("batch", "default")
-        ]
+        changed, same = [await here.get("config", replica, pool=pool) for pool in ("batch", "default")]
         assert changed["config"]["fair_request_queue"]["total_capacity"] == 770
         assert (same["config"]["fair_request_queue"]["total_capacity"], same["changes"]) == (PLACES, {})
     drained = endpoint_of(here, "batch")
-    await post(here, "batch", f"endpoints/{drained}/drain")
+    await here.post(f"endpoints/{drained}/drain", pool="batch")
     assert (await here.admin(f"/api/v1/endpoints/{drained}/drain", method="POST")).status_code == 404
-    await until(here, "batch", ready_backends=0)
-    assert (await state(here, "default"))["ready_backends"] == 1
-    await post(here, "batch", f"endpoints/{drained}/undrain")
-    await until(here, "batch", ready_backends=1)
+    await here.until_state(pool="batch", within_s=30, ready_backends=0)
+    assert (await here.get("state", pool="default"))["ready_backends"] == 1
+    await here.post(f"endpoints/{drained}/undrain", pool="batch")
+    await here.until_state(pool="batch", within_s=30, ready_backends=1)
 
 
 async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: Any) -> None:
@@ -242,7 +215,7 @@ async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) ->
         async with here.client() as client, asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(client, pool)) for pool in POOLS for _ in range(2)]
             for pool in POOLS:
-                await until(here, pool, replicas=(0,), degraded=True)
+                await here.until_state(pool=pool, within_s=30, degraded=True)
         assert {task.result().status for task in asked} == {200}
         async with here.client() as client:
             for pool in POOLS:
@@ -250,30 +223,28 @@ async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) ->
                 assert (answer.status, answer.endpoint) == (200, endpoint_of(here, pool))
     finally:
         valkey.thaw()
-    for pool in POOLS:
-        await until(here, pool, replicas=(0, 1), degraded=False)
+    for pool, replica in product(POOLS, (0, 1)):
+        await here.until_state(pool=pool, replica=replica, within_s=30, degraded=False)
     await at_rest(here)
 
 
 async def test_a_killed_replicas_waiting_requests_of_both_pools_are_served(two: Two) -> None:
     here, _ = two
     for pool in POOLS:
-        await post(here, pool, "pause")
-        await until(here, pool, paused=True)
+        await here.post("pause", pool=pool)
+        await here.until_state(pool=pool, within_s=30, paused=True)
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = {pool: [tasks.create_task(ask(client, pool)) for _ in range(PLACES)] for pool in POOLS}
         for pool in POOLS:
-            await until(here, pool, queued=PLACES)
+            await here.until_state(pool=pool, within_s=30, queued=PLACES)
         here.replica(1).kill()
         for pool in POOLS:
-            await post(here, pool, "resume")
+            await here.post("resume", pool=pool)
     for pool, asked in waiting.items():
         assert [task.result().status for task in asked] == [200] * PLACES
         assert {task.result().endpoint for task in asked} == {endpoint_of(here, pool)}
     here.wait_line("starting it again")
-
-    async def live() -> list[int]:
-        return [len((await state(here, pool))["replicas"]) for pool in POOLS]
-
-    await here.eventually(live, lambda found: found == [2, 2], within_s=60, what="two replicas in both pools")
+    for pool in POOLS:
+        both = {"within_s": 60, "what": "two replicas"}
+        await here.until("state", lambda state: len(state["replicas"]) == 2, pool=pool, **both)
     await at_rest(here)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from fleet_load import at_rest, metric
 from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
+from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Three = tuple[Fleet, Server, CountingServers]
 SERVERS, EACH = 4, 3
@@ -26,34 +28,17 @@ LEASE_S = 15.0
 PRIORITIES = (7, -3)
 
 
-class Load:
+def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[ClosedLoop]:
     """Clients that send the next request when they are answered, or REFUSED_S after a refusal."""
-
-    def __init__(self) -> None:
-        self.answers: list[httpx.Response] = []
-        self.stop = asyncio.Event()
-
-    async def ask(self, client: httpx.AsyncClient) -> None:
-        while not self.stop.is_set():
-            self.answers.append(await ask(client))
-            if self.answers[-1].status_code != 200:
-                await asyncio.sleep(REFUSED_S)
-
-    @property
-    def statuses(self) -> set[int]:
-        return {answer.status_code for answer in self.answers}
+    return closed_loop(here.url, clients=clients, make_request=_one_token, pause_s=REFUSED_S)
 
 
-@asynccontextmanager
-async def loaded(here: Any, clients: int) -> AsyncIterator[Load]:
-    load = Load()
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        for _ in range(clients):
-            tasks.create_task(load.ask(client))
-        try:
-            yield load
-        finally:
-            load.stop.set()
+def _one_token(_: Any, number: int) -> ClientRequest:
+    return ClientRequest(f"request {number}", 1)
+
+
+def statuses(load: ClosedLoop) -> set[int]:
+    return {record.status for record in load.history}
 
 
 async def until_degraded(here: Any, wanted: bool) -> None:
@@ -94,7 +79,7 @@ async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without
     async with loaded(here, CLIENTS) as load:
         await servers.until_served(100)
     assert servers.peak <= BOUND
-    assert load.statuses <= {200, 503}
+    assert statuses(load) <= {200, 503}
     # Requests that wait when Redis returns are served from the shared queue.
     async with loaded(here, CLIENTS):
         await asyncio.to_thread(valkey.revive)
@@ -158,7 +143,7 @@ async def test_without_redis_every_replica_admits_within_the_last_bound(three: T
         await servers.until_served(50)
         valkey.kill() if loss == "killed" else valkey.freeze()
         await until_degraded(here, True)
-        load.answers.clear()
+        load.history.clear()
 
         async def admitted() -> list[int]:
             return [(await here.get("state", replica))["local"]["let_go"] for replica in range(3)]
@@ -171,22 +156,18 @@ async def test_without_redis_every_replica_admits_within_the_last_bound(three: T
             within_s=60,
             what="an admission by every replica",
         )
-        refused = await here.eventually(
-            lambda: [answer for answer in load.answers if answer.status_code != 200],
-            within_s=60,
-            what="a refusal",
-        )
-        assert {answer.status_code for answer in refused} == {503}
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        refused = await here.eventually(lambda: load.failed, within_s=60, what="a refusal")
+        assert {record.status for record in refused} == {503}
+        assert all(int(record.retry_after) >= 1 for record in refused)
         for replica in range(3):
             assert (await here.admin("/healthz", replica)).json()["status"] == "degraded"
             assert (await here.admin("/readyz", replica)).status_code == 200
             assert await metric(here, "epp_degraded", replica) == 1
         await asyncio.to_thread(valkey.revive if loss == "killed" else valkey.thaw)
         await until_degraded(here, False)
-        load.answers.clear()
+        load.history.clear()
         await servers.until_served(50)
-        assert load.statuses <= {200, 503}
+        assert statuses(load) <= {200, 503}
         degraded = partial(metric, here, "epp_degraded")
         await here.eventually(degraded, lambda count: count == 0, what="epp_degraded 0")
     assert servers.peak <= BOUND

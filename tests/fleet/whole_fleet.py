@@ -131,17 +131,18 @@ class Fleet:
                 what="an answer of Redis",
             )
 
-    async def get(self, path: str, replica: int = 0) -> Any:
-        """What one replica answers to a read of /api/v1/`path`, which must succeed."""
-        return _of_success(await self.admin(f"/api/v1/{path}", replica))
+    async def get(self, path: str, replica: int = 0, *, pool: str = "") -> Any:
+        """What one replica answers to a read of /api/v1/`path`, which must succeed; of the default pool if no
+        other is named."""
+        return _of_success(await self.admin(_api(pool, path), replica))
 
-    async def post(self, path: str, replica: int = 0) -> Any:
+    async def post(self, path: str, replica: int = 0, *, pool: str = "") -> Any:
         """The answer to a change through one replica, which must accept it."""
-        return _of_success(await self.admin(f"/api/v1/{path}", replica, method="POST"))
+        return _of_success(await self.admin(_api(pool, path), replica, method="POST"))
 
-    async def patch(self, changes: dict[str, Any], replica: int = 0) -> Any:
+    async def patch(self, changes: dict[str, Any], replica: int = 0, *, pool: str = "") -> Any:
         """The configuration after a live change through one replica, which must accept it."""
-        return _of_success(await self.admin("/api/v1/config", replica, method="PATCH", json=changes))
+        return _of_success(await self.admin(_api(pool, "config"), replica, method="PATCH", json=changes))
 
     async def endpoint_status(self, address: str, replica: int = 0) -> str:
         """What one replica says of an endpoint, such as `ready`."""
@@ -178,17 +179,22 @@ class Fleet:
         except TimeoutError:
             pytest.fail(f"{what} did not come within {within_s:g} s; last seen: {last!r}\n{self.output}")
 
-    async def until(self, path: str, holds: Callable[[Any], object], *, replica: int = 0, **more: Any) -> Any:
+    async def until(
+        self, path: str, holds: Callable[[Any], object], *, replica: int = 0, pool: str = "", **more: Any
+    ) -> Any:
         """The first answer of one replica to a read of /api/v1/`path` that `holds`."""
-        return await self.eventually(lambda: self.get(path, replica), holds, **more)
+        return await self.eventually(lambda: self.get(path, replica, pool=pool), holds, **more)
 
-    async def until_state(self, *, within_s: float = 15.0, replica: int = 0, **wanted: Any) -> None:
+    async def until_state(
+        self, *, within_s: float = 15.0, replica: int = 0, pool: str = "", **wanted: Any
+    ) -> None:
         """Wait until /api/v1/state has these values, such as `queued=5`."""
 
         def has_them(state: dict[str, Any]) -> bool:
             return all(state.get(name) == value for name, value in wanted.items())
 
-        await self.until("state", has_them, replica=replica, within_s=within_s, what=str(wanted))
+        what = f"{pool} {wanted}"
+        await self.until("state", has_them, replica=replica, pool=pool, within_s=within_s, what=what)
 
     async def until_counted(self) -> None:
         """Wait until each replica has a part of the bound when it loses Redis; a young one has none."""
@@ -295,6 +301,10 @@ def exact_bounds(per_backend: float) -> dict[str, float]:
     return {f"{bound}_per_backend": per_backend for bound in ("lower_bound", "watermark", "upper_bound")}
 
 
+def _api(pool: str, path: str) -> str:
+    return f"/pools/{pool}/api/v1/{path}" if pool else f"/api/v1/{path}"
+
+
 def _of_success(answer: httpx.Response) -> Any:
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -324,6 +334,19 @@ async def running(folder: Path, *options: str, config: dict[str, Any], **more: A
         yield here
     finally:
         await asyncio.to_thread(here.stop)
+
+
+@contextlib.contextmanager
+def fleets(folders: pytest.TempPathFactory, *always: str) -> Iterator[Callable[..., Fleet]]:
+    """What starts fleets that end with the block, with the options `always` and those that it is given."""
+    running: list[Fleet] = []
+
+    def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
+        running.append(started(folders.mktemp("fleet"), (*always, *options), config, **more))
+        return running[-1]
+
+    yield start
+    stop_all(running)
 
 
 def stop_all(fleets: list[Fleet]) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from api_server import ApiServer
-from seat import APP, READY_S, Load, Seat
+from seat import APP, READY_S, Seat
+
+from picker_tools.load.client_history import ClosedLoop
 
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
@@ -49,7 +51,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         found.seconds[what] = max(await asyncio.gather(*seen)) - began_s
 
     async with seat.load() as load:
-        await load.progress()
+        await load.wait_for_served(50)
         await measure("an unready pod is out", unready, until_out(seat, load, first))
         await measure("a ready pod is in", ready, until_in(seat, first))
         deletion = partial(cluster.delete_pod, "p2", grace_s=30)
@@ -58,7 +60,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         await asyncio.to_thread(cluster.delete_pod, "p2", grace_s=0)
 
         await asyncio.to_thread(cluster.kill_api)
-        await load.progress(100)
+        await load.wait_for_served(100)
         await asyncio.sleep(away_s)
         await asyncio.to_thread(cluster.start_api)  # it is ready
         what = "a change is seen after the API server came back"
@@ -78,8 +80,8 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         edit = partial(cluster.put_pool, "llm", [seat.port], OTHER_APP)
         former = [until_out(seat, load, each) for each in (first, third)]
         await measure("an edited pool is in force", edit, until_in(seat, OTHER_HOST), *former)
-        await load.progress()
-    found.errors = load.errors
+        await load.wait_for_served(50)
+    found.errors = [f"{each.status} {each.fault} {each.reason}" for each in load.failed]
     began_s = time.monotonic()
     await asyncio.to_thread(cluster.put_pool, "llm", [seat.port], {"app": "nobody"})
     await seat.until_answered(503)
@@ -87,15 +89,15 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
     return found
 
 
-async def until_out(seat: Seat, load: Load, host: str) -> float:
+async def until_out(seat: Seat, load: ClosedLoop, host: str) -> float:
     """When a server ended its last request, by the clock of `time.monotonic`; others serve meanwhile."""
     last, last_s, end_s = await seat.received(host), time.monotonic(), time.monotonic() + READY_S
-    served = load.served.total()
-    while time.monotonic() < last_s + _QUIET_S or load.served.total() < served + 50:
-        assert time.monotonic() < end_s, f"{host} is still asked; errors: {load.errors[:3]}"
+    served = load.served
+    while time.monotonic() < last_s + _QUIET_S or load.served < served + 50:
+        assert time.monotonic() < end_s, f"{host} is still asked; errors: {load.failed[:3]}"
         await asyncio.sleep(_LOOK_S)
         if (now := await seat.received(host)) != last:
-            last, last_s, served = now, time.monotonic(), load.served.total()
+            last, last_s, served = now, time.monotonic(), load.served
     return last_s
 
 

@@ -12,8 +12,8 @@ import contextlib
 import json
 import os
 import subprocess
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from api_server import ApiServer
 from google.protobuf.struct_pb2 import ListValue, Value
 from redis_servers import Server, redis_server
 
+from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.processes import envoy_binary, picker_command
@@ -69,9 +70,7 @@ def bootstrap(
     Where no picker can be asked they are refused, or go to the addresses `fail_open` in turn. Model servers
     are asked by HTTP/2 if `http2`.
     """
-    split = [
-        {"name": "pool", "weight": route.weight, **_asking(number)} for number, route in enumerate(routes)
-    ]
+    split = [_split(number, route.weight) for number, route in enumerate(routes)]
     served = {"header": {"key": _SERVED_HEADER, "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
     route = {
         "match": {"prefix": "/"},
@@ -85,9 +84,7 @@ def bootstrap(
         _processor(fails_open=bool(fail_open)),
         _header_to_metadata("response_rules", _SERVED_HEADER, "envoy.lb", f"{_DESTINATION}-served"),
     ]
-    pickers = [
-        _picker_cluster(f"picker-{number}", route.pickers, tls=tls) for number, route in enumerate(routes)
-    ]
+    pickers = [_picker_cluster(number, route.pickers, tls=tls) for number, route in enumerate(routes)]
     if discovery is not None:
         del pickers[0]["load_assignment"], pickers[0]["health_checks"]
         source = {"path_config_source": {"path": str(discovery)}, "resource_api_version": "V3"}
@@ -128,22 +125,18 @@ def _processor(*, fails_open: bool) -> Tree:
     )
 
 
-def _asking(number: int) -> Tree:
-    """What makes a route ask the pickers of this number."""
+def _split(number: int, weight: int) -> Tree:
+    """The share of the requests for which the pickers of this number are asked."""
     overrides = {"grpc_service": {"envoy_grpc": {"cluster_name": f"picker-{number}"}}}
-    filter_config = _typed("", "filters.http.ext_proc.v3.ExtProcPerRoute", overrides=overrides)[
-        "typed_config"
-    ]
-    return {"typed_per_filter_config": {_EXT_PROC: filter_config}}
+    asking = _typed("", "filters.http.ext_proc.v3.ExtProcPerRoute", overrides=overrides)
+    per_filter = {_EXT_PROC: asking["typed_config"]}
+    return {"name": "pool", "weight": weight, "typed_per_filter_config": per_filter}
 
 
 def _header_to_metadata(rules: str, header: str, namespace: str, key: str, **how: str) -> Tree:
     """A filter that moves a header into the metadata."""
-    rule = {
-        "header": header,
-        "remove": True,
-        "on_header_present": {"metadata_namespace": namespace, "key": key, **how},
-    }
+    place = {"metadata_namespace": namespace, "key": key, **how}
+    rule = {"header": header, "remove": True, "on_header_present": place}
     return _typed(rules, "filters.http.header_to_metadata.v3.Config", **{rules: [rule]})
 
 
@@ -168,14 +161,14 @@ def _speaking_http2() -> Tree:
     return {"typed_extension_protocol_options": {_HTTP2: options}}
 
 
-def _picker_cluster(name: str, pickers: Sequence[int], *, tls: bool) -> Tree:
+def _picker_cluster(number: int, pickers: Sequence[int], *, tls: bool) -> Tree:
     check = {"grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"}}
     secure = _typed(
         *("envoy.transport_sockets.tls", "transport_sockets.tls.v3.UpstreamTlsContext"),
         common_tls_context={"alpn_protocols": ["h2"]},
     )
     return {
-        **_static(name, [(LOOPBACK, port) for port in pickers]),
+        **_static(f"picker-{number}", [(LOOPBACK, port) for port in pickers]),
         **_speaking_http2(),
         "health_checks": [
             {"timeout": "1s", "interval": "0.5s", "unhealthy_threshold": 1, "healthy_threshold": 1, **check}
@@ -186,12 +179,8 @@ def _picker_cluster(name: str, pickers: Sequence[int], *, tls: bool) -> Tree:
 
 def _static(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
     """A cluster of these hosts."""
-    return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "2s",
-        "load_assignment": _assignment(name, hosts),
-    }
+    assignment = _assignment(name, hosts)
+    return {"name": name, "type": "STATIC", "connect_timeout": "2s", "load_assignment": assignment}
 
 
 def _assignment(name: str, hosts: Sequence[tuple[str, int]]) -> Tree:
@@ -316,23 +305,6 @@ class Picker:
     async def ended(self) -> None:
         """Wait until its process has ended well."""
         assert await asyncio.to_thread(self.process.wait, READY_S) == 0, _end_of(self.log)
-
-
-@dataclass(slots=True)
-class Load:
-    """Requests in closed loops; `served` counts them by who served, `errors` has every other answer."""
-
-    served: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
-
-    async def progress(self, requests: int = 50) -> None:
-        """Wait until so many more requests were served."""
-        aim = self.served.total() + requests
-
-        async def progress() -> tuple[int, list[str]]:
-            return self.served.total(), self.errors[:3]
-
-        await until(progress, lambda found: found[0] >= aim, what=f"{requests} more requests")
 
 
 @dataclass(slots=True)
@@ -466,26 +438,11 @@ class Seat:
         """Wait until a request is answered so."""
         await until(self.ask, lambda answer: answer.status_code == status, what=f"an answer {status}")
 
-    @contextlib.asynccontextmanager
-    async def load(self, clients: int = 8, tokens: int = 4) -> AsyncIterator[Load]:
+    def load(self, clients: int = 8, tokens: int = 4) -> AbstractAsyncContextManager[ClosedLoop]:
         """Closed loops of `clients` while the context is open."""
-        load, stop = Load(), asyncio.Event()
-
-        async def client() -> None:
-            while not stop.is_set():
-                answer = await self.ask(tokens=tokens)
-                if answer.status_code == 200:
-                    load.served[answer.headers.get("x-served-by", "any")] += 1
-                else:
-                    load.errors.append(f"{answer.status_code} {answer.text[:200]}")
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(clients):
-                group.create_task(client())
-            try:
-                yield load
-            finally:
-                stop.set()
+        assert self.gateway is not None
+        url = str(self.gateway.base_url).rstrip("/")
+        return closed_loop(url, clients=clients, make_request=lambda _, __: ClientRequest("hi", tokens))
 
     async def received(self, address: str) -> float:
         """The requests that a model server has ended."""

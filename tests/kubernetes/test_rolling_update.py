@@ -26,7 +26,7 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
     async with seat.load(clients=8) as short, seat.load(clients=8, tokens=LONG_TOKENS) as long:
 
         async def progress(requests: int) -> None:
-            await asyncio.gather(short.progress(requests), long.progress(requests))
+            await asyncio.gather(short.wait_for_served(requests), long.wait_for_served(requests))
 
         await progress(20)
         for old in tuple(serving):
@@ -36,7 +36,7 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             await progress(20)
             old.process.terminate()
             serving.remove(old)
-            await short.progress(LATE_REQUESTS)
+            await short.wait_for_served(LATE_REQUESTS)
             serving.append(new)
             publish(discovery, [picker.grpc for picker in serving])
             await old.ended()
@@ -44,6 +44,6 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             await progress(20)
         assert [picker.process.poll() for picker in serving] == [None, None]
         await until(running, lambda count: count > 0, what="dashboards that see requests run")
-    assert short.errors == []
-    assert long.errors == []
+    assert short.failed == []
+    assert long.failed == []
     await until(running, lambda count: count == 0, what="dashboards that see none run")

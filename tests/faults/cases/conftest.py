@@ -10,7 +10,7 @@ import pytest
 from fault_case import FULL, Case
 from proxy import Proxy, proxy
 from redis_servers import Server
-from whole_fleet import Fleet, started, stop_all
+from whole_fleet import Fleet, fleets
 
 _PROJECT = Path(__file__).parents[3]
 _OUTCOME = pytest.StashKey[bool]()
@@ -53,16 +53,9 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
     It ends before the row is written: a fleet that does not end well is a case that failed.
     """
-    running: list[Fleet] = []
-
-    def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:
-        folder = tmp_path_factory.mktemp("fleet")
-        running.append(started(folder, ("--debug-headers", "--mode", case.mode, *options), config, **more))
-        return running[-1]
-
-    yield start
     try:
-        stop_all(running)
+        with fleets(tmp_path_factory, "--debug-headers", "--mode", case.mode) as start:
+            yield start
     except BaseException:
         case.ended_well = False
         raise

@@ -19,13 +19,8 @@ _NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-in
 _VALUES = (b"", b"0", b"-1", b"1e309", b"NaN", b"5ms", b"llama", b"\xff\xfe\x00", b"{" * 500, b"x" * 5000,
            b'{"workload_id": "w", "criticality": 5}', b'{"workload_id": null}', "ü\u202e".encode(),
            b"99999999999999999999999", b"a\tb\nc")  # fmt: skip
-_FORWARDED = (
-    "x-forwarded-method",
-    "x-forwarded-uri",
-    "x-forwarded-for",
-    "x-picker-body-bytes",
-    "x-picker-refuse-as",
-)
+_FORWARDED = ("x-forwarded-method", "x-forwarded-uri", "x-forwarded-for",
+              "x-picker-body-bytes", "x-picker-refuse-as")  # fmt: skip
 _REPORTED = ("x-picker-outcome", "x-picker-answer-status", "x-picker-served", "x-picker-seconds")
 _FIELDS = (None, [], {}, -1, 2**70, 1e308, "x", True, ["a", 3], [[1, 2]], [{"role": 1, "content": [{}]}])
 _MODES = ((4, 4), (4, 0), (0, 0), (2, 1), (99, 4))
