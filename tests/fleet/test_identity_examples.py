@@ -22,6 +22,7 @@ from tls_files import Pair, authority, signed
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
+Headers = list[tuple[str, str]]
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 # Headers by which a client could claim another flow.
 SPOOFED = [
@@ -58,14 +59,12 @@ def run(command: list[str], text: str = "") -> str:
     return done.stdout
 
 
-async def asked(url: str, headers: list[tuple[str, str]], **options: Any) -> httpx.Response:
+async def asked(url: str, headers: Headers, **options: Any) -> httpx.Response:
     async with http_client(url, **options) as client:
         return await client.post("/v1/completions", json=ASK, headers=headers)
 
 
-async def assert_admitted(
-    fleet: Any, url: str, headers: list[tuple[str, str]], flow: str, **how: Any
-) -> None:
+async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **how: Any) -> None:
     """The request is served as one of `flow`, in the default band."""
     assert (await asked(url, headers, **how)).status_code == 200
     assert (await admitted(fleet))[-1] == (flow, 0)

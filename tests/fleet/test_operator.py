@@ -35,9 +35,8 @@ DROPPED = "x-llm-d-request-dropped-reason"
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
     """A fleet that every test leaves as it found it."""
-    return shared_fleet(
-        "--no-restart", "--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1", config=CONFIG
-    )
+    quick = ("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1")
+    return shared_fleet("--no-restart", *quick, config=CONFIG)
 
 
 async def logged(fleet: Any, since: int) -> list[Entry]:

@@ -26,10 +26,8 @@ class Certificates:
 
     def __init__(self, folder: Path) -> None:
         self.authority = authority(folder, "ours")
-        self.own, self.envoy = (
-            signed(folder, "picker", self.authority),
-            signed(folder, "envoy", self.authority),
-        )
+        self.own = signed(folder, "picker", self.authority)
+        self.envoy = signed(folder, "envoy", self.authority)
         files = {"cert": self.own.cert, "key": self.own.key, "client_ca": self.authority.cert}
         self.tls = {name: str(file) for name, file in files.items()}
 

@@ -115,9 +115,7 @@ class Fleet:
     def admin_url(self, replica: int = 0) -> str:
         return str(self.state["replicas"][replica]["admin"])
 
-    async def admin(
-        self, path: str, replica: int = 0, *, method: str = "GET", **request: Any
-    ) -> httpx.Response:
+    async def admin(self, path: str, replica: int = 0, *, method: str = "GET", **how: Any) -> httpx.Response:
         """Answer of one replica's admin API to a read, or to a change that may be made twice.
 
         A replica gives Redis 2 s and then answers `state_unavailable`, also when the machine paused. So the
@@ -125,7 +123,7 @@ class Fleet:
         """
         async with http_client(timeout=10.0) as client:
             return await self.eventually(  # type: ignore[no-any-return]
-                lambda: client.request(method, f"{self.admin_url(replica)}{path}", **request),
+                lambda: client.request(method, f"{self.admin_url(replica)}{path}", **how),
                 lambda answer: not says_unavailable(answer),
                 within_s=_ADMIN_PATIENCE_S,
                 what="an answer of Redis",

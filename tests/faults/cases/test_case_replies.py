@@ -52,9 +52,8 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             refused = refused_with_retry_after(load.history)
             case.report(f"{len(refused)} of {len(load.history)} requests refused (503), no other error")
             alone = await departures(here)
-            case.report(
-                f"replicas went by themselves {alone} times; highest in flight {servers.peak} of {BOUND}"
-            )
+            case.report(f"replicas went by themselves {alone} times")
+            case.report(f"highest in flight {servers.peak} of {BOUND}")
             # A replica that leaves alone admits its share of what was free beside the others' whole bound.
             assert BOUND <= servers.peak <= (2 * BOUND if form == "in_a_row" else BOUND)
             # The counts are exact, and each request begins once and ends once.
