@@ -19,11 +19,9 @@ from picker_fleet.units import endpoint_address
 
 _log = logging.getLogger(__name__)
 
-POD_LABEL, NAMESPACE_LABEL, PORT_RANK_LABEL = (
-    "picker-fleet/pod",
-    "picker-fleet/namespace",
-    "picker-fleet/port-rank",
-)
+POD_LABEL = "picker-fleet/pod"
+NAMESPACE_LABEL = "picker-fleet/namespace"
+PORT_RANK_LABEL = "picker-fleet/port-rank"
 _ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"  # an annotation: the ports of this pod that serve
 _SETTLE_S = 0.25  # between two looks: many pods change together; the first change is reported at once
 
@@ -231,18 +229,16 @@ class KubernetesSource:
 
     def _log_pool(self, pool: Pool | None) -> None:
         """Log what the pool says, once for each change."""
+        level = logging.WARNING
         if pool is None:
-            text, level = "is not there; it has no endpoints", logging.WARNING
+            text = "is not there; it has no endpoints"
         elif not pool.spec.selector.match_labels:
-            text, level = "selects no pods: its selector is empty", logging.WARNING
+            text = "selects no pods: its selector is empty"
         else:
-            spec = pool.spec
+            spec, level = pool.spec, logging.INFO
             ports = ", ".join(str(port.number) for port in spec.target_ports) or "none"
-            text, level = (
-                f"target ports {ports}, appProtocol {spec.app_protocol}, "
-                f"failureMode {spec.endpoint_picker_ref.failure_mode} (kept by the gateway)",
-                logging.INFO,
-            )
+            kept = f"failureMode {spec.endpoint_picker_ref.failure_mode} (kept by the gateway)"
+            text = f"target ports {ports}, appProtocol {spec.app_protocol}, {kept}"
         if text != self._logged:
             self._logged = text
             _log.log(level, "InferencePool %s: %s", self._name, text)

@@ -145,13 +145,13 @@ class FailoverGate:
         self._peers = Peers(replica)
         self._ends = ReceivedEnds()  # of requests that ended lately
         self._recent = RecentlyRunning(unseen_s(report_s), self._clock)
-        self._tombstones = Tombstones(
+        self.tombstones = Tombstones(
             store,
             replica,
             self._ends,
             report_s=report_s,
-            may_publish=self._redis_in_use,
-            may_settle=self._redis_has_all,
+            may_publish=lambda: self._state is not _LOCAL,
+            may_settle=lambda: not self.degraded,
             heartbeat_now=heartbeat_now,
             peers_wait_s=times.peers_wait_s,
             clock=self._clock,
@@ -176,10 +176,6 @@ class FailoverGate:
     def outage(self) -> Outage | None:
         """The present one; None while Redis decides."""
         return self._outage
-
-    @property
-    def tombstones(self) -> Tombstones:
-        return self._tombstones
 
     @property
     def degraded(self) -> bool:
@@ -311,14 +307,14 @@ class FailoverGate:
         outage = self._outage
         if outage is None:
             if token:
-                self._tombstones.add(completion.id)
+                self.tombstones.add(completion.id)
             self._busy = True
             self._unconfirmed_ends[completion.id] = completion, token
             self._shared.settle(completion, lambda: self._unconfirmed_ends.pop(completion.id, None))
             return
         ran = bool(token) or outage.journal.knows(completion.id)
         if ran:
-            self._tombstones.add(completion.id)
+            self.tombstones.add(completion.id)
         if self._state is _RESYNCING:
             self._shared.settle(completion)
         if not ran:
@@ -383,7 +379,7 @@ class FailoverGate:
     # Redis and the other replicas
 
     def heartbeat_fields(self) -> dict[str, object]:
-        return {"degraded": self.degraded, **self._tombstones.heartbeat_fields()}
+        return {"degraded": self.degraded, **self.tombstones.heartbeat_fields()}
 
     def heartbeat_answered(self, pulse: HeartbeatReply) -> None:
         if self._state is not _LOCAL and pulse.epoch != "0":
@@ -415,13 +411,7 @@ class FailoverGate:
         """What each live replica says of itself, by id: the JSON objects of its heartbeats."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
         self._peers.update(replicas, shared=self._outage is None, now_s=self._clock())
-        self._tombstones.update_peers(replicas)
-
-    def _redis_in_use(self) -> bool:
-        return self._state is not _LOCAL
-
-    def _redis_has_all(self) -> bool:
-        return not self.degraded
+        self.tombstones.update_peers(replicas)
 
     # Failing over and back. `run` takes the public steps; tests/model/returns.py takes them in any order and
     # goes back to what it has saved.
@@ -430,7 +420,7 @@ class FailoverGate:
         """All that decides what this gate does next, but for budget and queue; comparable."""
         outage = self._outage
         kept = (outage.journal.save(), outage.resynced) if outage is not None else ()
-        return self._state, kept, self._tombstones.save()
+        return self._state, kept, self.tombstones.save()
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         state, kept, tombstones = saved
@@ -441,12 +431,12 @@ class FailoverGate:
             outage.journal.restore(kept[0])
             outage.resync = Resync(self._clock(), done=kept[1]) if state is _RESYNCING else None
         self._state = state
-        self._tombstones.restore(tombstones)
+        self.tombstones.restore(tombstones)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(), name="failover-watch")
-            tasks.create_task(self._tombstones.run(), name="tombstones")
+            tasks.create_task(self.tombstones.run(), name="tombstones")
 
     async def _watch(self) -> None:
         try:
@@ -565,24 +555,23 @@ class FailoverGate:
         assert outage is not None
         self._state, outage.resync = _RESYNCING, Resync(self._clock())
         outage.resync_attempted = True
-        self._tombstones.begin_resync()
+        self.tombstones.begin_resync()
         return outage, outage.resync
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
         """Tell Redis, which answers again, what has happened without it."""
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
-            await self._tombstones.publish()
+            await self.tombstones.publish()
             self._heartbeat_now()  # which asks the others to publish theirs
-            await self._tombstones.wait_for_peers(self._peers.live)
+            await self.tombstones.wait_for_peers(self._peers.live)
             running = await outage.restore_running(self._store, self._report_s)
         except (StateUnavailable, WritesRefused):
             if outage.resync is resync:
                 self.redis_lost("failed", "it was lost again")
             return
-        if (
-            outage.resync is resync
-        ):  # otherwise Redis was lost meanwhile, and this resync is not the present one
+        # Otherwise Redis was lost meanwhile, and this resync is not the present one.
+        if outage.resync is resync:
             self.finish_resync(outage, resync)
             _log.info("the shared state is back; told it of %d requests in flight", running)
 
@@ -592,7 +581,7 @@ class FailoverGate:
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
         resync.done = True
-        self._tombstones.settle_restored()
+        self.tombstones.settle_restored()
         self._heartbeat_now()
 
     def _all_resynced(self, outage: Outage) -> bool:

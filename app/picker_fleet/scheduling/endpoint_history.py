@@ -50,23 +50,22 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
     parts: list[bytes] = []
     room = MAX_PROMPT_BYTES
     for name in _BEFORE_MESSAGES:
-        member = members.get(name)
-        if member is None:
-            continue
-        text = memoryview(member)
-        if room > 0 and text not in _EMPTY:
+        if room > 0 and (text := _text(members, name)):
             parts.append(bytes(text[:room]) + b"\x1e")
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
-        member = members.get(name)
-        if member is None:
-            continue
-        text = memoryview(member)
-        if text not in _EMPTY:
+        if text := _text(members, name):
             open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
             parts.append(bytes(open_ended[: max(room, 0)]))
             break
     return b"".join(parts)[:MAX_PROMPT_BYTES]
+
+
+def _text(members: Mapping[str, msgspec.Raw | memoryview], name: str) -> memoryview | None:
+    """Of one of `members`; None if it is missing or empty."""
+    if (member := members.get(name)) is None or (text := memoryview(member)) in _EMPTY:
+        return None
+    return text
 
 
 def block_hashes(
