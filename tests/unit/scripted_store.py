@@ -64,34 +64,34 @@ class ScriptedStore:
         **_more: bool,
     ) -> asyncio.Future[str]:  # fmt: skip
         self.settled.append((request_id, actual, answer_tokens))
-        return _answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
+        return answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         self.tombstones.append(request_id)
-        return _answered("buried")
+        return answered("buried")
 
     def now_ms(self) -> int:
         return 0
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        return _answered("unknown")
+        return answered("unknown")
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))
-        return _answered("ended")
+        return answered("ended")
 
     async def notifications(self) -> list[tuple[str, str]]:
         return []
 
     def return_grant(self, request_id: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, "unclaimed"))
-        return _answered("ended")
+        return answered("ended")
 
     def renew(
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
         self.alive.append((request_id, accounting_token))
-        return _answered(self.renewing)
+        return answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         self.heartbeats.append(about)
@@ -122,7 +122,7 @@ class ScriptedStore:
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         self.marks.append((address, what, on))
-        return _answered("marked" if address == "10.0.0.1:8000" else "unknown")
+        return answered("marked" if address == "10.0.0.1:8000" else "unknown")
 
     async def evict(self, request_id: str) -> str:
         return self.evicting
@@ -145,7 +145,11 @@ def _overlaid(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
     return {key: value for key, value in {**old, **change}.items() if value is not None}
 
 
-def _answered(text: str) -> asyncio.Future[str]:
+def answered(outcome: str | Exception) -> asyncio.Future[str]:
+    """An answer that has come, or a failure."""
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    answer.set_result(text)
+    if isinstance(outcome, str):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)
     return answer

@@ -461,20 +461,16 @@ async def test_ten_thousand_streams_wait_on_one_connection() -> None:
 
 
 async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_elsewhere() -> None:
-    async with (
-        serving(limits=http2.Limits(streams=2)) as server,
-        server.peer() as one,
-        server.peer() as other,
-    ):
+    async with serving(limits=http2.Limits(streams=2)) as server, server.peer() as one, server.peer() as two:
         await one.send(*(one.headers(stream) for stream in (1, 3, 5)))
         assert await one.reset() == (5, http2.REFUSED_STREAM)
-        await other.send(other.headers(1))
-        assert await other.reset() == (1, http2.REFUSED_STREAM)
+        await two.send(two.headers(1))
+        assert await two.reset() == (1, http2.REFUSED_STREAM)
         # A stream that ends, or is reset, makes room.
         await one.send(frame(DATA, END_STREAM, 1, ASK), frame(http2.RST_STREAM, 0, 3, CANCEL))
         await one.answer(1)
-        await other.send(other.request(3))
-        assert await other.data(3) == ASK
+        await two.send(two.request(3))
+        assert await two.data(3) == ASK
 
 
 async def test_connections_beyond_the_limit_are_closed() -> None:

@@ -3,10 +3,11 @@
 import asyncio
 import sys
 from dataclasses import replace
+from functools import partial
 
 import psutil
-import pytest
 from pulse_runs import Run, faults_of, faults_of_all, page, pulses
+from tables import cases
 
 from picker_tools.local_fleet import network
 
@@ -19,17 +20,14 @@ def test_a_good_run_has_no_fault() -> None:
     assert "**as it should be**" in page("about", {1: WELL}, CALM)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"longest_s": 3.1}, "waited 3.1 s"),
-        ({"p99_s": 2.1}, "p99 2.10 s"),
-        ({"served": 1000}, "0.42 of the calm"),
-        ({"failed": 1}, "1 requests failed"),
-        ({"most_at_engines": 16}, "16 at the engines"),
-        ({"left_over": 1}, "counts were 1"),
-    ],
-)
+@cases("change, said", {
+    "a long wait": ({"longest_s": 3.1}, "waited 3.1 s"),
+    "many waits": ({"p99_s": 2.1}, "p99 2.10 s"),
+    "few served": ({"served": 1000}, "0.42 of the calm"),
+    "a failure": ({"failed": 1}, "1 requests failed"),
+    "too many in flight": ({"most_at_engines": 16}, "16 at the engines"),
+    "counts at the end": ({"left_over": 1}, "counts were 1"),
+})  # fmt: skip
 def test_each_fault_of_a_run_is_named(change: dict[str, float], said: str) -> None:
     (fault,) = faults_of(replace(WELL, **change), CALM)  # type: ignore[arg-type]
     assert said in fault
@@ -48,15 +46,12 @@ async def test_a_process_that_is_stopped_when_the_block_ends_runs_again() -> Non
     try:
         process = psutil.Process(child.pid)
 
-        async def stopped() -> bool | None:
-            return True if process.status() == psutil.STATUS_STOPPED else None
-
-        async def runs() -> bool | None:
-            return True if process.status() != psutil.STATUS_STOPPED else None
+        async def is_stopped(wanted: bool) -> bool | None:
+            return (process.status() == psutil.STATUS_STOPPED) is wanted or None
 
         async with pulses(1, {"child": process}):
-            assert await network.until(stopped, within_s=30)
-        assert await network.until(runs, within_s=30)
+            assert await network.until(partial(is_stopped, True), within_s=30)
+        assert await network.until(partial(is_stopped, False), within_s=30)
     finally:
         child.kill()
         await child.wait()

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 from background import running, until
-from scripted_store import ScriptedStore
+from scripted_store import ScriptedStore, answered
 
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.outage import unseen_s
@@ -29,19 +29,15 @@ class Told(ScriptedStore):
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         super().tombstone(request_id, ago_s)
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        if self.away:
-            answer.set_exception(StateUnavailable("away"))
-        else:
-            answer.set_result("back" if request_id in self.restored else "buried")
-        return answer
+        verdict = "back" if request_id in self.restored else "buried"
+        return answered(StateUnavailable("away") if self.away else verdict)
 
 
 class Bench:
     """The replica `a` beside `b` and `c`."""
 
     def __init__(self, wait_s: float = 30.0) -> None:
-        self.now_s, self.wait_s = 100.0, wait_s
+        self.now_s = 100.0
         self.shared = self.free = True
         self.pokes = 0
         self.store = Told()
@@ -57,9 +53,8 @@ class Bench:
 
     def say(self, **others: Mapping[str, Any]) -> None:
         """What the heartbeats of the others tell."""
-        self.ends.update_peers(
-            {name: PeerState.read({**CALM, **others.get(name, {})}) for name in ("a", "b", "c")}
-        )
+        told = {name: {**CALM, **others.get(name, {})} for name in "abc"}
+        self.ends.update_peers({name: PeerState.read(about) for name, about in told.items()})
 
     async def told_of_return(self) -> None:
         """`b` resyncs, and has been told of the ends."""

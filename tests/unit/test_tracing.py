@@ -10,6 +10,7 @@ import pytest
 from extproc_client import PLACEMENT, ScriptedGate
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_store import answered
 
 from picker_fleet.admission.traced import TracedGate
 from picker_fleet.bands import Band
@@ -68,9 +69,7 @@ def ended(**changes: Any) -> Completion:
 
 async def settled(traced: Tracing) -> None:
     """Redis answers that request `r-1` has been settled."""
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    answer.set_result("settled llama")
-    traced.traces.settled("r-1", answer)
+    traced.traces.settled("r-1", answered("settled llama"))
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
 
 
