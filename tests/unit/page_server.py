@@ -1,6 +1,7 @@
 """A model server's metrics page for tests, which counts who asks and misbehaves on demand."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -60,17 +61,14 @@ class PageServer:
         self.connections += 1
         self.open += 1
         try:
-            while True:
-                request = await reader.readuntil(b"\r\n\r\n")
-                self.requests.append(request.decode())
-                if self.act is None:
-                    writer.write(self.answer)
-                else:
-                    await self.act(writer)
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while not writer.is_closing():
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    self.requests.append(request.decode())
+                    if self.act is None:
+                        writer.write(self.answer)
+                    else:
+                        await self.act(writer)
         finally:
             self.open -= 1
             writer.close()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from picker_fleet.replica.live_config import merged
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.store import Decision, HeartbeatReply, LiveConfig, PoolState, SweepReply
 
@@ -112,8 +113,8 @@ class ScriptedStore:
             others, self.meanwhile = self.meanwhile, None
             await self.set_live_config(*others)
         self.tunings += 1
-        self.overrides = _overlaid(self.overrides, overrides)
-        self.changes = _overlaid(self.changes, note)
+        self.overrides = merged(self.overrides, overrides)
+        self.changes = merged(self.changes, note)
         self.version = str(int(self.version or 0) + 1)
         return self.version
 
@@ -139,10 +140,6 @@ class ScriptedStore:
     def lose(self) -> None:
         """Forget everything, as after FLUSHALL."""
         self.epoch, self.version, self.overrides, self.changes = "0", "", {}, {}
-
-
-def _overlaid(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in {**old, **change}.items() if value is not None}
 
 
 def answered(outcome: str | Exception) -> asyncio.Future[str]:

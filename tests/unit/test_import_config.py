@@ -114,13 +114,10 @@ def test_a_limit_may_be_any_quantity(text: object, capacity: int) -> None:
 def test_what_has_no_counterpart_is_named() -> None:
     result = imported(
         plugins=[{"type": "pd-profile-handler", "name": "pd"}, {"type": "vllmgrpc-parser", "name": "p"}],
-        parser={"pluginRef": "p"},
-        saturationDetector={"queueDepthThreshold": 5},
-        strange={},
-    )
-    assert_named(
-        result, "pd (type pd-profile-handler)", "vllmgrpc-parser", "queueDepthThreshold 5", "strange"
-    )
+        parser={"pluginRef": "p"}, saturationDetector={"queueDepthThreshold": 5}, strange={},
+    )  # fmt: skip
+    plugins = ("pd (type pd-profile-handler)", "vllmgrpc-parser")
+    assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
 @cases("more, fault", {

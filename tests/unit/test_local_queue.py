@@ -167,16 +167,13 @@ def test_who_was_preempted_is_forgotten_once_the_queue_is_no_longer_full() -> No
 
 def test_a_request_without_room_is_refused_as_by_the_shared_queue() -> None:
     full = LocalQueue(rules(total_capacity=1, flow_capacity=1))
-    full.offer(ask("a", flow="a"), 1.0, 0.0)
     tight = LocalQueue(rules(total_capacity=9, flow_capacity=1, max_flows=1))
-    first, _ = tight.offer(ask("a", flow="a"), 1.0, 0.0)
     picky = LocalQueue(rules(overload="reject-noncritical"))
+    _, first = (queue.offer(ask("a", flow="a"), 1.0, 0.0)[0] for queue in (full, tight))
     for queue, flow, error in (
-        (full, "c", errors.TotalCapacity),
-        (tight, "a", errors.InsufficientFlowCapacity),
-        (tight, "b", errors.TooManyFlows),
-        (picky, "d", errors.Saturated),
-    ):
+        (full, "c", errors.TotalCapacity), (tight, "a", errors.InsufficientFlowCapacity),
+        (tight, "b", errors.TooManyFlows), (picky, "d", errors.Saturated),
+    ):  # fmt: skip
         with pytest.raises(error) as caught:
             queue.offer(ask(f"{flow} too", flow=flow), 1.0, 0.0)
         assert caught.value.retry_after_s == 1

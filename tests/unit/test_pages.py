@@ -142,13 +142,10 @@ def test_the_page_tells_of_no_fault_that_is_not_there() -> None:
 
 
 def test_what_redis_answers_means_what_the_page_says() -> None:
-    listed = [
-        (prefix, cells[1])
-        for cells in table("What Redis answers")
-        for prefix in re.findall(r"`([^`]+)`", cells[0])
-    ]
+    rows = table("What Redis answers")
+    listed = [(prefix, cells[1]) for cells in rows for prefix in re.findall(r"`([^`]+)`", cells[0])]
     assert sorted(listed) == sorted((prefix.strip(), f"`{meaning}`") for prefix, meaning in ERROR_REPLIES)
-    assert "`item`" in [cells[1] for cells in table("What Redis answers")]
+    assert "`item`" in [cells[1] for cells in rows]
 
 
 def calls(folder: str = ".") -> Iterator[ast.Call]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from picker_fleet.config import Settings, load, parse
+from picker_fleet.config import Settings, load, overlaid, parse
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -16,13 +16,8 @@ def tree(path: Path) -> dict[str, Any]:
     return found
 
 
-def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """As Helm merges values."""
-    both = {**values, **over}
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(values.get(key), dict):
-            both[key] = merged(values[key], value)
-    return both
+def differing(one: Settings, other: Settings) -> set[str]:
+    return {name for name in Settings.model_fields if getattr(one, name) != getattr(other, name)}
 
 
 def orders_by_workload(settings: Settings) -> bool:
@@ -47,15 +42,15 @@ def test_in_compose_it_stands_where_the_other_configuration_stood() -> None:
     assert list(over) == ["picker"]
     settings, other = load(ROOT / source, {}), load(DEPLOY / "compose" / "picker.yaml", {})
     assert orders_by_workload(settings)
-    differing = {name for name in Settings.model_fields if getattr(settings, name) != getattr(other, name)}
-    assert differing == {"fair_request_queue", "workloads"}
+    assert differing(settings, other) == {"fair_request_queue", "workloads"}
 
 
 def test_in_the_chart_it_changes_the_queue_and_nothing_else() -> None:
     chart = DEPLOY / "kubernetes" / "chart"
     values = tree(chart / "values.yaml")
-    profile = merged(values, tree(chart / "values-workload-aware.yaml"))
+    profile = overlaid(
+        values, tree(chart / "values-workload-aware.yaml")
+    )  # as Helm merges, but for discovery
     settings, other = parse(profile["config"]), parse(values["config"])
     assert orders_by_workload(settings)
-    differing = {name for name in Settings.model_fields if getattr(settings, name) != getattr(other, name)}
-    assert differing == {"fair_request_queue"}
+    assert differing(settings, other) == {"fair_request_queue"}
