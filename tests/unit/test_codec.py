@@ -66,7 +66,8 @@ def test_a_refusal_says_why(
         "x-queue-pressure": pressure,
         **dict(zip(("retry-after", codec.DROPPED_REASON), extra, strict=False)),
     }
-    shown = {"message": str(error), "type": error.kind, "code": error.code}
+    kind = "invalid_request_error" if status < 429 else "overloaded_error"
+    shown = {"message": str(error), "type": kind, "code": error.code}
     assert json.loads(immediate.body) == {"error": shown}
     assert immediate.details == f"picker_{error.code}"
 
