@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 
-from script_fleet import OpenFleet, until
+import pytest
+from script_fleet import Fleet, OpenFleet, until
 
 from picker_fleet.request import Outcome
 
@@ -17,44 +18,34 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
         await it.after(10)
         # When they have been idle too short, the sweep keeps them.
         await a.sweep(idle_s=300)
-        assert await it.redis.hlen(it.keys.prefix + "workloads") == 251
+        assert len(await registered(it)) == 251
 
         async def forgotten() -> bool:
             await a.sweep(idle_s=0.005)
-            return await it.redis.hkeys(it.keys.prefix + "workloads") == ["busy"]
+            return await registered(it) == ["busy"]
 
         # When long enough, a few calls of the sweep forget all but the busy one.
         await until(forgotten)
 
 
-async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
-    # With requests without a workload, when they run, wait and end, the registry is empty.
-    async with fleet("a", upper_per=1) as (it, a):
-        await a.admit("r1")
-        await a.admit("r2")
-        await a.settle("r1", "r2")
-        assert await it.redis.exists(it.keys.prefix + "workloads") == 0
-        assert {line.workload for line in await it.log()} == {""}
+async def registered(it: Fleet) -> list[str]:
+    return sorted(await it.redis.hkeys(it.keys.prefix + "workloads"))
 
 
-async def test_workloads_beyond_the_most_are_served_and_leave_nothing(fleet: OpenFleet) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
+async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
+    fleet: OpenFleet, at_once: bool
+) -> None:
     # Room for everybody and a registry for two.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
         # When three workloads come, two of them again
-        for request, workload in enumerate(("w1", "w2", "w3", "w1", "w3")):
-            assert (await a.admit(f"r{request}", workload=workload)).status == "placed"
+        arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
+        verdicts = await asyncio.gather(*arriving) if at_once else [await each for each in arriving]
         # All are served, and two are known.
-        assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
-        await a.settle(*(f"r{request}" for request in range(5)))
-        assert sorted(await it.redis.hkeys(it.keys.prefix + "workloads")) == ["w1", "w2"]
-
-
-async def test_workloads_of_one_batch_are_counted_before_they_are_written(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
-        # Ten new workloads arrive at once.
-        await asyncio.gather(*(a.admit(f"r{n}", workload=f"w{n}") for n in range(10)))
-        # Two have been registered.
-        assert await it.redis.hlen(it.keys.prefix + "workloads") == 2
+        assert {each.status for each in verdicts} == {"placed"}
+        assert await registered(it) == ["w1", "w2"]
+        await a.settle(*(f"r{n}" for n in range(5)))
+        assert await registered(it) == ["w1", "w2"]
 
 
 async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
@@ -68,13 +59,12 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
             assert (await a.admit(f"r{number}", workload=f"new-{number}")).status == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
         # Half of it is left to those that are served.
-        registry = it.keys.prefix + "workloads"
-        assert sorted(await it.redis.hkeys(registry)) == ["new-0", "served"]
+        assert await registered(it) == ["new-0", "served"]
         await a.settle("runs")
         for number in range(3):
             assert (await a.admit(f"t{number}", workload=f"late-{number}")).status == "placed"
             await a.settle(f"t{number}")
-        assert sorted(await it.redis.hkeys(registry)) == ["late-0", "late-1", "new-0", "served"]
+        assert await registered(it) == ["late-0", "late-1", "new-0", "served"]
 
 
 async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
@@ -87,7 +77,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
         await a.store.cancel("r3", 1, "cancelled")
         await a.settle("runs")
         for _ in range(5):
-            ((what, request),) = a.notifications[-1:]
+            what, request = a.notifications[-1]
             assert what == "placed"
             await a.settle(request)
         # Nothing of them is left.
