@@ -1,8 +1,6 @@
 """Placed requests whose end was not reported: given up when their endpoint no longer has them."""
 
-from collections.abc import Iterable
-
-from script_fleet import Fleet, OpenFleet, addresses
+from script_fleet import SETTINGS, Fleet, OpenFleet, addresses
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 
@@ -10,19 +8,15 @@ UNSEEN_S = 1.0
 (E1,) = addresses(1)
 
 
-async def has(fleet: Fleet, ids: Iterable[str]) -> set[str]:
-    """Those of `ids` that are still counted."""
-    asked = list(ids)
-    texts = await fleet.redis.hmget(fleet.keys.prefix + "requests", asked)
-    return {name for name, text in zip(asked, texts, strict=True) if text}
+async def counted(fleet: Fleet) -> set[str]:
+    """The requests that are still counted."""
+    return set(await fleet.redis.hkeys(fleet.keys.prefix + "requests"))
 
 
 async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
     """As if the last sign of life of `ids` had come so long ago."""
-    lease_ms = 60_000
-    now_ms = await fleet.now_ms()
-    for name in ids:
-        await fleet.redis.zadd(fleet.keys.prefix + "inflight", {name: now_ms - ago_s * 1000 + lease_ms})
+    lease_ends_ms = await fleet.now_ms() - ago_s * 1000 + SETTINGS["lease_ms"]
+    await fleet.redis.zadd(fleet.keys.prefix + "inflight", dict.fromkeys(ids, lease_ends_ms))
 
 
 async def report(
@@ -30,18 +24,14 @@ async def report(
 ) -> None:
     """The endpoint's last page, `running` on it; `before`: how long ago was the one before, what on it."""
     now_ms = int(await fleet.now_ms())
-    page = EndpointMetrics(
-        scraped_ms=now_ms - int(ago_s * 1000),
-        waiting=0.0,
-        running=float(running),
-        before=None if before is None else (now_ms - int(before[0] * 1000), float(before[1])),
-    )
+    former = None if before is None else (now_ms - int(before[0] * 1000), float(before[1]))
+    page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running), before=former)
     await fleet.redis.hset(fleet.keys.prefix + "metrics", E1, encode_reading(page, 0))
 
 
 async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(fleet: OpenFleet) -> None:
     names = [f"r{i}" for i in range(6)]
-    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
+    async with fleet("a", upper_per=10) as (it, a):
         for name in names:
             await a.admit(name)
         await seen(it, *names[4:], ago_s=4)  # it has shown itself, though not since the last pages
@@ -58,7 +48,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         await report(it, 3, before=(1.0, 4))
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.reclaimed) == (2, 0)
-        assert await has(it, names) == set(names[2:])
+        assert await counted(it) == set(names[2:])
         assert (await it.state()).stock == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
@@ -69,40 +59,34 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
 
 
 async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
+    async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
         await seen(it, "alive", ago_s=10)  # the access log is late, and the page has it
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.suspects) == (0, (E1,))
-        assert await has(it, ["alive", "new"]) == {"alive", "new"}
+        assert await counted(it) == {"alive", "new"}
 
 
 async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
+    async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await seen(it, "r", ago_s=10)
-        metrics = it.keys.prefix + "metrics"
-        for text in (
-            "",
-            "x",
-            "[]",
-            '{"at":1}',
-            '{"at":1,"before":2,"before_load":0,"waiting":0,"running":0}',
-        ):
-            await it.redis.hset(metrics, E1, text)
+        old = '{"at":1,"before":2,"before_load":0,"waiting":0,"running":0}'
+        for text in ("", "x", "[]", '{"at":1}', old):
+            await it.redis.hset(it.keys.prefix + "metrics", E1, text)
             assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
         await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # pages from the future
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
-        assert await has(it, ["r"]) == {"r"}
+        assert await counted(it) == {"r"}
         # Without suspects nobody is asked for a page.
         await seen(it, "r", ago_s=0.1)
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
 
 async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
+    async with fleet("a", upper_per=10) as (it, a):
         # A placed request whose client has gone, as somebody says without an accounting token.
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
@@ -117,13 +101,13 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(fleet: OpenFle
         # But two later ones that lack it do
         await report(it, 0, before=(1.0, 0))
         assert (await a.sweep()).given_up == 1
-        assert await has(it, ["r"]) == set()
+        assert await counted(it) == set()
         await a.sweep()
-        assert await it.redis.exists(it.keys.prefix + "suspects") == 0
+        assert not await it.has("suspects")
 
 
 async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10, lease_ms=60_000) as (it, a):
+    async with fleet("a", upper_per=10) as (it, a):
         await a.admit("r")
         await a.store.report_client_gone("r")
         await it.redis.zincrby(it.keys.prefix + "suspects", -5000, "r")
@@ -131,5 +115,5 @@ async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet
         await report(it, 0, before=(1.0, 0))
         swept = await a.sweep()
         assert (swept.given_up, swept.suspects) == (0, ())
-        assert await it.redis.exists(it.keys.prefix + "suspects") == 0
-        assert await has(it, ["r"]) == {"r"}
+        assert not await it.has("suspects")
+        assert await counted(it) == {"r"}

@@ -15,6 +15,7 @@ from picker_fleet.state.store import Decision
 Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
+THREE = {**SETTINGS, "upper_per": 3}
 # One of each state is there: `placed`, `granted`, `queued`, `untaken`, which was placed when it was granted;
 # `gone` is known to nobody.
 CALLS: dict[str, Call] = {
@@ -45,9 +46,7 @@ CALLS: dict[str, Call] = {
     "renew, unknown": lambda a: a.store.renew("gone", None, "", ""),
     "renew, waiting": lambda a: a.store.renew("queued", 1, "", TOKEN),
     "heartbeat": lambda a: a.beat(),
-    "publish": lambda a: a.store.publish(
-        {**SETTINGS, "upper_per": 3}, (), config_version="c", endpoints_version="e"
-    ),
+    "publish": lambda a: a.store.publish(THREE, (), config_version="c", endpoints_version="e"),
     "sweep": lambda a: a.sweep(),
     "state": lambda a: a.store.state(60),
     "endpoints": lambda a: a.store.endpoints(),
@@ -77,8 +76,7 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
-    async with one_of_each(fleet) as it:
-        (a,) = it.replicas
+    async with one_of_each(fleet) as (it, a):
         # The call has been made.
         await CALLS[name](a)
         before = await it.dump()
@@ -97,14 +95,14 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
     # What the call does when all goes well.
-    async with one_of_each(fleet) as it:
-        await CALLS[name](it.replicas[0])
+    async with one_of_each(fleet) as (it, a):
+        await CALLS[name](a)
         expected = await it.dump()
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
-    async with proxy_to(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as it:
+    async with proxy_to(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as (it, a):
         # When the reply is lost after the script ran, and the link asks again
         between.lose_replies = 1
-        await CALLS[name](it.replicas[0])
+        await CALLS[name](a)
         # The state is the same as if nothing had happened.
         assert between.lost == 1
         found, wanted = _counts(await it.dump()), _counts(expected)
@@ -131,9 +129,7 @@ def _counts(dump: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFleet, redis_url: str) -> None:
     # A queued request whose owner loses the reply that brought the grant.
-    async with proxy_to(redis_url) as between, fleet("a", upper_per=1, through={"a": between.url}) as it:
-        (a,) = it.replicas
-        await a.admit("runs")
+    async with proxy_to(redis_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1
         assert await a.settle("runs") == ["unknown"]
@@ -158,11 +154,11 @@ async def test_a_request_that_its_grant_has_placed_comes_again_to_its_endpoint_a
         await b.settle("ends")
         if acknowledged:
             assert await a.store.acknowledge("waits", 1) == "taken"
-        found = await b.store.reads.request("waits")
-        assert found.entry.state == "placed"
+        found = (await b.store.reads.request("waits")).entry
+        assert found.state == "placed"
         # When another brings it, it is where it was.
         for _ in range(2):
-            assert await b.admit("waits") == Decision("placed", ",".join(found.entry.endpoints))
+            assert await b.admit("waits") == Decision("placed", ",".join(found.endpoints))
         assert await it.counts() == (2, 0, [1, 1])
         # The first one, should it live, has no claim to it any more.
         await a.beat()

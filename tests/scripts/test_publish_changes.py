@@ -22,15 +22,8 @@ async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
     """All that follows from the endpoints."""
     found, state = await fleet.dump(), await fleet.state()
     kept = [found.get(name, {}) for name in ("endpoints", "load", "limits")]
-    marks = sorted(found.get("marks", {}))
-    return (
-        *kept,
-        marks,
-        found["pool"]["endpoints_version"],
-        state.ready_backends,
-        state.upper,
-        state.in_flight,
-    )
+    marks, version = sorted(found.get("marks", {})), found["pool"]["endpoints_version"]
+    return (*kept, marks, version, state.ready_backends, state.upper, state.in_flight)
 
 
 async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, pool: str) -> None:
@@ -40,8 +33,8 @@ async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, po
         running(valkey_url, f"{pool}-whole", "a", endpoints=0) as (by_lists, b),
     ):
         former: dict[str, Endpoint] = {}
-        await publish(a, former, "v0")
-        await publish(b, former, "v0")
+        for each in (a, b):
+            await publish(each, former, "v0")
         for number in range(1, 80):
             wanted = {
                 name: Endpoint(name, labels={"zone": dice.choice("ab")}, draining=dice.random() < 0.3)
@@ -109,11 +102,8 @@ async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_
 
             monkeypatch.setattr(each.store, "endpoints", listed)
             monkeypatch.setattr(each.store, "publish", publish)
-        wanted = (
-            Endpoint(names[0], draining=True),
-            Endpoint(names[2]),
-            Endpoint(names[3], labels={"zone": "a"}),
-        )
+        drains, labelled = Endpoint(names[0], draining=True), Endpoint(names[3], labels={"zone": "a"})
+        wanted = (drains, Endpoint(names[2]), labelled)
         for each in (b, a):
             each.membership.discovered(wanted)
         for each in (a, b):

@@ -15,7 +15,6 @@ from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
 
 DOUBLE = 8
-ADDED = 5  # counters that came after the others
 # The first of them, in their order.
 FIRST = [
     *("epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq"),
@@ -24,13 +23,12 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize("missing", [1, ADDED])
+@pytest.mark.parametrize("missing", [1, 5])  # one, or all that came after the first
 def test_a_newer_version_continues_with_the_counters_of_an_older_one(
     direct: DirectPool, missing: int
 ) -> None:
     # A pool in use, whose counters an older version has written last.
-    settings = json.dumps(shared_settings(Settings(), {}))
-    published = "c-1", "e-1", settings, "10.0.0.1:8000", OPEN
+    published = "c-1", "e-1", json.dumps(shared_settings(Settings(), {})), "10.0.0.1:8000", OPEN
     epoch = direct.call("publish", "r-1", *published)[0]
     key = f"{direct.prefix}pool"
     counters = direct.client.hget(key, "counters")
@@ -45,9 +43,7 @@ def test_a_newer_version_continues_with_the_counters_of_an_older_one(
 
 def test_the_page_of_upgrades_names_the_layouts_in_use() -> None:
     # The packed layouts: to change one decides which versions may share a pool.
-    page = Path(__file__).parents[2] / "docs" / "upgrading.md"
-    # They are looked for on the page.
-    text = page.read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text(encoding="utf-8")
     # It names them, and what a version of 26 counters writes still begins the list.
     assert f"| {len(schema.COUNTERS)} doubles |" in text
     assert f"`{schema.WAITING_LAYOUT}`, `{schema.RUNNING_LAYOUT}`" in text
@@ -77,6 +73,9 @@ class Mixed(DirectPool):
 
     def beat(self, version: int) -> list[bytes]:
         return self.of(version, "heartbeat", "{}", 60_000)
+
+    def inbox(self, version: int) -> dict[bytes, bytes]:
+        return dict(self.client.hgetall(f"{self.prefix}inbox:r-{version}"))
 
     def bring(self, version: int, name: str, band: int = 1) -> None:
         if self.owners.setdefault(name, version) == version:
@@ -126,9 +125,6 @@ def mixed(client: redis.Redis, pool: str) -> Mixed:
 
 
 def test_a_grant_places_only_what_a_replica_of_this_version_has_brought(mixed: Mixed) -> None:
-    def inbox(version: int) -> dict[bytes, bytes]:
-        return dict(mixed.client.hgetall(f"{mixed.prefix}inbox:r-{version}"))
-
     for number in range(6):
         mixed.bring(1, f"runs{number}")
     for version in (0, 1):
@@ -141,11 +137,11 @@ def test_a_grant_places_only_what_a_replica_of_this_version_has_brought(mixed: M
     for number in range(3):
         mixed.end(1, f"runs{number}")
     granted = {b"adopted": b"granted", b"first0": b"granted"}
-    assert (inbox(0), inbox(1)) == (granted, {b"first1": b"placed 1"})
+    assert (mixed.inbox(0), mixed.inbox(1)) == (granted, {b"first1": b"placed 1"})
     # And where the former does.
     for number in range(3, 5):
         mixed.end(0, f"runs{number}")
-    assert (inbox(0)[b"then0"], inbox(1)[b"then1"]) == (b"granted", b"granted")
+    assert (mixed.inbox(0)[b"then0"], mixed.inbox(1)[b"then1"]) == (b"granted", b"granted")
     mixed.audit()
 
 
@@ -198,7 +194,7 @@ def test_an_owner_of_the_previous_version_is_notified_of_a_preemption_by_a_word_
     # A replica of the present version brings one of a higher band.
     mixed.bring(1, "above", band=0)
     # The owner is told that its request is out.
-    assert mixed.client.hget(f"{mixed.prefix}inbox:r-{owner}", "waits") == word
+    assert mixed.inbox(owner)[b"waits"] == word
 
 
 def test_accounting_tokens_must_be_signed_when_this_version_runs_alone(mixed: Mixed) -> None:
