@@ -1,13 +1,14 @@
 """Variants of a model by the counts of the whole fleet (lua/split.lua)."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 
 import pytest
 import redis
 from direct_calls import START_MS, ClockedPool, DirectPool
-from script_fleet import DEADLINE_S, OpenFleet
+from script_fleet import DEADLINE_S, OpenFleet, Replica
 
 from picker_fleet.admission import variants
 from picker_fleet.admission.variants import Variants
@@ -22,11 +23,15 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "DEADLINE_S", DEADLINE_S)
 
 
+def variants_of(replica: Replica) -> Variants:
+    return Variants(replica.store, lambda: True)
+
+
 async def test_a_thousand_requests_on_three_replicas_are_split_exactly_and_a_retry_elsewhere_gets_the_same(
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", "b", "c") as (_, *replicas):
-        choosers = [(Variants(each.store, lambda: True), Shares(CANARY, "m")) for each in replicas]
+        choosers = [(variants_of(each), Shares(CANARY, "m")) for each in replicas]
 
         async def ask(number: int, replica: int) -> str:
             chooser, shares = choosers[replica % len(choosers)]
@@ -43,11 +48,8 @@ async def test_a_thousand_requests_on_three_replicas_are_split_exactly_and_a_ret
 
 async def test_one_id_that_comes_to_all_replicas_at_once_gets_one_variant(fleet: OpenFleet) -> None:
     async with fleet("a", "b") as (_, *replicas):
-        asked = [
-            Variants(each.store, lambda: True).of(Shares(CANARY, "m"), f"id-{number}", DEADLINE_S)
-            for number in range(100)
-            for each in (*replicas, *replicas)
-        ]
+        each_twice = itertools.product(range(100), replicas * 2)
+        asked = (variants_of(a).of(Shares(CANARY, "m"), f"id-{n}", DEADLINE_S) for n, a in each_twice)
         given = await asyncio.gather(*asked)
     assert all(len(set(given[at : at + 4])) == 1 for at in range(0, 400, 4))
     assert abs(given.count("canary") / 4 - 10) <= 1
@@ -59,7 +61,7 @@ async def test_new_weights_have_shares_of_their_own_at_once_and_ids_keep_their_v
     # Ten thousand requests at 90:10, and then an even split.
     async with fleet("a", "b") as (it, a, b):
         before, after = Shares(CANARY, "m"), Shares(Split.of([("stable", 1), ("canary", 1)]), "m")
-        here, there = (Variants(each.store, lambda: True) for each in (a, b))
+        here, there = map(variants_of, (a, b))
         first = await asyncio.gather(*(here.of(before, f"id-{n}", DEADLINE_S) for n in range(500)))
         # No variant catches up: from the first request on both have their halves.
         given = Counter[str]()
@@ -81,11 +83,9 @@ def test_the_script_decides_as_a_replica_alone_does(direct: DirectPool, weights:
     due = [names.index(shares.of(each)) + 1 for each in ids]
     found: list[int] = []
     while len(found) < len(ids):
-        items: list[str | int] = []
-        for each in ids[len(found) : len(found) + 1 + len(found) % 16]:
-            digest = shares.hash_of(each)
-            items += (shares.key, shares.weights, digest, shares.propose(digest) + 1)
-        found += direct.call("split", "r", *items)[4:]
+        digests = map(shares.hash_of, ids[len(found) : len(found) + 1 + len(found) % 16])
+        items = ((shares.key, shares.weights, each, shares.propose(each) + 1) for each in digests)
+        found += direct.call("split", "r", *itertools.chain(*items))[4:]
     assert found == due
 
 
@@ -94,18 +94,17 @@ def test_ids_are_forgotten_after_ten_minutes_and_beyond_a_hundred_thousand(
 ) -> None:
     library = ClockedPool(client, pool)
     library.publish("e:1")
-    ids = f"{library.prefix}variants"
+    ids, sweep = f"{library.prefix}variants", ("sweep", "a", 0, 3000, 60_000, 2000)
     library.call("split", "a", "rule", "1 1", "first", 1)
     library.passes(599_000)
     library.call("split", "a", "rule", "1 1", "second", 1)
-    library.call("sweep", "a", 0, 3000, 60_000, 2000)
+    library.call(*sweep)
     assert client.zcard(ids) == 2
     library.passes(2000)
-    library.call("sweep", "a", 0, 3000, 60_000, 2000)
+    library.call(*sweep)
     assert client.zrange(ids, 0, -1) == [b"second"]
-    for begin in range(0, 101_000, 1000):
-        client.zadd(ids, {f"id-{begin + n}": START_MS + 600_000 + n / 1024 for n in range(1000)})
-    while library.call("sweep", "a", 0, 3000, 60_000, 2000)[7]:
+    client.zadd(ids, {f"id-{n}": START_MS + 600_000 + n % 1000 / 1024 for n in range(101_000)})
+    while library.call(*sweep)[7]:
         pass
     assert client.zcard(ids) == 100_000
 
@@ -127,7 +126,6 @@ def test_counts_that_nobody_uses_for_an_hour_go_when_new_ones_come(client: redis
 def test_damaged_counts_begin_anew(direct: DirectPool) -> None:
     for damaged in ("", "x", "1 2 3 4 5", "1 a b"):
         direct.client.hset(f"{direct.prefix}splits", "rule", damaged)
-        reply = direct.call(
-            "split", "r", *(part for n in range(4) for part in ("rule", "1 1", damaged + str(n), 1))
-        )
+        items = (("rule", "1 1", damaged + str(n), 1) for n in range(4))
+        reply = direct.call("split", "r", *itertools.chain(*items))
         assert set(reply[4:]) == {1, 2}

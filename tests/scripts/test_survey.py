@@ -2,15 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any
 
+import pytest
 from script_fleet import Fleet, OpenFleet, Replica, until
 
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.request import Outcome
-from picker_fleet.state.batching import BatchingClient
-from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, Reads, SnapshotTimes
+from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, SnapshotTimes
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000
@@ -41,9 +41,9 @@ def names(queues: list[FlowQueueRow]) -> set[str]:
     return {queue.name for queue in queues}
 
 
-async def left(it: Fleet) -> str:
-    """What is left at the moment; empty while it is being read, or if nothing is."""
-    return await it.redis.get(it.keys.queue_snapshot) or ""
+async def is_left(it: Fleet) -> bool:
+    """Whether a snapshot is left for others at the moment, or is being read."""
+    return bool(await it.redis.exists(it.keys.queue_snapshot))
 
 
 @contextlib.asynccontextmanager
@@ -77,9 +77,9 @@ async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet) -> 
     async with valkey_fleet(*"abcde", upper_per=1) as it:
         without_end(it)
         await wait_in_line(it)
-        first, *others = await asyncio.gather(*(queues_of(each) for each in it.replicas))
+        first, *others = await asyncio.gather(*map(queues_of, it.replicas))
         assert len(first) == FLOWS
-        assert all(each == first for each in others)
+        assert others == [first] * 4
 
 
 async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
@@ -108,15 +108,14 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
 async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
-        # An empty queue, at which both have looked.
-        assert await queues_of(a) == []
-        assert await it.redis.exists(it.keys.queue_snapshot) == 0
-        assert await queues_of(b) == []
-        # When something waits, either sees it at once, and nothing is left for others.
-        await wait_in_line(it, 3)
-        for each in (a, b):
-            assert len(await queues_of(each)) == 3
-        assert await it.redis.exists(it.keys.queue_snapshot) == 0
+        # An empty queue, at which both have looked; and when something waits, either sees it at once. Nothing
+        # is left for others.
+        for waiting in (0, 3):
+            if waiting:
+                await wait_in_line(it, waiting)
+            for each in (a, b):
+                assert len(await queues_of(each)) == waiting
+                assert not await is_left(it)
 
 
 async def test_a_snapshot_of_another_version_is_ignored(valkey_fleet: OpenFleet) -> None:
@@ -125,7 +124,7 @@ async def test_a_snapshot_of_another_version_is_ignored(valkey_fleet: OpenFleet)
         for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
             await it.redis.set(it.keys.queue_snapshot, other, px=FOREVER_MS)
             assert len(await queues_of(a)) == FLOWS
-            assert await left(it) == other
+            assert await it.redis.get(it.keys.queue_snapshot) == other
 
 
 async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> None:
@@ -135,7 +134,7 @@ async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> Non
             # A cache that runs, and that nobody asks: then nothing is read.
             await it.after(100)
             assert cache.last.queues == ()
-            assert await it.redis.exists(it.keys.queue_snapshot) == 0
+            assert not await is_left(it)
             # When somebody asks for a while, the next state is read by itself.
             first = await cache.get()
             await cache.get()
@@ -146,40 +145,30 @@ async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> Non
             async def no_more() -> bool:
                 last = cache.last
                 await it.after(500)
-                return cache.last is last and not await it.redis.exists(it.keys.queue_snapshot)
+                return cache.last is last and not await is_left(it)
 
             await until(no_more)
 
 
-class Meanwhile:
-    """The link, behind whose first call something happens."""
-
-    def __init__(self, link: BatchingClient, what: Callable[[], Awaitable[None]]) -> None:
-        self._link = link
-        self._what: Callable[[], Awaitable[None]] | None = what
-
-    async def call(self, name: str, *args: Any) -> Any:
-        found = await self._link.call(name, *args)
-        what, self._what = self._what, None
-        if what is not None:
-            await what()
-        return found
-
-
-async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(valkey_fleet: OpenFleet) -> None:
+async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
+    valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 
         # Flow queues of which the first is served, and comes again at the end, while they are read.
-        async def move() -> None:
+        async def moving(name: str, *args: Any) -> Any:
+            monkeypatch.undo()
+            found = await a.store._client.call(name, *args)
             await a.settle("runs")
             assert (await a.place("q0")).status == "placed"
             await a.store.settle("q0", Outcome.COMPLETED, actual=FLOWS)
             assert (await a.admit("again", flow=first.name)).status == "queued"
+            return found
 
-        reads = Reads(cast(BatchingClient, Meanwhile(a.store._client, move)), it.keys.log)
-        found = (await reads.flow_queues(MOST)).queues
+        monkeypatch.setattr(a.store._client, "call", moving)
+        found = (await a.store.reads.flow_queues(MOST)).queues
         # It is listed at its last position, and once.
         assert len(found) == len(names(found)) == FLOWS
         assert found[-1].name == first.name
