@@ -15,7 +15,7 @@ from picker_fleet.bands import NAMED, Band, Bands
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import client
@@ -388,6 +388,17 @@ def _member(replica: Replica, joined: Mapping[str, Any], endpoints: int) -> Memb
     member.discovered([Endpoint(address) for address in addresses(endpoints)])
     replica.membership = member
     return member
+
+
+def asked(replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
+    return asyncio.create_task(replica.gate.admit(ask(request_id, **fields), stream_owned=False))
+
+
+async def waiting(it: Fleet, replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
+    """A request that waits in the queue."""
+    task = asked(replica, request_id, **fields)
+    await it.until_logged("queued", request_id)
+    return task
 
 
 async def _listen(fleet: Fleet) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from decision_ledger import events_of
-from script_fleet import OpenFleet, ask, ended, until
+from script_fleet import OpenFleet, asked, waiting
 
 from picker_fleet.errors import ClientGone, ExpiredTtl
 
@@ -34,7 +34,7 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
         assert (await b.sweep()).more
         # When it beats again, it is told, is swept no further, and may register what it holds.
         assert not (await a.beat()).was_known
-        assert await it.redis.exists(it.keys.prefix + "orphans") == 0
+        assert not await it.has("orphans")
         assert (await a.admit("q0")).status == "queued"
         assert (await a.beat()).was_known
 
@@ -42,25 +42,21 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
 async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
     # A request that waits, and comes again to the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
-        first = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
-        await it.until_queued(1)
-        second = asyncio.create_task(a.gate.admit(ask("q"), stream_owned=False))
+        first, second = await waiting(it, a, "q"), asked(a, "q")
         # The first has no client any more, and the second has the turn.
         with pytest.raises(ClientGone):
             await first
         assert a.gate.waiting == 1
         await a.settle("runs")
         assert (await second).endpoints == ("10.0.0.1:8000",)
-        a.gate.settle(ended("q"))
-        await until(it.at_rest)
+        await it.ends(a, "q")
         assert (await it.ledger()).started["q"] == 1
 
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
     # A waiter whose request was adopted elsewhere.
     async with fleet("a", "b", full=True) as (it, a, b):
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
-        await it.until_queued(1)
+        waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", attempt=99)
         # When its own timer ends, its client has an answer, and the queue decides about the request.
         with pytest.raises(ExpiredTtl):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from script_fleet import OpenFleet, addresses, ask, config, ended, until, until_is
+from script_fleet import OpenFleet, addresses, ask, asked, config, ended, until, until_is
 
 from picker_fleet.request import Endpoint
 
@@ -53,7 +53,7 @@ async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet:
         # Two are placed, at any replica, and the third waits for one of them.
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
-        third = asyncio.create_task(it.replicas[0].gate.admit(ask("third"), stream_owned=True))
+        third = asked(it.replicas[0], "third")
         await until_is(it.counts, (2, 1, [2]))
         it.replicas[1].gate.settle(ended("r1"))
         assert (await third).endpoints == (A,)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from decision_ledger import events_of
 from proxy import proxy_to
-from script_fleet import OpenFleet, ask, until
+from script_fleet import OpenFleet, ask, until, waiting
 
 from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
@@ -24,7 +24,7 @@ async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
         # And the owner hears of each with its next beat
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
-        assert await it.redis.exists(it.keys.prefix + "inbox:b") == 0
+        assert not await it.has("inbox:b")
 
 
 async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
@@ -48,13 +48,10 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
     # A waiter whose connection to Redis answers nothing any more.
     async with (
         proxy_to(redis_url) as between,
-        fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=0.75) as it,
+        fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
     ):
-        a, b = it.replicas
-        await b.admit("runs")
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.3), stream_owned=False))
-        await until(lambda: a.gate.waiting == 1)
-        await it.until_logged("queued", "q")
+        waiter = await waiting(it, a, "q", ttl_s=0.3)
+        await until(lambda: not a.store._client._in_flight)  # it knows that it waits
         between.vanished = True
         # When its time is up, it is answered, and Redis learns of it when it returns.
         with pytest.raises(ExpiredTtl):
@@ -68,8 +65,7 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
     # A waiter that nobody wakes.
     async with fleet("a", "b", full=True) as (it, a, b):
-        waiter = asyncio.create_task(a.gate.admit(ask("q", ttl_s=0.8), stream_owned=False))
-        await it.until_logged("queued", "q")
+        waiter = await waiting(it, a, "q", ttl_s=0.8)
         # When its turn comes before its time is up, though it has not heard of it
         await b.settle("runs")
         # Its own timer finds the grant.

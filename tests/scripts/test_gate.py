@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from decision_ledger import events_of
-from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until, until_is
+from script_fleet import Fleet, OpenFleet, addresses, ask, asked, config, ended, until, until_is, waiting
 
 from picker_fleet.admission import shared_gate
 from picker_fleet.errors import NoEndpoints
@@ -15,23 +15,12 @@ from picker_fleet.state.store import Decision
 E1, E2 = addresses(2)
 
 
-def asked(replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
-    return asyncio.create_task(replica.gate.admit(ask(request_id, **fields), stream_owned=False))
-
-
 def not_called(*_: object) -> "asyncio.Future[Any]":
     raise AssertionError("it is not to be called")
 
 
 async def until_acknowledged(it: Fleet) -> None:
     await until_is(lambda: it.has("inbox:b"), False)
-
-
-async def waiting(it: Fleet, replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
-    """A request that waits in the queue."""
-    task = asked(replica, request_id, **fields)
-    await it.until_logged("queued", request_id)
-    return task
 
 
 async def cancel(task: "asyncio.Task[Placement]") -> None:

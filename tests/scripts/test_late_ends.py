@@ -2,16 +2,13 @@
 
 import asyncio
 import json
-from typing import Any
 
 from decision_ledger import events_of
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from extproc_client import body, converse, exchange_context, headers, parts
-from script_fleet import Fleet, OpenFleet, Replica, ask, ended, until
+from script_fleet import OpenFleet, Replica, ended, waiting
 
 from picker_fleet.extproc.codec import WHOLE_BYTES
 from picker_fleet.extproc.exchange import Exchange
-from picker_fleet.request import Placement
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}
@@ -27,32 +24,20 @@ class Clock:
         return self.now_s
 
 
-def uploading(replica: Replica, clock: Clock) -> Exchange:
-    """An exchange of `replica`, whose first request is called made-1."""
-    gate: Any = replica.gate
-    return Exchange(exchange_context(gate, clock=clock))
-
-
-async def whole_but_open(exchange: Exchange) -> None:
-    """All bytes of a body, without the mark of its end: its request is placed."""
+async def whole_but_open(replica: Replica, clock: Clock) -> Exchange:
+    """All bytes of a body, without the mark of its end: its request, called made-1, is placed."""
+    exchange = Exchange(exchange_context(replica.gate, clock=clock))
     messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
     assert await converse(exchange, *messages) == []
-
-
-async def wait_for(it: Fleet, replica: Replica, request_id: str) -> "asyncio.Task[Placement]":
-    """A request that waits in the queue."""
-    task = asyncio.create_task(replica.gate.admit(ask(request_id, flow="llama"), stream_owned=False))
-    await it.until_logged("queued", request_id)
-    return task
+    return exchange
 
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
     # A full pool: a body that is whole but for the mark of its end, and one that waits behind it.
     async with fleet("a", upper_per=1) as (it, a):
         clock = Clock()
-        exchange = uploading(a, clock)
-        await whole_but_open(exchange)
-        second = await wait_for(it, a, "second")
+        exchange = await whole_but_open(a, clock)
+        second = await waiting(it, a, "second", flow="llama")
         # The end comes much later.
         clock.now_s = 20.0
         answers = await converse(exchange, body())
@@ -64,18 +49,16 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
         # And its turn over, the other has its own
         a.gate.settle(ended("made-1"))
         await second
-        a.gate.settle(ended("second"))
-        await until(it.at_rest)
+        await it.ends(a, "second")
 
 
 async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
     # A body whose place was reaped before its end came, so that the first who waited has it.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         clock = Clock()
-        exchange = uploading(a, clock)
-        await whole_but_open(exchange)
-        first = await wait_for(it, a, "first")
-        second = await wait_for(it, a, "second")
+        exchange = await whole_but_open(a, clock)
+        first = await waiting(it, a, "first", flow="llama")
+        second = await waiting(it, a, "second", flow="llama")
         await it.after(5)
         assert (await a.sweep()).reclaimed == 1
         await a.publish("10.0.0.1:8000", upper_per=1)  # from here on leases last
@@ -83,7 +66,7 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         await a.store.renew("first", None, "", "")
         # Its end comes.
         clock.now_s = 20.0
-        answers: asyncio.Task[list[ProcessingResponse]] = asyncio.create_task(converse(exchange, body()))
+        answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
         # It waits, as old as it is, before those who came second.
         a.gate.settle(ended("first"))
@@ -91,7 +74,12 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         assert not second.done()
         a.gate.settle(ended("made-1"))
         await second
-        a.gate.settle(ended("second"))
-        await until(it.at_rest)
-        events = events_of(await it.log(), "made-1")
-        assert events == ["bypassed", "reclaimed", "queued", "granted", "placed", "completed"]
+        await it.ends(a, "second")
+        assert events_of(await it.log(), "made-1") == [
+            "bypassed",
+            "reclaimed",
+            "queued",
+            "granted",
+            "placed",
+            "completed",
+        ]

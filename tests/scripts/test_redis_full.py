@@ -8,7 +8,7 @@ import pytest
 from failover_bench import gate_over
 from redis_servers import Server
 from script_backends import real_server
-from script_fleet import Fleet, ask, ended, running, until
+from script_fleet import Fleet, ask, asked, ended, running, until
 
 from picker_fleet.errors import ExpiredTtl, WritesRefused
 from picker_fleet.failover.gate import FailoverState
@@ -108,7 +108,7 @@ async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Serv
     async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
         # One that waits on a server that has no room since.
         await a.gate.admit(ask("runs"), stream_owned=False)
-        waits = asyncio.create_task(a.gate.admit(ask("waits", ttl_s=0.2), stream_owned=False))
+        waits = asked(a, "waits", ttl_s=0.2)
         await until(lambda: a.gate.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
         # When its time is up, it is told so.

@@ -4,7 +4,8 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -70,8 +71,12 @@ class Replica:
         assert self.running.cancelled()
 
 
+OpenScraping = Callable[..., AbstractAsyncContextManager["ScrapingFleet"]]
+
+
 class ScrapingFleet:
     def __init__(self, url: str, pool: str, addresses: list[str], names: Sequence[str]) -> None:
+        self.url = url
         self.key = Keys.of(pool).prefix + "metrics"
         self.live = list(names)
         self._cell = SnapshotCell()
@@ -132,7 +137,7 @@ async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def scraping(
+async def running(
     url: str, pool: str, addresses: list[str], names: Sequence[str] = REPLICAS
 ) -> AsyncIterator[ScrapingFleet]:
     fleet = ScrapingFleet(url, pool, addresses, names)
@@ -143,15 +148,19 @@ async def scraping(
             await replica.stop()
 
 
+@pytest.fixture
+def scraping(valkey_url: str, pool: str, simulators: list[str]) -> OpenScraping:
+    """Opens a fleet of scrapers; arguments are the replicas' names, by default three."""
+    return partial(running, valkey_url, pool, simulators)
+
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(scraping: OpenScraping) -> None:
     # Three replicas and four endpoints.
     clock = asyncio.get_running_loop().time
-    async with scraping(valkey_url, pool, simulators) as fleet:
+    async with scraping() as fleet:
         await fleet.settled()
         # Each endpoint has been scraped some times more.
         started_s = clock()
@@ -159,7 +168,9 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
         elapsed_s = clock() - started_s
         # One replica did that, no oftener than the interval allows, and nothing failed; only late may a
         # page have been, when the whole machine stood still.
-        assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(simulators, 1)
+        assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(
+            fleet.addresses, 1
+        )
         for address, (name,) in scrapers.items():
             rate = fleet.replicas[name].meter.scrapes[address] / elapsed_s
             assert rate <= 1.2 / INTERVAL_S
@@ -170,20 +181,18 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
-            await until(lambda meter=replica.meter: meter.ages_s().keys() == set(simulators))
+            await until(lambda meter=replica.meter: meter.ages_s().keys() == set(fleet.addresses))
 
 
-async def test_load_on_an_endpoint_is_seen_by_every_replica(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_load_on_an_endpoint_is_seen_by_every_replica(scraping: OpenScraping) -> None:
     # A request of an adapter that runs on one endpoint.
     async with (
-        scraping(valkey_url, pool, simulators) as fleet,
+        scraping() as fleet,
         httpx.AsyncClient(verify=False, timeout=30) as client,
         asyncio.TaskGroup() as tasks,
     ):
         await fleet.settled()
-        busy = simulators[0]
+        busy = fleet.addresses[0]
         body = {"model": "sql", "prompt": "x", "max_tokens": 100_000, "stream": True}
 
         async def ask() -> None:
@@ -196,7 +205,7 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
         # When it is scraped. Every replica sees one running there, with its adapter, and none elsewhere.
         def seen(replica: Replica) -> bool:
             snapshot = replica.task.readings.snapshot()
-            return [snapshot[each].metrics.running for each in simulators] == [1.0, 0.0, 0.0, 0.0]
+            return [snapshot[each].metrics.running for each in fleet.addresses] == [1.0, 0.0, 0.0, 0.0]
 
         await until(lambda: all(map(seen, fleet.replicas.values())))
         for replica in fleet.replicas.values():
@@ -204,14 +213,12 @@ async def test_load_on_an_endpoint_is_seen_by_every_replica(
         asked.cancel()
 
 
-async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping: OpenScraping) -> None:
     # Three replicas.
-    async with scraping(valkey_url, pool, simulators) as fleet:
+    async with scraping() as fleet:
         await fleet.settled()
         scrapers = await fleet.scrapers(3)
-        lost_name = next(iter(scrapers[simulators[0]]))
+        lost_name = next(iter(scrapers[fleet.addresses[0]]))
         # When one that scrapes something stops without a word, and still counts as live
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
@@ -223,14 +230,12 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(
             assert after[address] == names or names == {lost_name}
 
 
-async def test_in_a_large_fleet_some_replicas_publish_and_all_know(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_in_a_large_fleet_some_replicas_publish_and_all_know(scraping: OpenScraping) -> None:
     names = [f"replica-{number}" for number in range(12)]
     expected = set(Scrapers(names[0], 1.0).among(names, 8, 0.0))
     async with (
-        scraping(valkey_url, pool, simulators, names) as fleet,
-        Redis.from_url(valkey_url) as redis,
+        scraping(names) as fleet,
+        Redis.from_url(fleet.url) as redis,
         redis.pubsub(ignore_subscribe_messages=True) as channel,
     ):
         await fleet.settled()
@@ -243,26 +248,26 @@ async def test_in_a_large_fleet_some_replicas_publish_and_all_know(
                     senders[json.loads(message["data"])["from"]] += 1
         assert senders.keys() == expected
         # One of them that scrapes something stops without a word: another takes its turn.
-        lost_name = next(iter((await fleet.scrapers(1))[simulators[0]]))
+        lost_name = next(iter((await fleet.scrapers(1))[fleet.addresses[0]]))
         await fleet.replicas.pop(lost_name).stop()
         await fleet.settled()
 
 
-async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(
-    valkey_url: str, pool: str, simulators: list[str]
-) -> None:
+async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(scraping: OpenScraping) -> None:
     # A fleet that knows three of four endpoints.
-    async with scraping(valkey_url, pool, simulators[:3]) as fleet, Redis.from_url(valkey_url) as redis:
+    async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
+        known = fleet.addresses
+        fleet.list(known[:3])
         await fleet.settled()
         # One leaves and the fourth comes.
-        fleet.list(simulators[1:])
+        fleet.list(known[1:])
         # Every board and Redis have exactly those.
         await fleet.settled()
         await fleet.until_stored(redis)
 
 
-async def test_a_flushed_redis_is_filled_again(valkey_url: str, pool: str, simulators: list[str]) -> None:
-    async with scraping(valkey_url, pool, simulators) as fleet, Redis.from_url(valkey_url) as redis:
+async def test_a_flushed_redis_is_filled_again(scraping: OpenScraping) -> None:
+    async with scraping() as fleet, Redis.from_url(fleet.url) as redis:
         await fleet.settled()
         await redis.delete(fleet.key)
         await fleet.until_stored(redis)
@@ -270,7 +275,7 @@ async def test_a_flushed_redis_is_filled_again(valkey_url: str, pool: str, simul
 
 async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
     # Replicas that cannot reach Redis. They scrape.
-    async with scraping("redis://127.0.0.1:1/0", pool, simulators) as fleet:
+    async with running("redis://127.0.0.1:1/0", pool, simulators) as fleet:
         # Each endpoint is known to the one replica that scrapes it.
         def known() -> list[str]:
             boards = [one.task.readings.snapshot() for one in fleet.replicas.values()]
