@@ -21,11 +21,8 @@ async def asker(valkey_url: str, pool: str) -> AsyncIterator[CommandClient]:
 
 
 async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -> None:
-    assert await asker.execute([("SET", "a", b"\xff"), ("GET", "a"), ("GET", "none")]) == [
-        b"OK",
-        b"\xff",
-        None,
-    ]
+    replies = await asker.execute([("SET", "a", b"\xff"), ("GET", "a"), ("GET", "none")])
+    assert replies == [b"OK", b"\xff", None]
 
 
 async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
@@ -71,9 +68,7 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
         await slow
 
 
-async def test_a_server_that_is_no_primary_any_more_is_replaced(
-    asker: CommandClient, valkey_url: str
-) -> None:
+async def test_a_server_that_is_no_primary_is_replaced(asker: CommandClient, valkey_url: str) -> None:
     # A connection to a server that has become somebody's replica.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from functools import partial
+from typing import Any
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -33,10 +34,9 @@ async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_
     fleet: OpenFleet,
 ) -> None:
     # An attacker's flow and workload and another's, which joined by ':' read the same.
-    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
+    async with fleet("a", ordering="workload-aware", full=True) as (it, replica):
         attacker = {"flow": "llama3:8b", "workload": "chat"}
         other = {"flow": "llama3", "workload": "8b:chat"}
-        await replica.admit("runs", flow="other")
         for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", other)):
             assert (await replica.admit(request_id, **who)).status == "queued"
         # When all are served, each once and by its own turn.
@@ -50,9 +50,9 @@ async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_
 
 async def test_requests_that_the_previous_version_queued_are_served_in_its_order(fleet: OpenFleet) -> None:
     # Requests of one workload that wait in a line spelled with ':', as the version before had it.
-    async with fleet("a", upper_per=1, lower_per=1, ordering="workload-aware") as (it, replica):
-        await replica.admit("runs", flow="other")
-        for request_id in ("old 1", "old 2", "old 3"):
+    old = ["old 1", "old 2", "old 3"]
+    async with fleet("a", ordering="workload-aware", full=True) as (it, replica):
+        for request_id in old:
             await replica.admit(request_id, flow="f", workload="w")
         line = it.keys.prefix + "line:1:f"
         await it.redis.rename(f"{line}\x1fw", f"{line}:w")
@@ -61,8 +61,8 @@ async def test_requests_that_the_previous_version_queued_are_served_in_its_order
         await it.redis.zadd(f"{line}\x1fw", {"served": 1})
         # When all are served, each once, and the old ones in their order.
         served = await _serve_all(it, replica, "runs")
-        assert sorted(served) == ["new", "old 1", "old 2", "old 3"]
-        assert [each for each in served if each != "new"] == ["old 1", "old 2", "old 3"]
+        assert sorted(served) == ["new", *old]
+        assert [each for each in served if each != "new"] == old
         assert await it.at_rest()
         assert not [key async for key in it.redis.scan_iter(match=f"{line}*")]
 
@@ -73,27 +73,19 @@ async def test_requests_that_the_previous_version_queued_are_served_in_its_order
     fairness="weighted-fair",
 )  # fmt: skip
 @given(
-    flows=distinct(2),
-    workloads=distinct(2),
-    replica=NAMES,
+    flows=distinct(2), workloads=distinct(2), replica=NAMES,
     ids=st.lists(REQUEST_IDS, min_size=4, max_size=4, unique=True),
     fairness=st.sampled_from(["weighted-fair", "none"]),
-)
-def test_all_scripts_accept_every_name(
-    valkey_url: str, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
-) -> None:
-    pool = f"names-{next(_POOLS)}"
-    asyncio.run(
-        _use_all_scripts(partial(running, valkey_url, pool), flows, workloads, replica, ids, fairness)
-    )
+)  # fmt: skip
+def test_all_scripts_accept_every_name(valkey_url: str, **drawn: Any) -> None:
+    asyncio.run(_use_all_scripts(partial(running, valkey_url, f"names-{next(_POOLS)}"), **drawn))
 
 
 async def _use_all_scripts(
     fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
     # Requests of every pair of flow and workload, behind one that runs.
-    policy = {"upper_per": 1, "lower_per": 1, "ordering": "workload-aware", "fairness": fairness}
-    async with fleet(replica, **policy) as (it, one):
+    async with fleet(replica, upper_per=1, ordering="workload-aware", fairness=fairness) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
         for request_id, (flow, workload) in zip(ids, pairs, strict=True):
@@ -111,15 +103,14 @@ async def _use_all_scripts(
         names = {entry.id: (entry.flow, entry.workload) for entries in found for entry in entries}
         assert names == dict(zip(ids, pairs, strict=True))
         for request_id in ids:
-            place = await store.reads.request(request_id)
-            assert (place.entry.id, place.entry.owner) == (request_id, replica)
+            entry = (await store.reads.request(request_id)).entry
+            assert (entry.id, entry.owner) == (request_id, replica)
         running_now, _ = await store.reads.in_flight(9)
         assert [each.entry.flow for each in running_now] == [flows[0]]
         registered, _, _ = await store.reads.workloads(9)
         assert {row.id for row in registered} == set(workloads)
         for workload in workloads:
-            row = await store.reads.workload(workload)
-            assert row.id == workload
+            assert (await store.reads.workload(workload)).id == workload
         assert [row.id for row in await store.reads.replicas()] == [replica]
         # and when one leaves, another is turned away, and the others are served by turns, nothing is left
         gone, evicted, *others = ids

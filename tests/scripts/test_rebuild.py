@@ -266,7 +266,7 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Ti
 
 def test_a_damaged_record_is_restored_from_the_accounting_token_of_its_request(server: TimedPool) -> None:
     server.admit("r")
-    server.damage("r")
+    server.client.hset(f"{server.prefix}requests", "r", "damaged")
     assert server.report("r", TOKEN) == "restored"
 
 
@@ -278,7 +278,7 @@ def lose_everything(server: TimedPool) -> None:
 def fail_over(server: TimedPool) -> None:
     """Another server takes its place, which lacks the last writes, and is for a while nobody's."""
     server.lose("r", "late")
-    server.restart()
+    server.load(server.library)  # it remembers nothing
     server.passes(20 * SECOND_MS)
 
 

@@ -20,24 +20,21 @@ from picker_fleet.state.store import LiveConfig
 async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
     async with fleet("a", "b", full=True) as (it, a, b):
         await a.admit("waits")
-        assert await b.store.set_live_config({"upper_per": 2, "lower_per": 2}, {"watermark": 2}) == "1"
+        raised = {"upper_per": 2, "lower_per": 2}
+        assert await b.store.set_live_config(raised, {"watermark": 2}) == "1"
         assert order_of(await it.log()) == ["waits"]
         # And what was changed is kept over a publication, until it is taken back
         await a.publish("10.0.0.1:8000", upper_per=1)
         assert (await a.beat()).upper == 2
-        assert await a.store.live_config() == LiveConfig(
-            "1", {"upper_per": 2, "lower_per": 2}, {"watermark": 2}
-        )
-        await a.store.set_live_config({"upper_per": None, "lower_per": None}, {"watermark": None})
+        assert await a.store.live_config() == LiveConfig("1", raised, {"watermark": 2})
+        await a.store.set_live_config(dict.fromkeys(raised), {"watermark": None})
         assert (await b.beat()).upper == 1
         assert await b.store.live_config() == LiveConfig("2")
 
 
 async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(valkey_fleet: OpenFleet) -> None:
-    async with valkey_fleet("a", upper_per=1) as it:
+    async with valkey_fleet("a", full=True) as (it, a):
         # Many flows that wait.
-        (a,) = it.replicas
-        await a.admit("runs")
         for i in range(100):
             await a.admit(f"r{i}", flow=f"flow-{i}")
         # When bounds are raised, each call looks at the front of the flows, however many there are.
@@ -53,28 +50,24 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(val
         assert order_of(await it.log()) == ["r0", "r1"]
 
 
-POLICIES = [
-    {"fairness": fairness, "ordering": ordering}
-    for fairness in ("weighted-fair", "round-robin", "none")
-    for ordering in ("fcfs", "edf", "workload-aware")
-]
+POLICIES = itertools.product(("weighted-fair", "round-robin", "none"), ("fcfs", "edf", "workload-aware"))
+CHANGES = list(itertools.permutations(POLICIES, 2))[::5]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [pair for pair in itertools.product(POLICIES, POLICIES) if pair[0] != pair[1]][::5]
-)
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=lambda policy: " ".join(policy))
 async def test_policies_change_while_requests_wait(
-    fleet: OpenFleet, before: dict[str, str], after: dict[str, str]
+    fleet: OpenFleet, before: tuple[str, str], after: tuple[str, str]
 ) -> None:
+    former, latter = (dict(zip(("fairness", "ordering"), each, strict=True)) for each in (before, after))
     # Requests of several flows, bands and workloads, named or not, that wait under one policy.
-    async with fleet("a", guard_share=0, **before, full=True) as (it, a):
+    async with fleet("a", guard_share=0, **former, full=True) as (it, a):
         for i in range(24):
             await a.admit(
                 f"q{i:02}", flow=f"f{i % 3}", band=NAMED[i % 2], workload=f"w{i % 4}" if i % 4 else "",
                 ttl_s=60 - i, criticality=1 + i % 5,
             )  # fmt: skip
         # When another is chosen, and the sweep has reordered them
-        await a.store.set_live_config(dict(after), dict(after))
+        await a.store.set_live_config(latter, latter)
         while (await a.sweep()).more:
             pass
         # The order is the same as if they had come under it.
@@ -84,10 +77,8 @@ async def test_policies_change_while_requests_wait(
         got = order_of(await it.log())
         assert sorted(got) == [f"q{i:02}" for i in range(24)]
         assert got[:12] == sorted(got[:12], key=lambda name: int(name[1:]) % 2)
-        if after == {"fairness": "none", "ordering": "fcfs"}:
-            assert got[:12] == sorted(got[:12])
-        if after == {"fairness": "none", "ordering": "edf"}:
-            assert got[:12] == sorted(got[:12], reverse=True)
+        if after in (("none", "fcfs"), ("none", "edf")):
+            assert got[:12] == sorted(got[:12], reverse=after[1] == "edf")
         await a.settle(got[-1])
         # And nothing of the former order is left
         assert await it.at_rest()
@@ -102,14 +93,13 @@ PROMPT = (b"a" * 8, b"b" * 8)
 @contextlib.asynccontextmanager
 async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Parts, FleetControls]]:
     """A whole replica but for its listeners and its scraping."""
-    settings = parse(
-        {"redis": {"url": url}, "pool": pool, "leases": {"heartbeat": 0.1, "replica_silence": 5}}
-    )
+    leases = {"heartbeat": 0.1, "replica_silence": 5}
+    settings = parse({"redis": {"url": url}, "pool": pool, "leases": leases})
     parts = assemble(settings, name)
     parts.membership.discovered([Endpoint(address) for address in (E1, E2, E3)])
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(part.run()) for part in (parts.store, parts.membership)]
-        running.append(tasks.create_task(parts.follow_routes()))
+        work = (parts.store.run(), parts.membership.run(), parts.follow_routes())
+        running = [tasks.create_task(each) for each in work]
         try:
             await parts.membership.known()
             yield parts, FleetControls(parts.store, parts.membership, settings)
@@ -130,8 +120,8 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
         assert a.chooser.choose(prompted("r1")).candidates == "*"
         assert not b.chooser.needs_prefix_hashes
         # When one is added through one replica, every replica ranks by it within a heartbeat.
-        shown = await controls.change({"scheduling": {"scorers": {"prefix-affinity": 9}}})
-        assert shown.changes == {"scheduling": {"scorers": {"prefix-affinity": 9}}}
+        change = {"scheduling": {"scorers": {"prefix-affinity": 9}}}
+        assert (await controls.change(change)).changes == change
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
         # And what one has routed, the other knows: the data is there without a restart
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())

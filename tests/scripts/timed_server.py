@@ -34,14 +34,11 @@ class TimedPool(DirectPool):
 
     def step(self, by_ms: int) -> None:
         self._off_ms += by_ms
-        self._set()
-
-    def _set(self) -> None:
         self.client.set("seconds", f"{(START_MS + self.real_ms + self._off_ms) / 1000:.3f}")
 
     def passes(self, ms: int) -> None:
         self.real_ms += ms
-        self._set()
+        self.step(0)
 
     def beat(self) -> list[Any]:
         known: tuple[Any, ...] = ()
@@ -62,32 +59,22 @@ class TimedPool(DirectPool):
     def renew(self, *names: str) -> None:
         self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
 
-    def live(self) -> int:
-        return int(self.beat()[6])
-
     def calm(self, ms: int) -> None:
         """Time passes, in which the replica beats as usual."""
         for _ in range(ms // SECOND_MS):
             self.passes(SECOND_MS)
             self.beat()
 
-    def restart(self) -> None:
-        """The server forgets what it has in memory but the keys, as another one after a failover."""
-        self.load(self.library)
-
     def lose(self, *names: str) -> None:
         """The records of requests are lost, and what they took, as if a failover had lost the last writes."""
         self.client.hdel(f"{self.prefix}requests", *names)
         self.client.zrem(f"{self.prefix}inflight", *names)
 
-    def damage(self, name: str) -> None:
-        self.client.hset(f"{self.prefix}requests", name, "damaged")
-
     def flush(self) -> None:
         """All keys are lost; its TIME goes on."""
         self.client.flushdb()
         self._last_beat = None
-        self._set()
+        self.step(0)
 
     def report(self, name: str, accounting_token: str, attempt: str = "") -> str:
         """What a sign of life is answered."""
