@@ -6,7 +6,7 @@ import pytest
 import redis
 from decision_ledger import order_of
 from direct_calls import ClockedPool
-from script_fleet import OpenFleet, ask
+from script_fleet import OpenFleet, asked
 
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
 
@@ -17,16 +17,16 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
         await a.admit("x0", flow="x")
         # When the gate asks for more than there is, it raises what the protocol names.
         with pytest.raises(InsufficientFlowCapacity):
-            await a.gate.admit(ask("x1", flow="x"), stream_owned=False)
+            await asked(a, "x1", flow="x")
         await a.admit("y0", flow="y")
         with pytest.raises(TooManyFlows):
-            await a.gate.admit(ask("z0", flow="z"), stream_owned=False)
+            await asked(a, "z0", flow="z")
         await a.store.set_live_config({"max_flows": 9}, {})
         with pytest.raises(TotalCapacity):
-            await a.gate.admit(ask("z0", flow="z"), stream_owned=False)
+            await asked(a, "z0", flow="z")
         await a.publish()
         with pytest.raises(NoEndpoints):
-            await a.gate.admit(ask("n0", flow="n"), stream_owned=False)
+            await asked(a, "n0", flow="n")
         assert a.gate.waiting == 0
 
 
@@ -42,7 +42,7 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
 
 async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -> None:
     # A full fleet and more who wait than one call serves.
-    async with fleet("a", endpoints=1, upper_per=1) as (it, a):
+    async with fleet("a", upper_per=1) as (it, a):
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])

@@ -14,6 +14,10 @@ TOKEN = "\t".join(("lost", "1", "1", "1", "w", "3", "m", "e2:1", "1"))
 ROOM = {"upper_per": 2, "lower_per": 2, "total_capacity": 9}
 
 
+UNFAIR = json.dumps({**SETTINGS, **ROOM, "fairness": "none"})
+SWEEP = ("a", 0, 3000, 60_000, 2000)
+
+
 def of(request_id: str, flow: str = "flow", **fields: Any) -> bytes:
     return arrival(request_id, flow=flow, workload="w-" + flow, **fields)
 
@@ -30,20 +34,11 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "mark_endpoint": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),
     "heartbeat": ("a", "{}", 5000, "fresh old"),
-    "publish": (
-        "a",
-        "c2",
-        "e2",
-        json.dumps({**SETTINGS, **ROOM, "fairness": "none"}),
-        "e1:1",
-        OPEN,
-        "e4:1",
-        OPEN,
-    ),
+    "publish": ("a", "c2", "e2", UNFAIR, "e1:1", OPEN, "e4:1", OPEN),
     "publish_changes": ("a", "e", "e2", "e1:1", "", "e2:1", OPEN, "e4:1", OPEN),
     "tune": ("a", '{"upper_per": 3, "lower_per": 3}', '{"x": 1}'),
-    "sweep": ("a", 0, 3000, 60_000, 2000),
-    "next sweep": ("a", 0, 3000, 60_000, 2000),
+    "sweep": SWEEP,
+    "next sweep": SWEEP,
 }
 
 
@@ -54,11 +49,9 @@ def prepare(library: FailingPool, ordering: str) -> None:
         library.call("heartbeat", replica, "{}", 5000, f"key-{replica}")
     placed = [of(f"p{number}", f"f{number % 2}", limit=number % 2) for number in range(1, 7)]
     library.call("admit", "a", *placed)
-    waiting = [of(f"g{number}", "f1", limit=1) for number in (1, 2)]
-    waiting += [
-        of(f"q{number}", f"f{number % 3}", ttl_ms=4000, cost=1 + number % 2) for number in range(1, 6)
-    ]
-    library.call("admit", "a", *waiting, of("g3", "f7"), of("sheddable", "f8", band=2))
+    limited = [of(f"g{number}", "f1", limit=1) for number in (1, 2)]
+    brief = [of(f"q{number}", f"f{number % 3}", ttl_ms=4000, cost=1 + number % 2) for number in range(1, 6)]
+    library.call("admit", "a", *limited, *brief, of("g3", "f7"), of("sheddable", "f8", band=2))
     library.call("admit", "silent", of("orphan", "f5"), of("late", "f6", ttl_ms=1000))
     library.passes(3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")

@@ -22,10 +22,11 @@ class FailoverReplica:
 
     def __init__(self, replica: Replica) -> None:
         trigger = HeartbeatTrigger()
-        self.gate = gate_over(
-            replica.store, replica.gate, replica.metrics, replica.cell, FailureDetector(1.0, 8.0),
-            trigger, replica.name,
-        )  # fmt: skip
+        parts, detector = (
+            (replica.store, replica.gate, replica.metrics, replica.cell),
+            FailureDetector(1.0, 8.0),
+        )
+        self.gate = gate_over(*parts, detector, trigger, replica.name)
         self.membership = Membership(
             replica.store, replica.gate, parse(config(8, "200ms")), endpoints=replica.cell,
             metrics=replica.metrics, replica_info=lambda: {"host": "test"}, failover=self.gate,
@@ -52,12 +53,10 @@ async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
     """The fleet's replicas, all of which know each other."""
     those = [FailoverReplica(replica) for replica in it.replicas]
     async with asyncio.TaskGroup() as tasks:
-        background = [
-            tasks.create_task(work) for one in those for work in (one.gate.run(), one.membership.run())
-        ]
+        works = [work for one in those for work in (one.gate.run(), one.membership.run())]
+        background = [tasks.create_task(work) for work in works]
         try:
-            for one in those:
-                await until(lambda one=one: len(one.gate._peers.live) == len(those))
+            await until(lambda: all(len(one.gate._peers.live) == len(those) for one in those))
             yield those
         finally:
             for task in background:

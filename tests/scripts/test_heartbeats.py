@@ -11,10 +11,6 @@ NAMES = [f"r{number:02d}" for number in range(50)]
 class Beating(ClockedPool):
     """A pool whose replicas beat."""
 
-    def __init__(self, client: redis.Redis, pool: str) -> None:
-        super().__init__(client, pool)
-        self.publish("e:1", silence_ms=SILENCE_MS)
-
     def beat(self, name: str, info: str = "") -> tuple[int, int]:
         """Whether it publishes, and how many replicas are live."""
         reply = self.call("heartbeat", name, info, SILENCE_MS, "")
@@ -23,7 +19,9 @@ class Beating(ClockedPool):
 
 @pytest.fixture
 def beating(client: redis.Redis, pool: str) -> Beating:
-    return Beating(client, pool)
+    beating = Beating(client, pool)
+    beating.publish("e:1", silence_ms=SILENCE_MS)
+    return beating
 
 
 def test_heartbeats_of_an_unchanged_fleet_read_the_other_replicas_once_a_second(beating: Beating) -> None:

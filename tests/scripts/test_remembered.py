@@ -15,6 +15,13 @@ class Versions(ClockedPool):
         self.other = self.load(self.named_library("other"))
         assert self.library.version != self.other.version
 
+    def live_through(self, *names: str) -> None:
+        """They are placed and end, so that the library knows all endpoints and their loads."""
+        self.publish("a:1", "b:1", version="1", upper_per=100)
+        for name in names:
+            assert self.admit(name)[0] == "placed"
+            self.settle(name)
+
 
 @pytest.fixture
 def server(client: redis.Redis, pool: str) -> Versions:
@@ -23,10 +30,7 @@ def server(client: redis.Redis, pool: str) -> Versions:
 
 def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: Versions) -> None:
     # A version that has placed requests, and so knows all endpoints and their loads.
-    server.publish("a:1", "b:1", version="1", upper_per=100)
-    for name in ("x", "y"):
-        assert server.admit(name)[0] == "placed"
-        server.settle(name)
+    server.live_through("x", "y")
     # Another one puts an endpoint in the place of one.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
     # The first sends requests to the new one, and none to the one that has left.
@@ -101,10 +105,7 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versi
 
 def test_the_next_call_follows_a_setting_that_another_version_changed(server: Versions) -> None:
     # A version that knows the settings, with nothing that counts about to change.
-    server.publish("a:1", "b:1", version="1", upper_per=100)
-    for name in ("x", "y"):
-        server.admit(name)
-        server.settle(name)
+    server.live_through("x", "y")
     for fallbacks in (0, 1):
         # Another one changes how many endpoints a request is given.
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
