@@ -92,7 +92,7 @@ class Workloads:
         if name:
             self._slid(name).counts[0] += 1
             self.known[name].total += 1
-            self._active(name, 1)
+            self.active(name, 1)
 
     def dispatched(self, name: str, wait_ms: float) -> None:
         if name:
@@ -106,17 +106,11 @@ class Workloads:
         if name:
             self.known[name].dispatched -= 1
 
-    def restored(self, name: str) -> None:
+    def active(self, name: str, change: int) -> None:
+        """One of its requests is there, or has ended."""
         if name:
-            self._active(name, 1)
-
-    def ended(self, name: str) -> None:
-        if name:
-            self._active(name, -1)
-
-    def _active(self, name: str, change: int) -> None:
-        workload = self.known.setdefault(name, Workload())
-        workload.active, workload.last_ms = max(workload.active + change, 0), self._moment.now_ms
+            workload = self.known.setdefault(name, Workload())
+            workload.active, workload.last_ms = max(workload.active + change, 0), self._moment.now_ms
 
     def forget_idle(self, idle_ms: int) -> None:
         for name, workload in list(self.known.items()):

@@ -233,7 +233,7 @@ class PoolModel:
         if ran:
             self._give_back(r)
         del self.requests[r.id]
-        self.workloads.ended(r.workload)
+        self.workloads.active(r.workload, -1)
         self.ended += 1
         self._log(event, r.id)
         if state == "placed":

@@ -235,7 +235,7 @@ class QueueModel(PoolModel):
         self.workloads.arrived(r.workload)
         reply = self._decide(r, item, left_ms)
         if reply.startswith(("refused", "expired")):
-            self.workloads.ended(r.workload)
+            self.workloads.active(r.workload, -1)
         return reply
 
     def _decide(self, r: Request, item: Arrival, left_ms: int) -> str:
@@ -327,7 +327,7 @@ class QueueModel(PoolModel):
         self._reserve(r)
         most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))
         self._take(r, self.claim(r.cost, most))
-        self.workloads.restored(r.workload)
+        self.workloads.active(r.workload, 1)
         self._log("restored", r.id)
         return "restored"
 

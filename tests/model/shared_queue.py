@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 from model_state import Moment, Request, Workloads
@@ -23,30 +24,22 @@ def policy_of(moment: Moment) -> Policy:
 
 def bands_of(settings: Mapping[str, Any]) -> Bands:
     """The configured bands: the three, then others."""
-    found, weights = [], settings.get("band_weights", ())
-    for at, each in enumerate(settings.get("bands") or named_bands()):
-        name = Criticality(NAMED[at].name) if at < len(NAMED) else Criticality.DEFAULT
-        found.append(
-            Band(
-                each["priority"],
-                str(name) if at < len(NAMED) else f"other {at}",
-                weights[at] if at < len(weights) else 1.0,
-                bool(each.get("preemptible")),
-                bool(each.get("guaranteed")),
-                name,
-                each.get("capacity"),
-                each.get("bytes"),
-            )
-        )
+    bands = settings.get("bands") or named_bands()
+    names = [Criticality(band.name) for band in NAMED]
+    found = []
+    for at, (each, weight) in enumerate(zip_longest(bands, settings.get("band_weights", ())[: len(bands)])):
+        criticality = names[at] if at < len(names) else Criticality.DEFAULT
+        name = str(criticality) if at < len(names) else f"other {at}"
+        attributes = bool(each.get("preemptible")), bool(each.get("guaranteed"))
+        limits = each.get("capacity"), each.get("bytes")
+        found.append(Band(each["priority"], name, weight or 1.0, *attributes, criticality, *limits))
     return Bands(found)
 
 
 def named_bands() -> list[dict[str, Any]]:
     """The three as the settings have them."""
-    return [
-        {"priority": band.priority, "preemptible": band.preemptible, "guaranteed": band.guaranteed}
-        for band in NAMED
-    ]
+    shared = ("priority", "preemptible", "guaranteed")
+    return [{name: getattr(band, name) for name in shared} for band in NAMED]
 
 
 class SharedQueue(FairQueue[Request]):
@@ -125,9 +118,8 @@ class SharedQueue(FairQueue[Request]):
         """The flow queue that waits for the endpoint and would be next takes turns again."""
         for band in self.bands_in_order():
             priority = next(each for each, other in self.bands.items() if other is band)
-            waiting = [(tag, name) for name, tag in self.blocked(priority, address).items()]
-            if waiting:
-                self.unthrottle(priority, min(waiting)[1])
+            if waiting := self.blocked(priority, address):
+                self.unthrottle(priority, min(waiting, key=lambda name: (waiting[name], name)))
                 return
 
     def unthrottle(self, priority: int, name: str) -> None:

@@ -68,35 +68,18 @@ class SideBySide:
 
     def numbers(self) -> dict[str, Any]:
         """The model's state as lua/state.lua gives it."""
-        model = self.model
-        numbers: dict[str, Any] = {
-            "now_us": self.now_us,
-            "stock": model.stock,
-            "queued": len(model.queue),
-            "upper": model.upper,
-            "lower": model.lower,
-            "ready": model.endpoints.ready,
-            "in_flight": len(model.in_flight()),
-            "dispatches": model.dispatches,
-            "ended": model.ended,
-            "loads": model.endpoints.loads(),
-            "guards": model.guards,
-            "credit": model.queue.credit,
-            "bv": model.queue.bv,
-            "overdue": len(model.queue.overdue),
-            "rate": model.rate,
-            "paused": model.moment.settings.get("paused", 0),
-            "tuned": model.tuned or "",
-            "replicas": sorted(model.live(SILENCE_MS)),
-        }
+        model, queue = self.model, self.model.queue
+        same = ("stock", "upper", "lower", "dispatches", "ended", "guards", "rate")
+        numbers: dict[str, Any] = {name: getattr(model, name) for name in same} | {
+            "now_us": self.now_us, "queued": len(queue), "in_flight": len(model.in_flight()),
+            "ready": model.endpoints.ready, "loads": model.endpoints.loads(), "credit": queue.credit,
+            "bv": queue.bv, "overdue": len(queue.overdue), "tuned": model.tuned or "",
+            "paused": model.moment.settings.get("paused", 0), "replicas": sorted(model.live(SILENCE_MS)),
+        }  # fmt: skip
         for priority, band in model.queue.bands.items():
-            numbers |= {
-                f"v:{priority}": band.v,
-                f"flow_queues:{priority}": len(band.queues),
-                f"queued:{priority}": band.queued,
-                f"bytes:{priority}": band.bytes,
-                f"band:{priority}": band.tag,
-            }
+            of_band = {"v": band.v, "flow_queues": len(band.queues), "queued": band.queued}
+            of_band |= {"bytes": band.bytes, "band": band.tag}
+            numbers |= {f"{name}:{priority}": value for name, value in of_band.items()}
         return numbers
 
     def orders(self) -> dict[str, dict[str, float]]:

@@ -60,29 +60,16 @@ def addresses(count: int) -> tuple[str, ...]:
 
 
 def ask(
-    request_id: str,
-    *,
-    flow: str = "flow",
-    band: Band | int = Band.DEFAULT,
-    priority: int | None = None,
-    weight: float = 1.0,
-    cost: float = 1.0,
-    ttl_s: float = 60.0,
-    workload: str = "",
-    subset: tuple[str, ...] | None = None,
-    criticality: int = 3,
-    limit: int = 0,
-    learn: bool = False,
-    body_bytes: int = 0,
-) -> InferenceRequest:
+    request_id: str, *, band: Band | int = Band.DEFAULT, priority: int | None = None, workload: str = "",
+    criticality: int = 3, **fields: Any,
+) -> InferenceRequest:  # fmt: skip
+    """A request for the model llama; its band is named, or has a number or any `priority`."""
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
     who = Workload(workload or "auto-" + request_id, criticality, registered=bool(workload))
-    return InferenceRequest(
-        request_id, "llama", "llama", False, flow, band, weight, who, cost, ttl_s, subset, limit, learn,
-        body_bytes=body_bytes,
-    )  # fmt: skip
+    usual = InferenceRequest(request_id, "llama", "llama", False, "flow", band, 1.0, who, 1.0, 60.0, None)
+    return usual._replace(**fields)
 
 
 def ended(request_id: str, outcome: Outcome = Outcome.COMPLETED) -> Completion:
@@ -129,14 +116,13 @@ class PatientPauseDetector(PauseDetector):
 
 
 class Replica:
-    """One replica. `notifications` are those of its store, `adopted` counts the requests that it took over,
-    `lost` has the causes for which Redis was given up."""
+    """One replica. `notifications` are those of its store, `lost` has the causes for which Redis was given
+    up."""
 
     def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
         self.notifications: list[tuple[str, str]] = []
         self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
-        self.adopted = 0
         self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
@@ -146,14 +132,14 @@ class Replica:
             pause_detector=PatientPauseDetector() if silence_s >= SILENCE_S else PauseDetector(),
             connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
             metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
-            on_adopted=self._count_adopted, on_unavailable=lambda cause, why: self.lost.append(cause),
+            on_adopted=lambda: None, on_unavailable=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
         self.gate = SharedGate(
             self.store,
             metrics=self.metrics,
             endpoints=self.cell,
             fallbacks=2,
-            on_unknown_pool=self._heartbeat_now,
+            on_unknown_pool=lambda: self.membership and self.membership.heartbeat_now(),
         )
 
     def on_notification(self, what: str, about: str) -> None:
@@ -161,13 +147,6 @@ class Replica:
         self.notifications.append((what, request_id))
         if request_id not in self._by_hand:
             self.gate.on_notification(what, about)
-
-    def _count_adopted(self) -> None:
-        self.adopted += 1
-
-    def _heartbeat_now(self) -> None:
-        if self.membership is not None:
-            self.membership.heartbeat_now()
 
     async def beat(self, silence_s: float = 60.0) -> HeartbeatReply:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
@@ -281,22 +260,16 @@ class Fleet:
 
     async def dump(self) -> dict[str, Any]:
         """Every key of the pool and its value, without what only tells the time or counts log entries."""
-        keys = await self.redis.keys(self.keys.prefix + "*")
-        async with self.redis.pipeline(transaction=False) as asking:
-            for key in keys:
-                asking.type(key)
-            kinds = dict(zip(keys, await asking.execute(), strict=True))
-            read = [key for key in keys if kinds[key] in ("hash", "zset")]
-            for key in read:
-                asking.hgetall(key) if kinds[key] == "hash" else asking.zrange(key, 0, -1, withscores=True)
-            values = await asking.execute()
-        found = {
-            key.removeprefix(self.keys.prefix): value if kinds[key] == "hash" else dict(map(tuple, value))
-            for key, value in zip(read, values, strict=True)
-        }
+        found: dict[str, Any] = {}
+        for key in await self.redis.keys(self.keys.prefix + "*"):
+            name, kind = key.removeprefix(self.keys.prefix), await self.redis.type(key)
+            if kind == "hash":
+                found[name] = await self.redis.hgetall(key)
+            elif kind == "zset":
+                found[name] = dict(map(tuple, await self.redis.zrange(key, 0, -1, withscores=True)))
         pool = found.get("pool", {})
-        pool.pop("swept_ms", None)
-        pool.pop("clock", None)
+        for mark in ("swept_ms", "clock"):
+            pool.pop(mark, None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
             for mark in ("seq", "log_seq", "moved"):  # `moved` also counts the times that the clock was saved
