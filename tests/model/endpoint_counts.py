@@ -15,17 +15,18 @@ class EndpointCounts:
         self.counts: dict[str, int] = {}
         self.marks: dict[tuple[str, str], int] = {}  # drained or down, and endpoint -> since when, ms
         self.marks_version = 0
-        self._listed: set[str] = set()
+        self.listed: set[str] = set()
         self._draining: set[str] = set()
         self._of_flow: dict[tuple[str, str], int] = {}  # flow and endpoint; endpoint '' for all
 
     @property
-    def _open(self) -> set[str]:
-        return self._listed - self._draining - {address for _, address in self.marks}
+    def open(self) -> set[str]:
+        """Those that take new requests."""
+        return self.listed - self._draining - {address for _, address in self.marks}
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
         """False if the endpoint is not listed."""
-        if address not in self._listed:
+        if address not in self.listed:
             return False
         before = {address for _, address in self.marks}
         if on:
@@ -35,28 +36,17 @@ class EndpointCounts:
         self.marks_version += before != {address for _, address in self.marks}
         return True
 
-    def is_open(self, address: str) -> bool:
-        """Whether it takes new requests."""
-        return address in self._open
-
     @property
     def ready(self) -> int:
-        return len(self._open)
-
-    @property
-    def listed(self) -> int:
-        return len(self._listed)
-
-    def is_known(self, address: str) -> bool:
-        return address in self.counts
+        return len(self.open)
 
     def publish(self, draining: Mapping[str, bool]) -> None:
-        self._listed = set(draining)
+        self.listed = set(draining)
         self._draining = {address for address, drains in draining.items() if drains}
         self.marks = {(what, a): since_ms for (what, a), since_ms in self.marks.items() if a in draining}
-        for address in self._listed - set(self.counts):
+        for address in self.listed - set(self.counts):
             self.counts[address] = 0
-        for address in set(self.counts) - self._listed:
+        for address in set(self.counts) - self.listed:
             self._forget_idle(address)
 
     def reserve(self, address: str) -> None:
@@ -68,31 +58,31 @@ class EndpointCounts:
             self._forget_idle(address)
 
     def _forget_idle(self, address: str) -> None:
-        if self.counts[address] == 0 and address not in self._listed:
+        if self.counts[address] == 0 and address not in self.listed:
             del self.counts[address]
 
     def loads(self) -> dict[str, float]:
-        return {a: count + (0 if a in self._open else CLOSED) for a, count in self.counts.items()}
+        return {a: count + (0 if a in self.open else CLOSED) for a, count in self.counts.items()}
 
     def options(
         self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
     ) -> tuple[dict[str, int], bool, list[str]]:
         """Where r may go of those named (None: all), with its counts there; if nowhere, whether only a limit
         is why; and those that are at their own (`caps`)."""
-        among = self._open if named is None else self._open.intersection(named)
+        among = self.open if named is None else self.open.intersection(named)
         free = {a for a in among if not r.limit or self._of_flow.get((r.flow, a), 0) < r.limit}
         closed = [a for a in free if a in caps and self.counts[a] >= caps[a]]
         return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed
 
     def places(self, caps: Mapping[str, int], granted: int) -> float:
         """How many more may be granted before each that takes new ones is at its limit (`caps`)."""
-        if not self._open <= caps.keys():
+        if not self.open <= caps.keys():
             return math.inf
-        return sum(max(caps[a] - self.counts[a], 0) for a in self._open) - granted
+        return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
     def has_place(self, address: str, caps: Mapping[str, int]) -> bool:
         """Whether one with a limit takes one more."""
-        return address in caps and address in self._open and self.counts[address] < caps[address]
+        return address in caps and address in self.open and self.counts[address] < caps[address]
 
     def flow_full(self, r: Request) -> bool:
         """Whether as many of r's flow are granted or placed as its limit allows on all ready endpoints."""

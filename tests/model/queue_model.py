@@ -60,7 +60,7 @@ class QueueModel(PoolModel):
         if r.state == "granted":
             return self._place_granted(r, candidates)
         reply, former = None, r.endpoints
-        if not self.endpoints.is_open(first(former)) and self._is_untaken(r):
+        if first(former) not in self.endpoints.open and self._is_untaken(r):
             reply = self._place(r, candidates)[0]
         self._withdraw_notification(r)
         if reply is None:
@@ -318,14 +318,14 @@ class QueueModel(PoolModel):
     def _restore(self, r: Request, served: str) -> str:
         """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says, as far
         as an admission might have given it."""
-        where = served if self.endpoints.is_known(served) else r.endpoints
-        if not self.endpoints.is_known(where):
+        where = served if served in self.endpoints.counts else r.endpoints
+        if where not in self.endpoints.counts:
             return "unknown"
         r.owner, r.state, r.endpoints = self._caller, "placed", where
         self.queue.band(r.priority)
         self.requests[r.id] = r
         self._reserve(r)
-        most = max(self.upper, self.moment.settings["upper_per"] * max(self.endpoints.listed, 1))
+        most = max(self.upper, self.moment.settings["upper_per"] * max(len(self.endpoints.listed), 1))
         self._take(r, self.claim(r.cost, most))
         self.workloads.active(r.workload, 1)
         self._log("restored", r.id)

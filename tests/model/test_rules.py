@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from by_hand import Pool, arrivals, full, many
+from by_hand import Pool, full, many
 from script_side import ScriptSide
 from shared_queue import named_bands
 
@@ -845,9 +845,3 @@ def test_the_specifications_worked_examples(side: ScriptSide) -> None:
         pool.admit(f"{name} workload={name} criticality={criticality} flow=f")
         assert -pool.model.queue.bands[0].queues["f"].static.scores()[name] == pytest.approx(score, abs=2e-4)
     assert pool.serve() == ["interactive-user-456", "batch-job-123", "low-priority-789"]
-
-
-def test_a_stranger_is_told_that_the_pool_is_unknown(side: ScriptSide) -> None:
-    pool = Pool(side)
-    pool.both = type(pool.both)(side)  # another one, that nobody has published
-    assert pool.both.call("admit", "a", arrivals("r")).answers == ["unknown-pool"]

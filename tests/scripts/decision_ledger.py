@@ -9,26 +9,22 @@ from picker_tools.audit.log import ENDS, Entry
 
 @dataclass(slots=True)
 class Ledger:
-    """How often each request began, how many ended how, and which of them wait or are orphaned."""
+    """How often each request began, and how many ended how."""
 
     started: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
-    queued: set[str] = field(default_factory=set)
-    orphaned: set[str] = field(default_factory=set)
 
     @classmethod
     def replay(cls, entries: Iterable[Entry]) -> "Ledger":
-        ledger = cls()
-        last: dict[str, str] = {}
+        ledger, known = cls(), set[str]()
         for entry in entries:
-            if entry.event in ENDS:
-                if last.pop(entry.request, None):  # else it was refused, and has never begun
-                    ledger.ends[entry.event] += 1
-            elif entry.request:
+            if entry.event not in ENDS:
                 ledger.started[entry.request] += entry.event in ("queued", "bypassed", "restored")
-                last[entry.request] = entry.event
-        ledger.queued = {request for request, event in last.items() if event in ("queued", "requeued")}
-        ledger.orphaned = {request for request, event in last.items() if event == "held"}
+                known.add(entry.request)
+            elif entry.request in known:  # else it was refused, and has never begun
+                ledger.ends[entry.event] += 1
+                known.remove(entry.request)
+        del ledger.started[""]  # changes of the pool
         return ledger
 
 

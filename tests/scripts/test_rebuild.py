@@ -73,16 +73,6 @@ async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) 
         await all_served(it, 4, waiting)
 
 
-async def test_waiters_keep_their_order_over_a_flush(fleet: OpenFleet) -> None:
-    # Four streams and five waiters of one flow on one replica.
-    async with fleet("a", endpoints=2, joined=CONFIG) as (it, _):
-        _, waiting = await filled(it, 4, 5)
-        await it.redis.flushall()
-        await until_accounted(it, 9)
-        await all_served(it, 4, waiting)
-        assert order_of(await it.log()) == [f"q{i}" for i in range(5)]
-
-
 async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
