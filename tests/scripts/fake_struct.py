@@ -23,34 +23,23 @@ local function double(text, at)
   local value = exponent == 0 and 0 or (mantissa / 2 ^ 52 + 1) * 2 ^ (exponent - 1023)
   return bytes[8] < 128 and value or -value
 end
-local function unpack_sent(format, text)
-  local values, at = {}, 1
-  for i = 2, #format do
-    if string.sub(format, i, i) == 's' then
-      local stop = string.find(text, '%z', at)
-      values[i - 1] = string.sub(text, at, stop - 1)
-      at = stop + 1
-    else
-      values[i - 1] = double(text, at)
-      at = at + 8
-    end
-  end
-  return unpack(values)
-end
 function struct.unpack(format, text, from)
-  if string.sub(format, 1, 1) == '<' then return unpack_sent(format, text) end
+  local sent = string.sub(format, 1, 1) == '<'
+  local kinds, ends_with = sent and string.sub(format, 2) or format, sent and '%z' or '\31'
   local values, at = {}, from or 1
-  for i = 1, #format do
-    local kind = string.sub(format, i, i)
+  for i = 1, #kinds do
+    local kind = string.sub(kinds, i, i)
     if kind == 'B' then
       values[i], at = string.byte(text, at), at + 1
+    elseif sent and kind == 'd' then
+      values[i], at = double(text, at), at + 8
     else
-      local stop = string.find(text, '\31', at, true)
+      local stop = string.find(text, ends_with, at)
       local field = string.sub(text, at, stop - 1)
       values[i], at = kind == 's' and field or tonumber(field), stop + 1
     end
   end
-  values[#format + 1] = at
+  values[#kinds + 1] = at
   return unpack(values)
 end
 """

@@ -12,6 +12,7 @@ from picker_fleet.bands import Bands
 from picker_fleet.config import Settings
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
+from picker_fleet.state.scripts import Library
 
 OTHERS = 61  # bands besides the three
 
@@ -129,53 +130,50 @@ def test_a_token_of_no_priority_restores_nothing(full: DirectPool, priority: obj
     assert len(full.requests()) == known
 
 
-class Mixed(DirectPool):
-    """A pool on which a replica of a version that knows three bands may be at work."""
-
-    def __init__(self, client: redis.Redis, pool: str) -> None:
-        super().__init__(client, pool)
-        self.former = self.load(former_library())
-        fill(self)
-
-    def former_comes(self) -> None:
-        self.call("heartbeat", "former", "{}", 60_000, library=self.former)
-
-
 @pytest.fixture
-def mixed(client: redis.Redis, pool: str) -> Mixed:
-    return Mixed(client, pool)
+def former(full: DirectPool) -> Library:
+    """The library of a version that knows three bands, a replica of which may be at work on the pool."""
+    return full.load(former_library())
 
 
-def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of_them(mixed: Mixed) -> None:
-    mixed.former_comes()
-    queue(mixed, (100, 7, -3, -(2**31)))
-    assert lengths_of(mixed) == {10: 1, 0: 1, -10: 2}
+def former_comes(pool: DirectPool, former: Library) -> None:
+    pool.call("heartbeat", "former", "{}", 60_000, library=former)
+
+
+def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of_them(
+    full: DirectPool, former: Library
+) -> None:
+    former_comes(full, former)
+    queue(full, (100, 7, -3, -(2**31)))
+    assert lengths_of(full) == {10: 1, 0: 1, -10: 2}
     # The former serves them.
-    mixed.call("settle", "former", "runs", "completed", "", "", library=mixed.former)
-    assert mixed.client.hget(f"{mixed.prefix}inbox:a", "of 100") == b"granted"
+    full.call("settle", "former", "runs", "completed", "", "", library=former)
+    assert full.client.hget(f"{full.prefix}inbox:a", "of 100") == b"granted"
     # Once it has gone a band is made.
-    mixed.client.zrem(f"{mixed.prefix}replicas", "former")
-    queue(mixed, [8])
-    assert lengths_of(mixed)[8] == 1
+    full.client.zrem(f"{full.prefix}replicas", "former")
+    queue(full, [8])
+    assert lengths_of(full)[8] == 1
 
 
-def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(mixed: Mixed) -> None:
+def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(
+    full: DirectPool, former: Library
+) -> None:
     # Two wait in bands of their own, and one runs.
     token = TOKEN.format(number=0, priority=50)
-    mixed.call("renew", "a", "runs too", "1", "", token, 0)
-    queue(mixed, (7, -3))
-    assert lengths_of(mixed) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
+    full.call("renew", "a", "runs too", "1", "", token, 0)
+    queue(full, (7, -3))
+    assert lengths_of(full) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     # A replica of the present version learns of the other one, and sweeps.
-    mixed.former_comes()
-    mixed.call("heartbeat", "a", "{}", 60_000)
-    sweep(mixed)
-    sweep(mixed)
-    assert lengths_of(mixed) == {10: 0, 0: 1, -10: 1}
+    former_comes(full, former)
+    full.call("heartbeat", "a", "{}", 60_000)
+    sweep(full)
+    sweep(full)
+    assert lengths_of(full) == {10: 0, 0: 1, -10: 1}
     # The former knows all of them.
     for request in ("runs", "runs too", "of 7", "of -3"):
-        reply = mixed.call("settle", "former", request, "completed", "", "", library=mixed.former)
+        reply = full.call("settle", "former", request, "completed", "", "", library=former)
         assert reply[4].startswith((b"settled", b"left"))
-    assert mixed.stock() == 0
+    assert full.stock() == 0
 
 
 def test_settings_of_a_version_that_knows_three_bands_are_understood(direct: DirectPool) -> None:
@@ -250,15 +248,15 @@ def test_only_the_limit_that_is_in_force_counts(full: DirectPool) -> None:
     assert full.admit("b", body_bytes=101)[0] == "queued"
 
 
-def test_what_a_version_that_counts_no_bytes_has_done_is_left_out(mixed: Mixed) -> None:
-    mixed.former_comes()
-    mixed.admit("a", body_bytes=900)
+def test_what_a_version_that_counts_no_bytes_has_done_is_left_out(full: DirectPool, former: Library) -> None:
+    former_comes(full, former)
+    full.admit("a", body_bytes=900)
     # The former adds one, takes it over and loses the length of its body.
-    mixed.admit("b", library=mixed.former)
-    mixed.call("admit", "former", arrival("a"), library=mixed.former)
-    assert bytes_of(mixed) == {}
+    full.admit("b", library=former)
+    full.call("admit", "former", arrival("a"), library=former)
+    assert bytes_of(full) == {}
     # What is counted from then on is taken away when it leaves, and nothing else.
-    mixed.admit("c", body_bytes=70)
+    full.admit("c", body_bytes=70)
     for request, left in (("b", 70), ("a", 70), ("c", 0)):
-        mixed.settle(request)
-        assert sum(bytes_of(mixed).values()) == left
+        full.settle(request)
+        assert sum(bytes_of(full).values()) == left

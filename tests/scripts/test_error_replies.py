@@ -135,10 +135,6 @@ async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
 @contextlib.asynccontextmanager
 async def refusing(redis: Redis, why: str) -> AsyncIterator[None]:
     _, cause, cure = REFUSING[why]
-    if why == "BUSY":
-        async with busy(redis):
-            yield
-        return
     await redis.execute_command(*cause.split())
     yield
     await redis.execute_command(*cure.split())
@@ -237,7 +233,7 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
         await redis.execute_command("ACL", "SETUSER", "picker", "on", ">secret", "~*", "&*", "+@all")
         user = server.url.replace("//", "//picker:secret@")
         async with watched(server.url, pool, user, listening=False) as it:
-            async with refusing(redis, why):
+            async with busy(redis) if why == "BUSY" else refusing(redis, why):
                 # When an arrival meets it, the replica goes on by itself, and what waited with it.
                 async with arriving(it, "new"):
                     await until(lambda: it.gate.state is FailoverState.LOCAL)

@@ -15,18 +15,10 @@ ASK = json.dumps(
 ).encode()  # a smaller one is answered at once
 
 
-class Clock:
-    """The exchanges' own clock, in seconds; moved by hand."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-async def whole_but_open(replica: Replica, clock: Clock) -> Exchange:
-    """All bytes of a body, without the mark of its end: its request, called made-1, is placed."""
-    exchange = Exchange(exchange_context(replica.gate, clock=clock))
+async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
+    """All bytes of a body, without the mark of its end: its request, called made-1, is placed. The exchange's
+    own clock is at the last of `times_s`."""
+    exchange = Exchange(exchange_context(replica.gate, clock=lambda: times_s[-1]))
     messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
     assert await converse(exchange, *messages) == []
     return exchange
@@ -35,11 +27,11 @@ async def whole_but_open(replica: Replica, clock: Clock) -> Exchange:
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
     # A full pool: a body that is whole but for the mark of its end, and one that waits behind it.
     async with fleet("a", upper_per=1) as (it, a):
-        clock = Clock()
-        exchange = await whole_but_open(a, clock)
+        times_s = [0.0]
+        exchange = await whole_but_open(a, times_s)
         second = await waiting(it, a, "second", flow="llama")
         # The end comes much later.
-        clock.now_s = 20.0
+        times_s.append(20.0)
         answers = await converse(exchange, body())
         # Envoy is told the place that it had, which it had all the time; nothing was counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
@@ -55,8 +47,8 @@ async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet
 async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
     # A body whose place was reaped before its end came, so that the first who waited has it.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
-        clock = Clock()
-        exchange = await whole_but_open(a, clock)
+        times_s = [0.0]
+        exchange = await whole_but_open(a, times_s)
         first = await waiting(it, a, "first", flow="llama")
         second = await waiting(it, a, "second", flow="llama")
         await it.after(5)
@@ -65,7 +57,7 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         await first
         await a.store.renew("first", None, "", "")
         # Its end comes.
-        clock.now_s = 20.0
+        times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
         # It waits, as old as it is, before those who came second.

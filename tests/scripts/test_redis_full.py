@@ -42,11 +42,11 @@ class Clients:
     async def fill(self) -> WritesRefused:
         """Ask until one is refused; all before it are in flight or wait."""
         while True:
-            queued = (await self.fleet.counts())[1]
+            queued = await self.fleet.queued()
             task = asyncio.create_task(self.ask(f"r{len(self.tasks)}", workload=f"w{len(self.tasks)}"))
 
             async def answered(before: int = queued, task: asyncio.Task[Any] = task) -> bool:
-                return task.done() or (await self.fleet.counts())[1] > before
+                return task.done() or await self.fleet.queued() > before
 
             await until(answered)
             if task.done() and isinstance(refused := task.exception(), WritesRefused):

@@ -219,14 +219,11 @@ async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> Non
         await it.redis.flushall()
         reads = a.store.reads
         # Everything is read.
-        assert (await reads.flow_queues(10)).queues == []
-        assert await reads.flow_queue("f") == []
+        assert (await reads.flow_queues(10)).queues == await reads.flow_queue("f") == []
         assert await reads.queued([RankRange(0, "f", 0, 9)]) == [[]]
-        assert await reads.in_flight(10) == ([], 0)
+        assert (await reads.in_flight(10), await reads.workloads(10)) == (([], 0), ([], 0, None))
         assert await reads.request("r") is None
-        assert await reads.workloads(10) == ([], 0, None)
-        assert await reads.replicas() == []
-        assert await reads.decisions(10) == []
+        assert await reads.replicas() == await reads.decisions(10) == []
         # Nothing is there.
         assert await it.redis.keys("*") == []
 
