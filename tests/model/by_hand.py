@@ -140,9 +140,14 @@ def many(text: str, count: int) -> str:
     return ", ".join(text.format(n=n) for n in range(count))
 
 
-def full(side: ScriptSide, *waiting: str, **settings: Any) -> Pool:
-    """A pool that `runs` fills, and what waits behind it; each text of `waiting` comes in its own call."""
+def holding(side: ScriptSide, *texts: str, **settings: Any) -> Pool:
+    """A pool to which the arrivals of each text have come, each text in a call of its own."""
     pool = Pool(side, **settings)
-    for text in ("runs", *waiting):
+    for text in texts:
         pool.admit(text)
     return pool
+
+
+def full(side: ScriptSide, *waiting: str, **settings: Any) -> Pool:
+    """A pool that `runs` fills, and what waits behind it."""
+    return holding(side, "runs", *waiting, **settings)

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from by_hand import Pool, full, many
+from by_hand import Pool, full, holding, many
 from script_side import ScriptSide
 from shared_queue import named_bands
 
@@ -113,8 +113,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
 @pytest.mark.parametrize("case", ANSWERS)
 def test_an_arrival_has_the_answer_that_the_state_of_the_pool_calls_for(side: ScriptSide, case: str) -> None:
     settings, known, arrival, answer = ANSWERS[case]
-    pool = Pool(side, **settings)
-    pool.admit(known)
+    pool = holding(side, known, **settings)
     # An arrival that is refused leaves nothing: the same comes again.
     for _ in range(2 if answer.startswith("refused") else 1):
         assert pool.admit(arrival) == [answer]
@@ -210,8 +209,7 @@ def test_what_waits_is_served_in_the_order_of_the_policy(side: ScriptSide, case:
 def test_flows_are_served_by_their_weights_to_one_request_of_each(
     side: ScriptSide, weights: dict[str, float], costs: dict[str, float]
 ) -> None:
-    pool = Pool(side, upper_per=2, lower_per=0.25)
-    pool.admit("runs cost=2")
+    pool = holding(side, "runs cost=2", upper_per=2, lower_per=0.25)
     for number, flow in itertools.product(range(10), weights):
         by = "ab"[number % 2]
         pool.admit(f"{flow}{number} weight={weights[flow]} cost={costs[flow]}", by=by)
@@ -235,9 +233,7 @@ def test_a_flow_that_was_idle_has_no_credit(side: ScriptSide) -> None:
 
 
 def test_a_flow_that_comes_back_still_owes_for_its_service(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=5, lower_per=0.5)
-    pool.admit("runs cost=5")
-    pool.admit("x0 cost=5, " + many("y{n}", 8))
+    pool = holding(side, "runs cost=5", "x0 cost=5, " + many("y{n}", 8), upper_per=5, lower_per=0.5)
     assert pool.serve(1) == ["x0"]
     pool.admit("x1")
     assert pool.serve() == ["y0", "y1", "y2", "y3", "y4", "x1", "y5", "y6", "y7"]
@@ -281,24 +277,20 @@ def test_the_guard_serves_its_share_of_dispatches_to_the_longest_overdue(
 
 
 def test_the_queue_is_served_only_below_the_lower_bound(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=4, lower_per=2)
-    pool.admit("r1, r2, r3, r4")
-    pool.admit("waits")
+    pool = holding(side, "r1, r2, r3, r4", "waits", upper_per=4, lower_per=2)
     assert pool.end("r1", "r2") == []
     assert pool.end("r3") == ["waits"]
 
 
 def test_many_claims_of_all_the_stock_run_by_fours_and_leave_the_others_their_turns(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=1000, claim_share=0.25)
-    pool.admit(many("greedy{n} cost=1000000", 6))
+    pool = holding(side, many("greedy{n} cost=1000000", 6), upper_per=1000, claim_share=0.25)
     pool.admit(many("honest{n} cost=20", 20))
     assert pool.counts() == (1000, 22, [4])
     assert pool.end("greedy0", "greedy1") == ["greedy4", *(f"honest{n}" for n in range(12))]
 
 
 def test_fractions_of_costs_leave_nothing_of_the_stock(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=1000)
-    pool.admit(", ".join(f"r{n} cost={0.1 + n / 3}" for n in range(10)))
+    pool = holding(side, ", ".join(f"r{n} cost={0.1 + n / 3}" for n in range(10)), upper_per=1000)
     for n in (3, 7, 1, 9, 0, 5, 2, 8, 6, 4):
         pool.end(f"r{n}")
     assert pool.counts() == (0, 0, [0])
@@ -320,17 +312,14 @@ def test_an_endpoint_may_be_chosen_by_the_call_that_publishes_it(side: ScriptSid
 
 
 def test_the_endpoint_where_a_request_ends_takes_the_next_although_many_have_as_few(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=30)
-    pool.admit(many("r{n}", 30))
-    pool.admit("waits1, waits2")
+    pool = holding(side, many("r{n}", 30), "waits1, waits2", endpoints=30)
     freed = {endpoint_of(pool, "r15"), endpoint_of(pool, "r29")}
     assert pool.end("r29", "r15") == ["waits1", "waits2"]
     assert {endpoint_of(pool, "waits1"), endpoint_of(pool, "waits2")} == freed
 
 
 def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=5)
-    pool.admit("r1 candidates=e1, r2 candidates=e1")
+    pool = holding(side, "r1 candidates=e1, r2 candidates=e1", endpoints=2, upper_per=5)
     pool.publish({"e2": False})
     assert pool.admit("r3, r4 candidates=e1") == ["placed e2 0", "refused no-endpoints 1"]
     pool.end("r1")
@@ -343,8 +332,7 @@ def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(sid
 
 
 def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=2)
-    pool.admit("r1 candidates=e1, r2 candidates=e2")
+    pool = holding(side, "r1 candidates=e1, r2 candidates=e2", endpoints=2, upper_per=2)
     pool.publish({"e1": True, "e2": False})
     assert pool.admit("waits") == ["queued 10000"]
     assert pool.end("r1") == ["waits"]
@@ -355,8 +343,7 @@ def test_a_draining_endpoint_counts_for_no_bound_and_keeps_what_it_has(side: Scr
 
 @pytest.mark.parametrize("what", ["drained", "down"])
 def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, what: str) -> None:
-    pool = Pool(side, endpoints=2, upper_per=2)
-    pool.admit("runs candidates=e1")
+    pool = holding(side, "runs candidates=e1", endpoints=2, upper_per=2)
     assert pool.mark("e1", what) == "marked"
     assert pool.admit("r1, r2", by="b") == ["placed e2 0", "queued 10000"]
     assert (pool.model.upper, pool.counts()[2]) == (2, [1, 1])
@@ -478,17 +465,14 @@ def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> N
 
 
 def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=4)
-    pool.admit("p1 limit=1, p2 limit=1")
-    pool.admit("p3 limit=1, q1")
+    pool = holding(side, "p1 limit=1, p2 limit=1", "p3 limit=1, q1", endpoints=2, upper_per=4)
     assert pool.events[-3:] == ["parked p ", "granted q1 turn", "placed q1 "]
     assert pool.end("p1") == ["p3"]
     assert "unparked p " in pool.events
 
 
 def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=4)
-    pool.admit("p1 limit=1 candidates=e1")
+    pool = holding(side, "p1 limit=1 candidates=e1", endpoints=2, upper_per=4)
     pool.tune(paused=1)
     pool.admit("p2 limit=1 workload=w candidates=e1")
     pool.tune(paused=None)
@@ -532,8 +516,7 @@ def test_a_grant_that_is_not_placed_yet_counts_against_the_limits(side: ScriptSi
 
 
 def test_a_limit_that_is_lowered_or_lifted_holds_from_the_next_decision_on(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=99, caps={"e1": 3})
-    pool.admit("r0, r1, r2")
+    pool = holding(side, "r0, r1, r2", upper_per=99, caps={"e1": 3})
     pool.publish({"e1": False}, caps={"e1": 2})
     assert pool.admit("waits") == ["queued 10000"]
     assert pool.end("r0") == []
@@ -551,8 +534,7 @@ def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
 
 
 def test_a_charge_below_nothing_is_corrected_like_any_other(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=10, lower_per=1, fairness="round-robin", guard_share=0)
-    pool.admit("runs cost=10")
+    pool = holding(side, "runs cost=10", upper_per=10, lower_per=1, fairness="round-robin", guard_share=0)
     pool.admit("x1 cost=10, x2 cost=10, x3 cost=10")
     pool.serve(1)
     pool.tune(fairness="weighted-fair")
@@ -564,8 +546,7 @@ def test_a_charge_below_nothing_is_corrected_like_any_other(side: ScriptSide) ->
 
 
 def test_the_cost_of_an_answer_is_learned(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=1000, default_answer=10, answer_alpha=0.5)
-    pool.admit("runs, f1, f2, f3 learn=1")
+    pool = holding(side, "runs, f1, f2, f3 learn=1", upper_per=1000, default_answer=10, answer_alpha=0.5)
     pool.end("f1", tokens=40)
     pool.end("f2", tokens=20)
     pool.admit("f4 cost=2 learn=1")
@@ -604,9 +585,7 @@ def test_an_expiry_does_not_take_back_a_grant_given_in_time(side: ScriptSide) ->
 
 
 def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: ScriptSide) -> None:
-    pool = Pool(side, upper_per=2, lease_ms=50)
-    pool.admit("silent, alive workload=w")
-    pool.admit("waits candidates=e1")
+    pool = holding(side, "silent, alive workload=w", "waits candidates=e1", upper_per=2, lease_ms=50)
     pool.passes(40)
     pool.call("renew", [("alive", "", "", None)])
     pool.passes(20)
@@ -727,8 +706,7 @@ def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
 
 
 def test_a_granted_request_is_placed_in_its_subset_or_refused(side: ScriptSide) -> None:
-    pool = Pool(side, endpoints=2, upper_per=0.5)
-    pool.admit("runs candidates=e2")
+    pool = holding(side, "runs candidates=e2", endpoints=2, upper_per=0.5)
     pool.admit("q1 candidates=e2, q2 candidates=e2, q3 candidates=e2")
     pool.end("runs")
     assert pool.place("q1", "e2") == "placed e2 0"
@@ -756,8 +734,7 @@ def workload_of(pool: Pool, name: str = "w") -> tuple[int, int, int]:
 
 
 def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) -> None:
-    pool = Pool(side, flow_capacity=2)
-    pool.admit("r1 workload=w")
+    pool = holding(side, "r1 workload=w", flow_capacity=2)
     pool.admit("r2 workload=w", by="b")
     pool.admit("r3 workload=w")
     assert workload_of(pool) == (3, 3, 1)
@@ -776,8 +753,7 @@ def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) 
 def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
     side: ScriptSide, reason: str
 ) -> None:
-    pool = Pool(side, total_capacity=0)
-    pool.admit("runs workload=w")
+    pool = holding(side, "runs workload=w", total_capacity=0)
     if reason == "no endpoints":
         pool.publish({})
     late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
