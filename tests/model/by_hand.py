@@ -80,14 +80,6 @@ class Pool:
         """The answers to the arrivals of `text`, which come in one call."""
         return list(map(str, self.call("admit", arrivals(text), by=by).answers))
 
-    def take(self, text: str) -> list[str]:
-        """What becomes of the arrivals of `text` where each grant is placed at once."""
-        answers = self.admit(text)
-        for at, it in enumerate(arrivals(text)):
-            if it.id in self.granted:
-                answers[at] = self.place(it.id, it.candidates)
-        return answers
-
     def place(self, name: str, candidates: str = "*", by: str = "a") -> str:
         return str(self.call("place", [(name, "1", candidates)], by=by).answers[0])
 

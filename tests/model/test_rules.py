@@ -492,9 +492,11 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
 
 def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide) -> None:
     pool = Pool(side, endpoints=2, upper_per=99, caps={"e1": 1})
-    pool.take("first candidates=e1")
-    assert pool.take("x2 candidates=e1") == pool.take("y1 candidates=e1") == ["queued 10000"]
-    assert pool.take("z1") == pool.take("z2") == ["placed e2"]
+    pool.admit("first candidates=e1")
+    for names, candidates, answer in (("x2 y1", "e1", QUEUED), ("z1 z2", "*", "placed e2")):
+        for name in names.split():
+            pool.admit(f"{name} candidates={candidates}")
+            assert pool.place(name, candidates) == answer
     # Where it ends, the one that has waited longest is granted, and no other.
     assert pool.end("first") == ["x2"]
     assert pool.place("x2", "e1") == "placed e1 0"

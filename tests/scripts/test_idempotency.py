@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packed import doubles
 from proxy import proxy_to
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask, until
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
@@ -141,29 +141,3 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         assert await it.counts() == (1, 0, [1])
         await a.beat()
         assert a.notifications == [("granted", "waits")]
-
-
-@pytest.mark.parametrize("acknowledged", [False, True])
-async def test_a_request_that_its_grant_has_placed_comes_again_to_its_endpoint_and_counts_once(
-    fleet: OpenFleet, acknowledged: bool
-) -> None:
-    # A replica dies whose request was placed when it was granted, before or after it knew.
-    async with fleet("a", "b", endpoints=2, upper_per=1) as (it, a, b):
-        for name in ("ends", "runs", "waits"):
-            await a.admit(name)
-        await b.settle("ends")
-        if acknowledged:
-            assert await a.store.acknowledge("waits", 1) == "taken"
-        found = (await b.store.reads.request("waits")).entry
-        assert found.state == "placed"
-        # When another brings it, it is where it was.
-        for _ in range(2):
-            assert await b.admit("waits") == Decision("placed", ",".join(found.endpoints))
-        assert await it.counts() == (2, 0, [1, 1])
-        # The first one, should it live, has no claim to it any more.
-        await a.beat()
-        assert a.notifications == []
-        assert await a.store.return_grant("waits") == "foreign"
-        assert (await a.place("waits")).status == "gone"
-        await b.settle("waits", "runs")
-        await until(it.at_rest)

@@ -28,6 +28,15 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
         await until(forgotten)
 
 
+async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
+    # With requests without a workload, when they run, wait and end, the registry is empty.
+    async with fleet("a", full=True) as (it, a):
+        await a.admit("waits")
+        await a.settle("runs", "waits")
+        assert not await it.has("workloads")
+        assert {line.workload for line in await it.log()} == {""}
+
+
 async def registered(it: Fleet) -> list[str]:
     return sorted(await it.redis.hkeys(it.keys.prefix + "workloads"))
 
