@@ -40,10 +40,9 @@ export class Chart {
     this.most = nice(points.reduce((most, each) => Math.max(most, ...keys.map((key) => each[key] ?? 0)), 1));
     const drawn = [...this.grid()];
     if (points.length) {
-      const line = this.path(this.value);
       drawn.push(node("path", { class: "area", d: this.area() }));
       for (const key of this.bounds) drawn.push(node("path", { class: `bound ${key}`, d: this.path(key) }));
-      drawn.push(node("path", { class: "line", d: line }));
+      drawn.push(node("path", { class: "line", d: this.path(this.value) }));
     }
     if (this.at) drawn.push(node("line", { class: "at", x1: this.x(this.at.at), x2: this.x(this.at.at), y1: 4, y2: this.y(0) }));
     this.svg.replaceChildren(...drawn);
@@ -66,29 +65,21 @@ export class Chart {
     return (6 + (1 - value / this.most) * (this.height - BOTTOM - 6)).toFixed(1);
   }
 
-  /** A step line: a value is shown until the next. */
-  path(key) {
-    let before = null;
-    const steps = this.history.points.map((each) => {
-      const joined = before !== null && each.at - before.at <= GAP_S;
-      before = each;
-      const y = this.y(each[key] ?? 0);
-      return joined ? `H${this.x(each.at)}V${y}` : `M${this.x(each.at)} ${y}`;
+  /** A step line: a value is shown until the next. `begin(x, y)` is drawn where a line begins. */
+  path(key, begin = (x, y) => `M${x} ${y}`) {
+    const steps = this.history.points.map((each, at, all) => {
+      const joined = at > 0 && each.at - all[at - 1].at <= GAP_S;
+      const [x, y] = [this.x(each.at), this.y(each[key] ?? 0)];
+      return joined ? `H${x}V${y}` : begin(x, y);
     });
     return steps.join("");
   }
 
+  /** The area below the line. */
   area() {
     const floor = this.y(0);
-    let before = null;
-    let path = "";
-    for (const each of this.history.points) {
-      const joined = before !== null && each.at - before.at <= GAP_S;
-      if (!joined) path += before === null ? `M${this.x(each.at)} ${floor}` : `V${floor}H${this.x(each.at)}`;
-      path += `H${this.x(each.at)}V${this.y(each[this.value] ?? 0)}`;
-      before = each;
-    }
-    return `${path}V${floor}Z`;
+    const steps = this.path(this.value, (x, y) => `V${floor}H${x}V${y}`);
+    return `M${this.x(this.history.points[0].at)} ${floor}${steps}V${floor}Z`;
   }
 
   *grid() {
