@@ -124,17 +124,6 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
     """The results as Markdown."""
     made = describe_machine("bench.versions")
     rounds = len(found[0])
-    lines = [
-        "# What a request costs, this version beside an earlier one",
-        "",
-        f"`python -m bench.versions`, base {base}, {made.date}, {made.cores} cores, load {made.load:.2f} at "
-        f"the end. {rounds} rounds; each starts a fleet of either version by its own `picker up` (replicas: "
-        f"{replicas}, mode `lean`, bounds so high that nothing waits), and their busy passes take turns. CPU "
-        "in microseconds a request, medians; script calls (FCALL) and all commands of Valkey, those inside "
-        "scripts included, a request. A ratio is present by base within a round: geometric mean, and its 95 "
-        "% interval.",
-        "",
-    ]
     rows = []
     for (prompt, tokens, *_), pairs in zip(_PASSES, found, strict=True):
         name = f"{prompt} B prompt, {tokens} token{'s' if tokens > 1 else ''}"
@@ -149,7 +138,17 @@ def page(found: Sequence[Sequence[tuple[Cost, Cost]]], base: str, replicas: int)
             medians = [f"{statistics.median(each):.{digits}f}" for each in (old, new)]
             rows.append([name, label, *medians, f"{mean:.3f}", f"{low:.3f} to {high:.3f}"])
     head = ["request", "what", "base", "present", "ratio", "interval"]
-    return "\n".join([*lines, table(head, rows)]) + "\n"
+    return f"""\
+# What a request costs, this version beside an earlier one
+
+`python -m bench.versions`, base {base}, {made.date}, {made.cores} cores, load {made.load:.2f} at the end.
+{rounds} rounds; each starts a fleet of either version by its own `picker up` (replicas: {replicas}, mode
+`lean`, bounds so high that nothing waits), and their busy passes take turns. CPU in microseconds a request,
+medians; script calls (FCALL) and all commands of Valkey, those inside scripts included, a request. A ratio
+is present by base within a round: geometric mean, and its 95 % interval.
+
+{table(head, rows)}
+"""
 
 
 def main(arguments: Sequence[str]) -> int:

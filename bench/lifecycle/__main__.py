@@ -155,34 +155,31 @@ def main() -> int:
             *_thousand_workloads(redis_server),
             _keys_left(redis_server, total),
         ]
-    lines = [
-        "# What a request costs Redis", "",
-        f"`{here.command}`, {here.date}, {kind}, {here.cores} cores, load"
-        f" {here.load:.2f} before. A request is admitted, waits, is granted, placed, acknowledged and"
-        f" settled, {BATCH} a call, while the queue keeps its length; recorded once, replayed as fast as the"
-        " server takes it."
-        f" Server CPU, medians of {_ROUNDS}. The baseline is a call of a script of three writes (ZADD,"
-        " HINCRBY, ZPOPMIN), in server CPU as well, while `redis-benchmark` calls it as fast as it can;"
-        f" a request is compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. By the"
-        " clock (by the rate of `redis-benchmark`) a baseline takes longer on a machine with other processes."
-        " Everything is done twice, three times for large sizes; the shortest time of a call counts: in"
-        " server CPU where it fills the"
-        " queue and in upkeep, else by the slow log, which also counts the time that other processes had"
-        " the core."
-        f" Upkeep: sweeps that find {MANY} requests overdue, expired, with ended leases, or those of a"
-        f" silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue; live changes of"
-        " policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints,"
-        " `workload-aware`."
-        f" The run took {time.monotonic() - started:.0f} s.", "",
-    ]  # fmt: skip
     cells = []
     for row in rows:
         limit = "" if row.limit == float("inf") else f"{row.limit:g} {row.unit}".strip()
         met = "" if not limit else "yes" if row.met else "**no**"
         cells.append([row.what, f"{row.measured:.4g} {row.unit}", limit, met])
-    lines.append(table(["what", "measured", "limit", "met"], cells))
+    text = f"""\
+# What a request costs Redis
+
+`{here.command}`, {here.date}, {kind}, {here.cores} cores, load {here.load:.2f} before. A request is
+admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue keeps its
+length; recorded once, replayed as fast as the server takes it. Server CPU, medians of {_ROUNDS}. The
+baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN), in server CPU as well, while
+`redis-benchmark` calls it as fast as it can; a request is compared with it by {_ROUNDS_BESIDE_BASELINE}
+short runs of each, in turns. By the clock (by the rate of `redis-benchmark`) a baseline takes longer on a
+machine with other processes. Everything is done twice, three times for large sizes; the shortest time of a
+call counts: in server CPU where it fills the queue and in upkeep, else by the slow log, which also counts
+the time that other processes had the core. Upkeep: sweeps that find {MANY} requests overdue, expired, with
+ended leases, or those of a silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue;
+live changes of policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`. The
+run took {time.monotonic() - started:.0f} s.
+
+{table(["what", "measured", "limit", "met"], cells)}
+"""
     name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
-    write_page(options.out / name, "\n".join(lines) + "\n")
+    write_page(options.out / name, text)
     return 0 if all(row.met for row in rows) else 1
 
 
