@@ -6,7 +6,6 @@ Time is handed in. What is not simulated is the network: a decision takes no tim
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from bench.benefit.engine import KV_SLOTS, Engine, Job
 from picker_fleet.bands import Band
@@ -22,12 +21,6 @@ RELEASE_S = 0.01
 _SCRAPE_S = 0.1
 _SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0}  # as in deploy/picker.yaml
 CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
-
-
-class Policy(Protocol):
-    def arrive(self, job: Job, now_s: float) -> None: ...
-    def release(self, job: Job, now_s: float) -> None: ...
-    def leave(self, job: Job) -> None: ...
 
 
 @dataclass(slots=True)
@@ -162,3 +155,6 @@ class Queued:
         if count == 1:
             return 0
         return job.number % (count - 1) + (job.tenant == "bulk")
+
+
+Policy = Direct | Queued
