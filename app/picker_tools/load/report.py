@@ -44,7 +44,7 @@ def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
             "kills": [{"at_s": at_s, "replica": name} for at_s, name in run.faults_injected.kills],
             "redis_away": [{"from_s": began, "to_s": ended} for began, ended in run.faults_injected.outages],
         },
-        "log_events": _events(run),
+        "log_events": dict(sum((each.events for each in run.log_audits), Counter[str]()).most_common()),
         "promises": [
             {
                 "name": promise.name,
@@ -116,13 +116,6 @@ def _stock(run: RunResult) -> dict[str, Any]:
         "longest_queue": max(each.total_queued for each in seen),
         "highest_on_endpoints": max((each.requests for each in run.endpoint_samples), default=None),
     }
-
-
-def _events(run: RunResult) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for log_audit in run.log_audits:
-        total.update(dict(log_audit.events))
-    return dict(total.most_common())
 
 
 def _version(name: str) -> str | None:

@@ -5,6 +5,7 @@ A `Session` makes a `RunResult`.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,14 +85,14 @@ class LogAudit:
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
-    events: tuple[tuple[str, int], ...] = ()
+    events: Counter[str] = field(default_factory=Counter)
     why: str = ""
 
 
 def read(url: str, pool: str = "default") -> LogAudit:
     """Audit all of the log that Redis has now. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
-    events: dict[str, int] = {}
+    events = Counter[str]()
     try:
         with LogStream(url, pool) as log:
             auditor = Auditor(log.settings_throughout())
@@ -99,7 +100,7 @@ def read(url: str, pool: str = "default") -> LogAudit:
                 for raw in page.entries:
                     auditor.take(raw)
                     entry = Entry.parse(raw)
-                    events[entry.event] = events.get(entry.event, 0) + 1
+                    events[entry.event] += 1
                     if entry.event in ("granted", "bypassed"):
                         dispatches.append(_turn(entry))
     except (LogUnreadable, EntryError) as fault:
@@ -107,7 +108,7 @@ def read(url: str, pool: str = "default") -> LogAudit:
     report = auditor.report()
     if not report.entries:
         return LogAudit(None, why="the fleet has no decision log (decision_log.enabled)")
-    return LogAudit(report, tuple(dispatches), tuple(sorted(events.items())))
+    return LogAudit(report, tuple(dispatches), events)
 
 
 def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
