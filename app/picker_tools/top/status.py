@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from picker_tools.top.client import AdminClient, AdminError
 
@@ -73,13 +73,35 @@ class FleetStatus:
         return self.age_s > _STALE_S
 
 
-class SnapshotReader:
-    """Reads the stream of events inside its `with` block, and reconnects when it breaks."""
+class _Reader:
+    """Reads in a thread, inside its `with` block."""
 
     def __init__(self, admin: AdminClient) -> None:
         self._admin = admin
-        self._closing = threading.Event()
         self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, name=type(self).__name__, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S)
+
+    def _read(self) -> None:
+        """Until `_closing`."""
+        raise NotImplementedError
+
+
+class SnapshotReader(_Reader):
+    """Reads the stream of events, and reconnects when it breaks."""
+
+    def __init__(self, admin: AdminClient) -> None:
+        super().__init__(admin)
         self._snapshot: dict[str, Any] | None = None
         self._count = 0
         self._received_s = time.monotonic()
@@ -87,15 +109,6 @@ class SnapshotReader:
         self._decisions: deque[dict[str, Any]] | None = None
         self._skipped = 0
         self._history: deque[StockSample] = deque()
-        self._thread = threading.Thread(target=self._read, name="snapshots", daemon=True)
-
-    def __enter__(self) -> "SnapshotReader":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join(_CLOSE_S)
 
     def status(self, page: QueuePage | None = None) -> FleetStatus:
         with self._changed:
@@ -125,21 +138,22 @@ class SnapshotReader:
         return self.status()
 
     def _read(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing:
             try:
                 for event, data in self._admin.events():
                     if event == "unavailable":
                         self._set_error(str(data["detail"]))
                     else:
                         self._apply(event, data)
-                    if self._closing.is_set():
+                    if self._closing:
                         return
                 self._set_error("the replica ended the stream")
             except AdminError as error:
                 self._set_error(str(error))
             except (KeyError, TypeError, ValueError) as error:
                 self._set_error(f"{self._admin.url}: unreadable figures ({error})")
-            self._closing.wait(_RECONNECT_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, _RECONNECT_S)
 
     def _set_error(self, error: str) -> None:
         with self._changed:
@@ -167,27 +181,14 @@ class SnapshotReader:
             self._history.popleft()
 
 
-class QueueReader:
-    """Reads the wanted page of the queue inside its `with` block, every 2 s."""
+class QueueReader(_Reader):
+    """Reads the wanted page of the queue every 2 s."""
 
     def __init__(self, admin: AdminClient) -> None:
-        self._admin = admin
-        self._changed = threading.Condition()
+        super().__init__(admin)
         self._wanted: tuple[str, int] | None = None
         self._stale = False
-        self._closing = False
         self._page: QueuePage | None = None
-        self._thread = threading.Thread(target=self._read, name="queue", daemon=True)
-
-    def __enter__(self) -> "QueueReader":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(_CLOSE_S)
 
     def show(self, cursor: str, limit: int) -> QueuePage | None:
         """The page of `limit` requests from `cursor`, read from now on; None until it was read."""
