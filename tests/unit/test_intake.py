@@ -273,27 +273,22 @@ NO_CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "criticality"), CRITICALITIES)
-@pytest.mark.parametrize(("given_id", "taken_id"), IDS, ids=lambda value: str(value)[:20])
-def test_a_workload_has_its_id_and_criticality_from_its_header(
-    given_id: object, taken_id: str | None, given: object, criticality: int
-) -> None:
-    header = json.dumps({"workload_id": given_id, "criticality": given})
-    expected = Workload(taken_id or "auto-made", criticality, taken_id is not None)
-    assert asked({"x-workload-context": header}).workload == expected
-
-
-ALONE = [
+WORKLOADS = [
+    *(
+        (
+            json.dumps({"workload_id": given_id, "criticality": given}),
+            Workload(taken_id or "auto-made", taken, taken_id is not None),
+        )
+        for given_id, taken_id in IDS
+        for given, taken in CRITICALITIES
+    ),
     ('{"workload_id": "b"}', Workload("b", 3, True)),
     ('{"criticality": 2}', Workload("auto-made", 2, False)),
+    *((text, ANONYMOUS) for text in NO_CONTEXTS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("header", "expected"),
-    [*ALONE, *((text, ANONYMOUS) for text in NO_CONTEXTS)],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("header", "expected"), WORKLOADS, ids=lambda value: str(value)[:40])
 def test_a_workload_header_is_never_an_error(header: str, expected: Workload) -> None:
     assert asked({"x-workload-context": header}).workload == expected
 
