@@ -31,11 +31,16 @@ async def complete(client: httpx.AsyncClient, prompt: str, tokens: int, **fields
     return _answer(response, whole)
 
 
+async def completed(client: httpx.AsyncClient, count: int, tokens: int = 2) -> list[Answer]:
+    """The answers to `count` parallel requests, none of which fails."""
+    answers = await asyncio.gather(*(complete(client, f"prompt {i}", tokens) for i in range(count)))
+    assert [answer for answer in answers if not answer.whole] == []
+    return answers
+
+
 async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
     """The endpoints that serve `count` parallel requests, none of which fails."""
-    answers = await asyncio.gather(*(complete(client, f"prompt {i}", 2) for i in range(count)))
-    assert [answer for answer in answers if not answer.whole] == []
-    return {answer.endpoint for answer in answers}
+    return {answer.endpoint for answer in await completed(client, count)}
 
 
 async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:

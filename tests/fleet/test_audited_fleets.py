@@ -1,11 +1,9 @@
 """A fleet's closing audit fails when its log shows a violation or lacks its beginning."""
 
-import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from fleet_load import at_rest, complete, decisions
+from fleet_load import at_rest, completed, decisions
 
 LOG = "epp:{default}:log"
 
@@ -13,18 +11,16 @@ LOG = "epp:{default}:log"
 async def test_a_log_with_a_violation_or_without_its_beginning_fails_the_test(fleet: Any) -> None:
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     async with here.client() as client:
-        answers = await asyncio.gather(*(complete(client, f"prompt {i}", 2) for i in range(10)))
-    assert [answer for answer in answers if not answer.whole] == []
+        await completed(client, 10)
     await at_rest(here)
     assert len([entry for entry in await decisions(here) if entry.event == "completed"]) == 10
     here.audit()
     async with here.redis() as redis:
         # The log now says that a request ended twice.
         entries = await redis.xrange(LOG)
-        last, completed = entries[-1][1], next(e for _, e in reversed(entries) if e["event"] == "completed")
-        twice: Mapping[str, str] = {**completed, "seq": str(int(last["seq"]) + 1)}
-        added = await redis.xadd(LOG, dict(twice))
-        with pytest.raises(AssertionError, match=rf"G6: request {completed['request']} ends .* or twice"):
+        last, ended = entries[-1][1], next(e for _, e in reversed(entries) if e["event"] == "completed")
+        added = await redis.xadd(LOG, {**ended, "seq": str(int(last["seq"]) + 1)})
+        with pytest.raises(AssertionError, match=rf"G6: request {ended['request']} ends .* or twice"):
             here.audit()
         # That is mended, and its beginning is missing.
         await redis.xdel(LOG, added, entries[0][0])

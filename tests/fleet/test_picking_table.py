@@ -56,14 +56,14 @@ class PickingReplica:
         running = [await self._picked(call) for call in calls]
         asked = await self._begun(case.ask)
         if case.waits:
-            await self._until(self._is_queued)
+            await self._until_state(lambda state: state["queued"] == 1)
             await self._end(calls.pop(0))
         picked = await self._picked(asked)
         for call in (asked, *calls):
             await self._end(call)
         for letter in case.drained:
             await self._drain(letter, "undrain")
-        await self._until(self._at_rest)
+        await self._until_state(lambda state: not any(counts(state)))
         return picked, running
 
     async def ready(self) -> None:
@@ -158,11 +158,11 @@ class PickingReplica:
         state: dict[str, Any] = (await self._admin.get("/api/v1/state")).json()
         return state
 
-    async def _is_queued(self) -> bool:
-        return bool((await self._state())["queued"] == 1)
+    async def _until_state(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        async def state_holds() -> bool:
+            return holds(await self._state())
 
-    async def _at_rest(self) -> bool:
-        return not any(counts(await self._state()))
+        await self._until(state_holds)
 
     async def _until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         async def look() -> bool | None:

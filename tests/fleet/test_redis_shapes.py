@@ -1,12 +1,11 @@
 """A whole fleet on Redis with TLS and ACL. (Sentinels, Cluster: faults/cases/test_case_failover.py)"""
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import audited_log
-from fleet_load import complete, counts
+from fleet_load import completed, counts
 from redis_servers import LOOPBACK, debian, redis_server
 from tls_files import authority
 
@@ -30,8 +29,7 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
             unaudited="its user may not read the log; the auditor does below",
         )
         async with here.client() as http:
-            answers = await asyncio.gather(*(complete(http, f"prompt {i}", 5) for i in range(60)))
-        assert [answer for answer in answers if not answer.whole] == []
+            await completed(http, 60, tokens=5)
 
         await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2

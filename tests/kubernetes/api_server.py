@@ -24,20 +24,17 @@ POOLS = f"/apis/inference.networking.k8s.io/v1/namespaces/{NAMESPACE}/inferencep
 READY_S = 90.0
 Tree = dict[str, Any]
 
-_AUDIT = {
-    "apiVersion": "audit.k8s.io/v1",
-    "kind": "Policy",
-    "omitStages": ["RequestReceived"],
-    "rules": [{"level": "Metadata"}],
-}
+_AUDIT = """apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules: [{level: Metadata}]
+"""
 
 
 def built() -> tuple[str, str, str, Path]:
     """The API server, helm, kubectl, and the folder of the CRDs, as .ci/kubernetes builds them."""
     if not (lines := os.environ.get("KUBERNETES_TEST_PARTS", "")):
-        made = subprocess.run(
-            ["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True, check=False
-        )
+        made = subprocess.run(["bash", ROOT / ".ci" / "kubernetes"], capture_output=True, text=True)
         assert made.returncode == 0, made.stderr[-3000:]
         lines = made.stdout
     server, helm, kubectl, crds = lines.split()
@@ -52,13 +49,8 @@ class ApiServer:
         self._etcd_port, self._peer_port, self.port = free_port(), free_port(), free_port()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.url = f"https://{LOOPBACK}:{self.port}"
-        self.api = httpx.Client(
-            base_url=self.url,
-            verify=False,
-            headers={"Authorization": f"Bearer {TOKEN}"},
-            timeout=30,
-            trust_env=False,
-        )
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        self.api = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30, trust_env=False)
 
     def start(self) -> None:
         """Start both, and bring the CRDs and the namespace in."""
@@ -70,7 +62,7 @@ class ApiServer:
             *("-addext", f"subjectAltName=IP:{LOOPBACK}"),
         )
         (self.folder / "tokens.csv").write_text(f'{TOKEN},admin,1,"system:masters"\n')
-        (self.folder / "audit.yaml").write_text(yaml.safe_dump(_AUDIT))
+        (self.folder / "audit.yaml").write_text(_AUDIT)
         etcd = shutil.which("etcd")
         assert etcd, "etcd is missing: install Debian's etcd-server"
         self._spawn(

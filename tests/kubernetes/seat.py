@@ -327,9 +327,8 @@ class Seat:
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **(environment or {})}
-            )
+            whole = {**os.environ, **(environment or {})}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=whole)
         self._processes.append(process)
         return process
 
@@ -415,10 +414,7 @@ class Seat:
 
         log = self.folder / "envoy.log"
         await until(healthy, lambda count: count == wanted, what=f"{wanted} healthy pickers", log=log)
-        limits = httpx.Limits(max_connections=64)
-        self.gateway = httpx.AsyncClient(
-            base_url=f"http://{LOOPBACK}:{listen}", trust_env=False, timeout=70, limits=limits
-        )
+        self.gateway = httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{listen}", trust_env=False, timeout=70)
         self._clients.append(self.gateway)
         return self.gateway
 

@@ -7,6 +7,7 @@ had its grants by heartbeat alone would have a third.
 
 import random
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ async def test_every_wakeup_dropped(
         # A full pool, and clients that wait.
         async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
             await load.wait_for_served(2 * CLIENTS)
-            with_wakeups: list[_Stretch] = []
-            without_wakeups: list[_Stretch] = []
+            with_wakeups: list[Stretch] = []
+            without_wakeups: list[Stretch] = []
             for _ in range(turns):
                 # Wake-ups arrive for one stretch, and none for the next.
                 between.drop_messages = False
@@ -52,10 +53,10 @@ async def test_every_wakeup_dropped(
         assert load.failed == []
         assert servers.peak == BOUND
         # The throughput is nearly the same.
-        with_s, without_s = _pace_s(with_wakeups), _pace_s(without_wakeups)
+        with_s, without_s = (mean(map(_pace_s, each)) for each in (with_wakeups, without_wakeups))
         case.report(f"{1 / with_s:.1f} answers a second with, {1 / without_s:.1f} without")
         ratio = with_s / without_s
-        each = [a.pace_s / b.pace_s for a, b in zip(with_wakeups, without_wakeups, strict=True)]
+        each = [_pace_s(a) / _pace_s(b) for a, b in zip(with_wakeups, without_wakeups, strict=True)]
         case.report(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
         assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
         assert max(each) >= SHORT_RATIO
@@ -68,28 +69,23 @@ async def test_every_wakeup_dropped(
         await case.check(here, load.history)
 
 
-class _Stretch:
-    """`asked` in `took_s`, from one answer to another."""
-
-    def __init__(self, record: list[ClientRecord]) -> None:
-        self.record = record[1:]
-        self.pace_s = (record[-1].done_s - record[0].done_s) / len(self.record)
+Stretch = list[ClientRecord]  # the answers from one to another, both included
 
 
-async def _stretch(load: ClosedLoop, count: int) -> _Stretch:
-    """`count` answers, when all that were asked before are answered."""
+async def _stretch(load: ClosedLoop, count: int) -> Stretch:
+    """`count` answers after one, when all that were asked before are answered."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
     await load.wait_for_served(count)
-    return _Stretch(load.history[first - 1 : first + count])
+    return load.history[first - 1 : first + count]
 
 
-def _pace_s(stretches: list[_Stretch]) -> float:
-    return sum(stretch.pace_s for stretch in stretches) / len(stretches)
+def _pace_s(stretch: Stretch) -> float:
+    return (stretch[-1].done_s - stretch[0].done_s) / (len(stretch) - 1)
 
 
-def _waits(stretches: list[_Stretch], service_s: float) -> list[float]:
-    return sorted(record.took_s - service_s for stretch in stretches for record in stretch.record)
+def _waits(stretches: list[Stretch], service_s: float) -> list[float]:
+    return sorted(record.took_s - service_s for stretch in stretches for record in stretch[1:])
 
 
 def _make_request(_: random.Random, number: int) -> ClientRequest:
