@@ -76,24 +76,13 @@ def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
     return subprocess.run(command, input=bootstrap, **how).stdout
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningFleet:
-    """A running fleet. `target` is what attackers know; `pids` are its processes by name."""
-
-    target: Target
-    pids: dict[str, int]
-
-    def peaks_mib(self) -> dict[str, float]:
-        """The highest memory of each process so far; 0 for one that has ended."""
-        return {name: _peak_bytes(pid) / MIB for name, pid in self.pids.items()}
-
-
 def limit_mib(name: str) -> int | None:
     """The memory limit of process `name`; None for those that are no part of the product."""
     return next((limit for kind, limit in LIMITS_MIB.items() if name.startswith(kind)), None)
 
 
 def _peak_bytes(pid: int) -> int:
+    """The highest memory of a process so far; 0 for one that has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -102,8 +91,8 @@ def _peak_bytes(pid: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_RunningFleet]:
-    """Start the fleet; it ends with the block.
+async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[tuple[Target, dict[str, int]]]:
+    """Start the fleet; it ends with the block. Yields what attackers know, and its processes by name.
 
     Raises:
         StartupError: a part did not start, or ended within the block.
@@ -144,7 +133,7 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[_Runni
                 tuple(each.announced.grpc for each in pickers),
                 tuple(each.announced.admin.removeprefix("http://") for each in pickers),
             )
-            yield _RunningFleet(target, {part.name: supervisor.pid(part) for part in parts})
+            yield target, {part.name: supervisor.pid(part) for part in parts}
             supervisor.check()
         finally:
             await supervisor.stop(parts, _GRACE_S)
@@ -239,10 +228,10 @@ async def attack_fleet(
 ) -> HostileReport:
     """`per_s` honest requests a second: `hostile_s` seconds beside attackers, `calm_s` before and after."""
     report = HostileReport()
-    async with _running_fleet(replicas, simulators) as fleet:
-        await _calm(fleet.target, report, per_s, calm_s / 2)
+    async with _running_fleet(replicas, simulators) as (target, pids):
+        await _calm(target, report, per_s, calm_s / 2)
         attackers = await asyncio.create_subprocess_exec(
-            *(sys.executable, _ATTACKS, "attack", json.dumps(fleet.target)),
+            *(sys.executable, _ATTACKS, "attack", json.dumps(target)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -250,7 +239,7 @@ async def attack_fleet(
         try:
             async with asyncio.timeout(_RESTS_S):
                 assert await attackers.stdout.readline() == b"attacking\n"
-            async with _honest_clients(fleet.target.envoy, per_s, report.hostile):
+            async with _honest_clients(target.envoy, per_s, report.hostile):
                 await asyncio.sleep(hostile_s)
             async with asyncio.timeout(_ATTACKERS_END_S):
                 said, _ = await attackers.communicate(b"")  # closes its stdin
@@ -259,9 +248,9 @@ async def attack_fleet(
                 attackers.kill()
                 await attackers.wait()
         report.outcomes = {name: Counter(outcomes) for name, outcomes in json.loads(said).items()}
-        report.left = await _left(fleet.target)
-        await _calm(fleet.target, report, per_s, calm_s / 2)
-        report.peaks_mib = fleet.peaks_mib()
+        report.left = await _left(target)
+        await _calm(target, report, per_s, calm_s / 2)
+        report.peaks_mib = {name: _peak_bytes(pid) / MIB for name, pid in pids.items()}
     return report
 
 
