@@ -85,6 +85,15 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
             stopping.set()
 
 
+async def serve(fleet: Fleet, count: int) -> Load:
+    """Load of which `count` more are served and none is refused; the fleet is at rest then."""
+    async with loaded(fleet) as load:
+        await load.served_more(count)
+    assert load.refused == 0
+    await rests_within_a_lease(fleet)
+    return load
+
+
 async def admit_all(replica: Replica, *request_ids: str) -> None:
     """Place requests whose clients wait on streams of the replica's."""
     for request_id in request_ids:

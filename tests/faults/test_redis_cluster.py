@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import pytest
-from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
+from fault_load import JOINED, UPPER, loaded, rests_within_a_lease, serve
 from redis_clustered import Cluster, clustered
 from redis_servers import PATIENT_MS, REPLACED_S, wait
 from script_fleet import running
@@ -30,11 +30,7 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
             for pool in pools
         ]
         for fleet in fleets:
-            async with loaded(fleet) as load:
-                await load.served_more(50)
-            assert load.refused == 0
-            assert load.highest == UPPER
-            await rests_within_a_lease(fleet)
+            assert (await serve(fleet, 50)).highest == UPPER
         # Each pool is on its owner alone, and each owner has the library.
         for pool, fleet in zip(pools, fleets, strict=True):
             owner = await asyncio.to_thread(cluster.owner, pool)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from background import running as background
-from fault_load import HANGS_S, JOINED, UPPER, admit_all, loaded, rests_within_a_lease, settle_all
+from fault_load import HANGS_S, JOINED, UPPER, admit_all, loaded, rests_within_a_lease, serve, settle_all
 from proxy import LOOPBACK, Proxy
 from redis_servers import Server
 from script_fleet import Fleet, running, until
@@ -31,25 +31,16 @@ async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Flee
 async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
     # Every reply of Redis takes 50 ms more.
     between.delay_s = 0.05
-    # Under load nobody is refused and the bound is kept.
-    assert await _highest(between, pool, "a", "b", served=100) <= UPPER
+    async with running(between.url, pool, "a", "b", joined=JOINED, listening=True) as it:
+        assert (await serve(it, 100)).highest <= UPPER
 
 
 async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
     # No wake-up reaches the replicas.
     between.drop_messages = True
-    assert await _highest(between, pool, "a", "b", "c", served=200) == UPPER
+    async with running(between.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
+        assert (await serve(it, 200)).highest == UPPER
     assert between.dropped > 0
-
-
-async def _highest(between: Proxy, pool: str, *replicas: str, served: int) -> int:
-    """The most in flight while so many are served and nobody is refused; the fleet is at rest then."""
-    async with running(between.url, pool, *replicas, joined=JOINED, listening=True) as it:
-        async with loaded(it) as load:
-            await load.served_more(served)
-        assert load.refused == 0
-        await rests_within_a_lease(it)
-    return load.highest
 
 
 async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
