@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -118,10 +119,19 @@ async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> 
                 assert not await is_left(it)
 
 
-async def test_a_snapshot_of_another_version_is_ignored(valkey_fleet: OpenFleet) -> None:
+async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_fleet: OpenFleet) -> None:
+    fields = json.dumps(FlowQueueRow._fields)
+    others = ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}')
+    damaged = (
+        "{",
+        "[]",
+        "7",
+        f'{{"fields": {fields}, "lanes": [[1]], "totals": []}}',
+        f'{{"fields": {fields}}}',
+    )
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
-        for other in ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}'):
+        for other in (*others, *damaged):
             await it.redis.set(it.keys.queue_snapshot, other, px=FOREVER_MS)
             assert len(await queues_of(a)) == FLOWS
             assert await it.redis.get(it.keys.queue_snapshot) == other

@@ -389,7 +389,7 @@ class QueueSnapshots:
     A thousand queues take twenty calls. So a replica first asks for a snapshot that another one has shared in
     `key` (lua/claim_queue_snapshot.lua). If there is none, it claims the read, reads, and shares the result
     until it is too old. The others wait as long as the claim lasts: its replica may have died. Where Redis
-    takes no writes, or the snapshot has another version's fields, each replica reads for itself. One event
+    takes no writes, or the snapshot is damaged or another version's, each replica reads for itself. One event
     loop."""
 
     def __init__(
@@ -458,12 +458,16 @@ def _text(page: FlowQueuePage) -> bytes:
 
 
 async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
-    """None if it has another version's fields."""
-    snapshot = orjson.loads(text)
-    if snapshot.get("fields") != _FIELDS:
+    """None if it has another version's fields, or is damaged."""
+    queues = list[FlowQueueRow]()
+    try:
+        snapshot = orjson.loads(text)
+        if snapshot["fields"] != _FIELDS:
+            return None
+        rows = snapshot["lanes"]
+        for at in range(0, len(rows), _PARSED_AT_ONCE):
+            await asyncio.sleep(pause_s)
+            queues += map(FlowQueueRow._make, rows[at : at + _PARSED_AT_ONCE])
+        return FlowQueuePage(queues, tuple((group, count) for group, count in snapshot["totals"]))
+    except (ValueError, TypeError, KeyError):
         return None
-    rows, queues = snapshot["lanes"], list[FlowQueueRow]()
-    for at in range(0, len(rows), _PARSED_AT_ONCE):
-        await asyncio.sleep(pause_s)
-        queues += map(FlowQueueRow._make, rows[at : at + _PARSED_AT_ONCE])
-    return FlowQueuePage(queues, tuple((group, count) for group, count in snapshot["totals"]))
