@@ -99,14 +99,9 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
     """The addresses named, each once (None: '*', all), and the scores of those that have one."""
     if text == "*":
         return None, {}
-    scores: dict[str, float] = {}
-    named: dict[str, None] = {}
-    for part in filter(None, text.split(",")):
-        address, _, score = part.partition("=")
-        named[address] = None
-        if score:
-            scores[address] = float(score)
-    return list(named), scores
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    scores = {address: float(score) for address, _, score in pairs if score}
+    return list(dict.fromkeys(address for address, *_ in pairs)), scores
 
 
 def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:

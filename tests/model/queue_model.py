@@ -227,8 +227,7 @@ class QueueModel(PoolModel):
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
             item.criticality, item.model, item.limit, item.body_bytes, item.candidates == "*",
         )  # fmt: skip
-        aged = self.moment.now_us - item.age_ms * 1000
-        r.arrived = aged if item.age_ms > 0 else self._next_arrival()
+        r.arrived = self.moment.now_us - item.age_ms * 1000 if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
         # An arrival counts in the rate of its workload whatever becomes of it.

@@ -343,8 +343,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         # When all ends, the queue is served again, and time passes
         self.publish(("open", "open", "away"))
-        marks = [(address, what, 0) for what, address in self.model.endpoints.marks]
-        self.call("mark_endpoint", "a", marks)
+        self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
         while self.model.requests:
             self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])

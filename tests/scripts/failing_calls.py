@@ -40,8 +40,7 @@ class FailingPool(ClockedPool):
         builtins = "return redis, struct"
         assert body.count(builtins) == 1
         body = body.replace(builtins, "return failing(redis), struct").replace(library.version, version)
-        source = f"{head}_failing\n{_FAILING.format(version=version)}\n{body}"
-        return Library(source, version)
+        return Library(f"{head}_failing\n{_FAILING.format(version=version)}\n{body}", version)
 
     def fail_at(self, number: int) -> None:
         self.client.fcall(f"fail_at_{self.library.version}", 1, f"{self.prefix}pool", number)

@@ -7,14 +7,10 @@ from hypothesis import strategies as st
 _MARKS = ":{}|*% ,=[]\\?\"'é🙂-a"
 
 
-def _fits(name: str) -> bool:
-    return bool(name.strip()) and len(name.encode()) <= 128
-
-
 NAMES = st.one_of(
     st.text(st.sampled_from(_MARKS), min_size=1, max_size=3),
     st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=12),
-).filter(_fits)
+).filter(lambda name: name.strip() and len(name.encode()) <= 128)
 REQUEST_IDS = st.from_regex(r"[A-Za-z0-9._:-]{1,20}", fullmatch=True)
 
 

@@ -73,8 +73,7 @@ class Storm:
         """Everything that is left ends."""
         while self._owners:
             await self._place()
-            placed = await self._some("placed", len(self._owners))
-            await asyncio.gather(*map(self._settle, placed))
+            await asyncio.gather(*map(self._settle, await self._some("placed", len(self._owners))))
             await self._fleet.replicas[0].sweep()
 
     async def _arrive(self) -> None:

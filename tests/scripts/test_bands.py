@@ -159,8 +159,7 @@ def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(
     full: DirectPool, former: Library
 ) -> None:
     # Two wait in bands of their own, and one runs.
-    token = TOKEN.format(number=0, priority=50)
-    full.call("renew", "a", "runs too", "1", "", token, 0)
+    full.call("renew", "a", "runs too", "1", "", TOKEN.format(number=0, priority=50), 0)
     queue(full, (7, -3))
     assert lengths_of(full) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     # A replica of the present version learns of the other one, and sweeps.

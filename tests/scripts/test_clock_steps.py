@@ -1,5 +1,7 @@
 """Redis's clock set forward and back by hours: what the pool calls now goes on as if nothing had happened."""
 
+import itertools
+
 import pytest
 import redis
 from direct_calls import START_MS
@@ -7,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 
+EXAMPLES = itertools.count()
 HOUR_MS = 3_600_000
 TTL_MS = 6_000
 STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
@@ -17,36 +20,33 @@ STEPS = st.sampled_from([HOUR_MS, -HOUR_MS, 600_000, -600_000, 3_000, -3_000])
 def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
-    server = TimedPool(client, "steps")
-    try:
-        # One that runs and shows signs of life, one that runs and shows none, one that waits.
-        for name in ("alive", "silent"):
-            assert server.admit(name)[0] == "placed"
-        assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
-        ended_ms: dict[str, int] = {}
-        swept_ms = at = 0
-        # When time goes on by quarters of a second, and the clock is set now and then
-        while server.real_ms < 2 * LEASE_MS + 5 * SECOND_MS:
-            server.step(sum(by_ms for when, by_ms in steps if when == at))
-            at += 1
-            server.passes(250)
-            if at % 4 == 0:
-                assert server.beat()[4] == 1  # it is known to live
-                server.renew("alive")
-            if server.sweep():
-                swept_ms = server.real_ms
-            assert server.real_ms - swept_ms < SECOND_MS
-            for name in ("silent", "waits"):
-                if not server.knows(name):
-                    ended_ms.setdefault(name, server.real_ms)
-        # The one that waits expired in its second, and the silent one ended with its lease.
-        assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
-        assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
-        assert server.settle("alive") == "settled m"
-        assert server.settle("silent") == "unknown"
-        assert server.stock() == 0
-    finally:
-        server.clear()
+    server = TimedPool(client, f"steps-{next(EXAMPLES)}")
+    # One that runs and shows signs of life, one that runs and shows none, one that waits.
+    for name in ("alive", "silent"):
+        assert server.admit(name)[0] == "placed"
+    assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
+    ended_ms: dict[str, int] = {}
+    swept_ms = at = 0
+    # When time goes on by quarters of a second, and the clock is set now and then
+    while server.real_ms < 2 * LEASE_MS + 5 * SECOND_MS:
+        server.step(sum(by_ms for when, by_ms in steps if when == at))
+        at += 1
+        server.passes(250)
+        if at % 4 == 0:
+            assert server.beat()[4] == 1  # it is known to live
+            server.renew("alive")
+        if server.sweep():
+            swept_ms = server.real_ms
+        assert server.real_ms - swept_ms < SECOND_MS
+        for name in ("silent", "waits"):
+            if not server.knows(name):
+                ended_ms.setdefault(name, server.real_ms)
+    # The one that waits expired in its second, and the silent one ended with its lease.
+    assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
+    assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
+    assert server.settle("alive") == "settled m"
+    assert server.settle("silent") == "unknown"
+    assert server.stock() == 0
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The gate: wake-ups, cancelling in every phase, withdrawal, and answers without admission."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from decision_ledger import events_of
@@ -13,10 +12,6 @@ from picker_fleet.request import Endpoint, Placement
 from picker_fleet.state.store import Decision
 
 E1, E2 = addresses(2)
-
-
-def not_called(*_: object) -> "asyncio.Future[Any]":
-    raise AssertionError("it is not to be called")
 
 
 async def until_acknowledged(it: Fleet) -> None:
@@ -169,7 +164,7 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "place", not_called)
+        monkeypatch.setattr(b.store, "place", None)  # it is not to be called
         # Another replica frees the capacity.
         await a.settle("runs")
         # It is placed, and its replica acknowledges that.
@@ -209,7 +204,7 @@ async def test_where_many_placements_are_not_acknowledged_the_next_one_asks_for_
     monkeypatch.setattr(shared_gate, "_MAX_UNACKNOWLEDGED", 0)
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "acknowledge", not_called)
+        monkeypatch.setattr(b.store, "acknowledge", None)  # it is not to be called
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

@@ -1,6 +1,6 @@
 """Placed requests whose end was not reported: given up when their endpoint no longer has them."""
 
-from script_fleet import SETTINGS, Fleet, OpenFleet, addresses
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 
@@ -17,6 +17,12 @@ async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
     """As if the last sign of life of `ids` had come so long ago."""
     lease_ends_ms = await fleet.now_ms() - ago_s * 1000 + SETTINGS["lease_ms"]
     await fleet.redis.zadd(fleet.keys.prefix + "inflight", dict.fromkeys(ids, lease_ends_ms))
+
+
+async def found(a: Replica, unseen_s: float = 1e6) -> tuple[int, tuple[str, ...]]:
+    """How many requests a sweep gives up, and whose pages are looked for."""
+    swept = await a.sweep(unseen_s=unseen_s)
+    return swept.given_up, swept.suspects
 
 
 async def report(
@@ -41,8 +47,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         # One page that is newer is not enough; two that have all of them, neither.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
-            swept = await a.sweep(unseen_s=UNSEEN_S)
-            assert (swept.given_up, swept.suspects) == (0, (E1,))
+            assert await found(a, UNSEEN_S) == (0, (E1,))
 
         # The older page has 4 of 6, the newer 3: two are missing from both.
         await report(it, 3, before=(1.0, 4))
@@ -64,8 +69,7 @@ async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fl
         await seen(it, "alive", ago_s=10)  # the access log is late, and the page has it
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
-        swept = await a.sweep(unseen_s=UNSEEN_S)
-        assert (swept.given_up, swept.suspects) == (0, (E1,))
+        assert await found(a, UNSEEN_S) == (0, (E1,))
         assert await counted(it) == {"alive", "new"}
 
 
@@ -96,8 +100,7 @@ async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(fleet: OpenFle
         await seen(it, "r", ago_s=3)
         for before in ((4.0, 0), (2.5, 0)):
             await report(it, 0, before=before)
-            swept = await a.sweep()
-            assert (swept.given_up, swept.suspects) == (0, (E1,))
+            assert await found(a) == (0, (E1,))
         # But two later ones that lack it do
         await report(it, 0, before=(1.0, 0))
         assert (await a.sweep()).given_up == 1
@@ -113,7 +116,6 @@ async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet
         await it.redis.zincrby(it.keys.prefix + "suspects", -5000, "r")
         assert await a.store.renew("r", 1, "", "") == "renewed"
         await report(it, 0, before=(1.0, 0))
-        swept = await a.sweep()
-        assert (swept.given_up, swept.suspects) == (0, ())
+        assert await found(a) == (0, ())
         assert not await it.has("suspects")
         assert await counted(it) == {"r"}

@@ -60,9 +60,8 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
     """A fleet with room for three: `placed`, `granted` and `untaken` (placed when it was granted) are in
     flight, `queued` and `other` wait."""
     async with fleet("a", endpoints=3, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
-        await a.admit("placed", workload="w")
-        await a.admit("ends")
-        await a.admit("ends too")
+        for name, workload in (("placed", "w"), ("ends", ""), ("ends too", "")):
+            await a.admit(name, workload=workload)
         await a.admit("granted", workload="w", candidates=",".join(addresses(3)))
         await a.admit("untaken", workload="w")
         await a.settle("ends", "ends too")

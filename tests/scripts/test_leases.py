@@ -115,8 +115,7 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
         assert await b.store.renew("r", None, "", token, seen_s) == "unknown"
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
         # An end that is told again says whether it has come back.
-        again = await a.store.tombstone("r", ended_s)
-        assert again == ("back" if answer == "restored" else "buried")
+        assert await a.store.tombstone("r", ended_s) == ("back" if answer == "restored" else "buried")
         await a.settle("r")
         assert await it.at_rest()
 
@@ -246,8 +245,7 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         assert b.store._signing.sign("p", "text") == text
         # When all is lost, and a stranger beats first, what the others hold is good again.
         await it.redis.flushall()
-        stranger = Keyring()
-        await a.store._client.call("heartbeat", "c", "{}", 60_000, stranger.offer())
+        await a.store._client.call("heartbeat", "c", "{}", 60_000, Keyring().offer())
         await b.beat()
         assert set(second) < set((await keys())[1:])
         await a.beat()

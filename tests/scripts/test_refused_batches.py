@@ -118,7 +118,6 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(val
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
         # All fail, after one call together and one each.
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
-        calls = (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"]
-        assert calls == 1 + 16 + 1
+        assert (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1 + 16 + 1
         # And the connection goes on
         assert (await a.admit("g", flow="good")).status == "queued"

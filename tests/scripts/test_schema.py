@@ -20,8 +20,7 @@ SHORT = {"B": "BAND", "L": "FLOWQUEUE", "W": "WORKLOAD", "R": "REPLICA", "E": "E
 
 def documented() -> dict[str, str]:
     """Key pattern, without the pool's prefix -> type, as the page lists them."""
-    rows = re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M)
-    return dict(rows)
+    return dict(re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M))
 
 
 def in_scripts() -> dict[str, str]:

@@ -82,8 +82,7 @@ class Mixed(DirectPool):
             # The former has the number of the band where the present one has its priority.
             priority = NAMED[band].priority if version else band
             size = 100 * NAMES.index(name) if name in NAMES else 0
-            text = arrival(name, flow=f"flow-{name}", priority=priority, body_bytes=size)
-            self.of(version, "admit", text)
+            self.of(version, "admit", arrival(name, flow=f"flow-{name}", priority=priority, body_bytes=size))
 
     def place(self, version: int, name: str) -> None:
         self.of(version, "place", name, "1", "*")
@@ -106,8 +105,7 @@ class Mixed(DirectPool):
 
     def audit(self) -> None:
         """Each endpoint's load is the number of requests placed there."""
-        rows = self.call("view_inflight", "", "", 51)
-        placed = [row.decode().split("\x1f") for row in rows[2::2]]
+        placed = [row.decode().split("\x1f") for row in self.call("view_inflight", "", "", 51)[2::2]]
         hosts = [row[13].split(",")[0] for row in placed if row[1] == "placed"]
         loads = self.loads()
         assert [loads.get(each, 0) for each in ENDPOINTS] == [hosts.count(each) for each in ENDPOINTS]
