@@ -318,8 +318,7 @@ def search(world: World) -> tuple[int, str]:
         state = open_states.pop()
         world.go_to(state)
         if world.all_back:
-            at_once = world.patient and world.pool.life == 1 and world.request == _OVER
-            fault = world.fault() if at_once else ""
+            fault = world.fault() if world.patient and world.pool.life == 1 and world.request == _OVER else ""
             world.at_rest()
             if fault := fault or world.fault():
                 return len(reached), f"{_way(reached, state)}: {fault}"

@@ -46,8 +46,7 @@ def quiet() -> Iterator[None]:
 async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_those_that_run(
     replicas: int, how: dict[str, Any]
 ) -> None:
-    world = World(replicas, **{"outs": 1, **how})
-    states, fault = search(world)
+    states, fault = search(World(replicas, **{"outs": 1, **how}))
     assert fault == ""
     assert states > 1000
 

@@ -104,10 +104,6 @@ async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     return await call(*args)
 
 
-def _candidates(subset: tuple[str, ...] | None) -> str:
-    return "*" if subset is None else ",".join(subset)
-
-
 class PatientPauseDetector(PauseDetector):
     """Finds no pause since a call was sent: a reply that a busy machine reads late counts all the same."""
 
@@ -164,10 +160,10 @@ class Replica:
         self._by_hand.add(request_id)
         candidates = fields.pop("candidates", None)
         request = ask(request_id, **fields)
-        return await self.store.admit(request, attempt, candidates or _candidates(request.subset), age_s)
+        candidates = candidates or ("*" if request.subset is None else ",".join(request.subset))
+        return await self.store.admit(request, attempt, candidates, age_s)
 
-    async def place(self, request_id: str, attempt: int = 1, **fields: Any) -> Decision:
-        candidates = fields.get("candidates") or _candidates(fields.get("subset"))
+    async def place(self, request_id: str, attempt: int = 1, candidates: str = "*") -> Decision:
         return await self.store.place(request_id, attempt, candidates)
 
     async def settle(self, *request_ids: str) -> list[str]:

@@ -16,7 +16,6 @@ from picker_tools.audit.log import Entry, LogStream
 
 FLOWS = {"one": 1.0, "two": 2.0, "four": 4.0, "tight": 1.0}
 LIMITS = {"tight": 1}
-MOST_STEPS = 1000
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     "weighted-fair, fcfs": {},
     "round-robin, edf": {"fairness": "round-robin", "ordering": "edf", "band_policy": "weighted"},
@@ -42,7 +41,7 @@ class Storm:
     async def blow(self, steps: int, until_seen: Collection[str] = ()) -> None:
         """Make `steps` steps, and as many more as it takes until the log has every event of `until_seen`, and
         grants by each of those named there ("turn", "guard")."""
-        for step in range(MOST_STEPS):
+        for step in range(1000):
             await self._read_log()
             if step >= steps and set(until_seen) <= self._happened:
                 return

@@ -28,7 +28,6 @@ from picker_fleet.state.error_replies import ERROR_REPLIES
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
-SILENCE_S = 5.0  # nothing here is to look like silence
 REFUSING = {  # what makes a real server refuse, the kind of its error, and what ends it
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
@@ -51,7 +50,7 @@ class Watched:
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
-        detector = FailureDetector(SILENCE_S, SILENCE_S)
+        detector = FailureDetector(5.0, 5.0)  # nothing here is to look like silence
         self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, detector)
         self.waiting: asyncio.Task[Any]
 

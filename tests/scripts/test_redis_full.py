@@ -15,7 +15,6 @@ from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.connection import FailureDetector
 
 ROOM = 400_000  # bytes for what is to wait
-UPPER = 2
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ class Clients:
 
 
 async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: Server, pool: str) -> None:
-    async with running(server.url, pool, "a", upper_per=UPPER, listening=True, log_max=0) as it:
+    async with running(server.url, pool, "a", upper_per=2, listening=True, log_max=0) as it:
         clients = Clients(it)
         a, gate = clients.replica, clients.gate
         gate.update_peers({"a": {"degraded": False}})

@@ -25,7 +25,6 @@ from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
 HEARTBEAT_S = 6.0  # a replica that is silent for 3.6 s counts as gone: longer than a busy machine stalls
-REPLICAS = ("one", "two", "three")
 
 
 class Meter(Metrics):
@@ -139,7 +138,7 @@ async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @asynccontextmanager
 async def running(
-    url: str, pool: str, addresses: list[str], names: Sequence[str] = REPLICAS
+    url: str, pool: str, addresses: list[str], names: Sequence[str] = ("one", "two", "three")
 ) -> AsyncIterator[ScrapingFleet]:
     fleet = ScrapingFleet(url, pool, addresses, names)
     try:

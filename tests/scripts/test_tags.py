@@ -97,11 +97,10 @@ async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_agai
 
 @pytest.mark.parametrize("weight", [1e-308, 9e-4, 2e6, HUGE, math.inf, math.nan])
 def test_weights_out_of_bounds_are_refused_in_the_configuration_and_live(weight: float) -> None:
-    for section in ("models", "objectives"):
+    trees = [{section: [{"name": "x", "weight": weight}]} for section in ("models", "objectives")]
+    for tree in (*trees, {"fair_request_queue": {"band_weights": {"Default": weight}}}):
         with pytest.raises(ConfigError, match="weight"):
-            parse({section: [{"name": "x", "weight": weight}]})
-    with pytest.raises(ConfigError, match="weight"):
-        parse({"fair_request_queue": {"band_weights": {"Default": weight}}})
+            parse(tree)
     with pytest.raises(ConfigError, match="gold: must be a number from"):
         live_config.applied(parse({}), {"weights.gold": weight})
 

@@ -86,7 +86,6 @@ async def test_policies_change_while_requests_wait(
             assert await it.redis.keys(f"{it.keys.prefix}{kind}:*") == []
 
 
-E1, E2, E3 = addresses(3)
 PROMPT = (b"a" * 8, b"b" * 8)
 
 
@@ -96,7 +95,7 @@ async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Parts, 
     leases = {"heartbeat": 0.1, "replica_silence": 5}
     settings = parse({"redis": {"url": url}, "pool": pool, "leases": leases})
     parts = assemble(settings, name)
-    parts.membership.discovered([Endpoint(address) for address in (E1, E2, E3)])
+    parts.membership.discovered([Endpoint(address) for address in addresses(3)])
     async with asyncio.TaskGroup() as tasks:
         work = (parts.store.run(), parts.membership.run(), parts.follow_routes())
         running = [tasks.create_task(each) for each in work]
