@@ -8,12 +8,14 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then the ids of requests
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'unknown' (not placed)
+-- Returns {epoch, notifications, attempts, served, reply...}: 'suspected' | 'waiting' (for its place: the caller asks
+--   again, since its owner may not know yet) | 'unknown'
 
 local function report_client_gone(args)
   return for_each_item(args, REPORT_CLIENT_GONE_ITEM, function(_, id)
     local r = record.read(id)
-    if not r or r.state ~= STATE_PLACED then return 'unknown' end
+    if not r then return 'unknown' end
+    if r.state ~= STATE_PLACED then return 'waiting' end
     defer_write('ZADD', key.suspects, now_ms, id)
     return 'suspected'
   end)

@@ -131,12 +131,14 @@ async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> 
 async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[str, Any]:
     """Wait until nothing is queued or in flight, whatever counts it; the state then."""
 
-    async def look() -> dict[str, Any] | None:
-        state: dict[str, Any] = await fleet.get("state", replica)
-        return None if any(counts(state)) or await records(fleet) else state
+    async def look() -> tuple[dict[str, Any], int]:
+        return await fleet.get("state", replica), await records(fleet)
 
-    found: dict[str, Any] = await fleet.eventually(look, within_s=within_s, what="rest")
-    return found
+    def rests(found: tuple[dict[str, Any], int]) -> bool:
+        return not any(counts(found[0])) and not found[1]
+
+    found: tuple[dict[str, Any], int] = await fleet.eventually(look, rests, within_s=within_s, what="rest")
+    return found[0]
 
 
 def counts(state: dict[str, Any]) -> list[float]:

@@ -63,6 +63,20 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
         assert events_of(await it.log(), "q") == ["bypassed", "cancelled"]
 
 
+async def test_a_client_that_is_reported_gone_from_the_queue_is_suspected_once_its_request_is_placed(
+    fleet: OpenFleet,
+) -> None:
+    # Envoy's log tells one replica that a client has left before its owner, which is slow, knows it.
+    async with fleet("a", "b", full=True) as (it, a, b):
+        waiter = await waiting(it, b, "q")
+        a.gate.suspect("q")
+        # When the request is placed meanwhile, for nobody, the next pages of its endpoint decide.
+        await a.settle("runs")
+        await b.beat()
+        await waiter
+        await until(lambda: it.has("suspects"))
+
+
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
     # One that waits and one behind it.
     async with fleet("a", "b", full=True) as (it, a, b):

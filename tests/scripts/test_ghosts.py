@@ -90,10 +90,13 @@ async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(
 
 
 async def test_a_suspect_is_given_up_once_two_newer_pages_lack_it(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10) as (it, a):
+    async with fleet("a", upper_per=1) as (it, a):
         # A placed request whose client has gone, as somebody says without an accounting token.
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
+        await a.admit("next")
+        assert await a.store.report_client_gone("next") == "waiting"
+        await a.store.cancel("next", 1, "cancelled")
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         # Pages of before, or of the second in which it may be on its way, give it up to nobody.

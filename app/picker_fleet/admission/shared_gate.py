@@ -52,6 +52,8 @@ _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
 _NO_ENDPOINTS = "no-endpoints"  # why the script refused
 _TAKEN_OVER = "taken over by a newer stream"
+_SUSPECT_TRIES = 4
+_SUSPECT_PAUSE_S = 1.0
 METER_WINDOW_S = 10  # whole seconds, without the present one
 _MAX_UNACKNOWLEDGED = 10_000  # a grant beyond asks for its place, which needs no acknowledgement
 _MAX_RECENT = 50_000  # the oldest are dropped
@@ -515,8 +517,16 @@ class SharedGate:
             if completion.accounting_token:  # the replica that placed it may not learn of the end
                 self._tombstone(completion)
 
-    def suspect(self, request_id: str) -> None:
-        _ignore_loss(self._store.report_client_gone(request_id))
+    def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
+        """As `Gate.suspect`. While the request waits, its owner may place it before it learns that its client
+        has gone: then its answer reaches nobody."""
+
+        def told(answer: asyncio.Future[str]) -> None:
+            lost = answer.cancelled() or answer.exception() is not None
+            if not lost and answer.result() == "waiting" and tries > 1:
+                self._loop.call_later(_SUSPECT_PAUSE_S, self.suspect, request_id, tries - 1)
+
+        self._store.report_client_gone(request_id).add_done_callback(told)
 
     def _tombstone(self, completion: Completion) -> None:
         def written(answer: asyncio.Future[str]) -> None:

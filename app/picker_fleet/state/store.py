@@ -234,7 +234,8 @@ class Store:
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        """suspected | unknown: the client may have gone; the endpoint's next metrics pages decide."""
+        """suspected | waiting | unknown: the client may have gone. Of a request that is placed the endpoint's
+        next metrics pages decide."""
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
