@@ -58,15 +58,16 @@ Readings = dict[str, dict[str, list[Reading]]]  # by case and variant, one a rou
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A picker behind an Envoy as gateways configure it, as the load sees it."""
+    """A picker behind an Envoy as gateways configure it, as the load sees it; the Go picker has no Valkey."""
 
     seat: Seat
     url: str
+    has_valkey: bool
 
     def cpu_us(self) -> tuple[float, float, float]:
         """As `Stack.cpu_us`."""
         seat = self.seat
-        processes = seat.pickers[0].process, seat.redis.process, seat.envoy
+        processes = seat.pickers[0].process, seat.redis.process if self.has_valkey else None, seat.envoy
         picker, valkey, envoy = (cpu_ns([process.pid] if process else []) / 1000 for process in processes)
         return picker, valkey, envoy
 
@@ -83,7 +84,7 @@ async def behind(cluster: ApiServer, here: Seat, launch: Callable[..., list[str]
         return (await here.ask()).status_code == 200
 
     assert await until(serves, within_s=_SERVING_S), f"nothing is served: {here.folder}"
-    return Behind(here, str(gateway.base_url))
+    return Behind(here, str(gateway.base_url), has_valkey=launch is picker_command)
 
 
 async def measure(folder: Path, cluster: ApiServer, go: str, rounds: int) -> Readings:
@@ -128,11 +129,8 @@ def _compared(readings: Mapping[str, Sequence[Reading]], name: str) -> list[str]
         median(getattr(each, what) for each in own)
         for what in ("picker_us", "valkey_us", "envoy_us", "requests_per_s")
     )
-    valkey = 0 if name == GO else valkey
     added = median(a.p50_ms - b.p50_ms for a, b in zip(own, none, strict=True))
-    ratios = [
-        (a.picker_us + (0 if name == GO else a.valkey_us)) / b.picker_us for a, b in zip(own, go, strict=True)
-    ]
+    ratios = [(a.picker_us + a.valkey_us) / b.picker_us for a, b in zip(own, go, strict=True)]
     alone = [a.picker_us / b.picker_us for a, b in zip(own, go, strict=True)]
     return [
         *(f"{each:.0f}" for each in (picker, valkey, envoy, rate)),
