@@ -102,11 +102,18 @@ local function bypass(r, turn, picks)
   return reply
 end
 
+local last_left_ms, last_queued -- most requests have the same TTL, and to write a number takes as long as a command
+local function queued_for(left_ms)
+  if left_ms ~= last_left_ms then last_left_ms, last_queued = left_ms, 'queued ' .. left_ms end
+  return last_queued
+end
+
 -- Decide about a request that is not known.
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
-  r.band = bands.of(r.priority)
+  local band = bands.of(r.priority)
+  r.band = band
   if pool.ready == 0 and settings.queue_unready ~= 1 then return refuse(r, REFUSED_NO_ENDPOINTS) end
   r.deadline_ms = now_ms + left_ms
   local reply = pool.queued == 0 and pool.ready > 0 and bypass(r, turn, picks)
@@ -115,30 +122,29 @@ local function arrive(r, turn, picks)
   if settings.queue_enabled == 0 and settings.paused ~= 1 and pool.queued == 0 then
     return refuse(r, REFUSED_SATURATED)
   end
-  if settings.overload == OVERLOAD_REJECT_NONCRITICAL and not GUARANTEED[r.band] then
+  if settings.overload == OVERLOAD_REJECT_NONCRITICAL and not GUARANTEED[band] then
     return refuse(r, REFUSED_SATURATED)
   end
-  if settings.fairness ~= FAIRNESS_NONE and queue.length(r.band, r.flow) >= settings.flow_capacity then
+  if settings.fairness ~= FAIRNESS_NONE and queue.length(band, r.flow) >= settings.flow_capacity then
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
   -- No more flows than requests can wait, so flows are counted only when the queue is that long.
-  if not GUARANTEED[r.band] and pool.queued >= (settings.max_flows or math.huge)
-    and queue.count_flow_queues() >= settings.max_flows and queue.length(r.band, queue.flow_queue(r)) == 0 then
+  if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
+    and queue.count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)
   end
-  if pool[QUEUED[r.band]] >= CAPACITY[r.band] then return refuse(r, REFUSED_BAND_CAPACITY) end
-  r.bytes = math.min(r.bytes, MOST_BYTES)
-  if not bands.has_room_for_bytes(r) then return refuse(r, REFUSED_BAND_BYTES) end
+  if pool[QUEUED[band]] >= CAPACITY[band] then return refuse(r, REFUSED_BAND_CAPACITY) end
+  if r.bytes > MOST_BYTES then r.bytes = MOST_BYTES end
+  if bands.limit_bytes and not bands.has_room_for_bytes(r) then return refuse(r, REFUSED_BAND_BYTES) end
   if pool.queued >= settings.total_capacity and not (settings.overload == OVERLOAD_PREEMPT and preempt_for(r)) then
     return refuse(r, REFUSED_TOTAL_CAPACITY)
   end
   r.state, r.any_endpoint = STATE_QUEUED, r.candidates == endpoints.ANY
-  notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
   local tag = queue.insert(r)
   record.put(r)
   if settings.log_max > 0 then log_event('queued', r, tag) end
-  return 'queued ' .. left_ms
+  return queued_for(left_ms)
 end
 
 local asked, ids, workload_ids = {}, {}, {} -- reused by each call

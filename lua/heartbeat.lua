@@ -98,23 +98,17 @@ local function heartbeat(args)
   local members = live_replicas(was_known == 0, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys')
-  local inbox, left, granted, notes = read_inbox(key.inbox[owner]), {}, {}, {}
-  for i = 1, #inbox, 2 do
-    local what = inbox[i + 1]
-    if what == NOTIFY_GRANTED or string.sub(what, 1, #NOTIFY_PLACED) == NOTIFY_PLACED then
-      granted[#granted + 1], notes[inbox[i]] = inbox[i], what
-    else
-      left[#left + 1] = what .. ' ' .. inbox[i]
-      defer_write('HDEL', key.inbox[owner], inbox[i])
-    end
-  end
-  record.prefetch(granted, #granted)
-  for _, id in ipairs(granted) do
-    local r, note = record.read(id), notes[id]
-    if r and r.owner == owner and notifications.is_untaken(r, note) then
+  local inbox, left, ids = read_inbox(key.inbox[owner]), {}, {}
+  for i = 1, #inbox, 2 do ids[#ids + 1] = inbox[i] end
+  record.prefetch(ids, #ids)
+  for i, id in ipairs(ids) do
+    local r, note = record.read(id), inbox[2 * i]
+    local is_grant = note == NOTIFY_GRANTED or string.sub(note, 1, #NOTIFY_PLACED) == NOTIFY_PLACED
+    if is_grant and r and r.owner == owner and notifications.is_untaken(r, note) then
       left[#left + 1] = 'granted ' .. id -- it stays until place takes it
     else
-      if note == NOTIFY_GRANTED then strays = strays + 1 end -- else it has ended before that was acknowledged
+      if note == NOTIFY_GRANTED then strays = strays + 1 end
+      if not is_grant and not r then left[#left + 1] = note .. ' ' .. id end
       notifications.withdraw(owner, id)
     end
   end

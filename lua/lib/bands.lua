@@ -23,7 +23,8 @@ local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {
 local BANDS = {0, 1, 2} -- the numbers in use, the highest priority first
 local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
-local bands = {keeps_bytes = false} -- whether bytes wait, or the field of them must be emptied
+-- keeps_bytes: whether bytes wait, or the field of them must be emptied; limit_bytes: whether any band limits them
+local bands = {keeps_bytes = false, limit_bytes = false}
 do -- a chunk may have 200 locals
   local LAST = 63
   -- number, priority, requests (waiting or running), queued, v, new, tag
@@ -94,6 +95,8 @@ do -- a chunk may have 200 locals
   -- The settings in force have changed.
   function bands.configure(settings)
     configured, weights = settings.bands or CONFIGURED, settings.band_weights or {}
+    bands.limit_bytes = false
+    for _, each in ipairs(configured) do bands.limit_bytes = bands.limit_bytes or each.bytes ~= nil end
     arrange()
   end
 
@@ -169,7 +172,6 @@ do -- a chunk may have 200 locals
   end
 
   function bands.written(text) stored = text end
-  function bands.exists(band) return PRIORITY[band] ~= nil end
   function bands.has_others() return others[1] ~= nil end
   -- Versions beat at fractions of a millisecond that tell them apart.
   local BEAT = 0.25

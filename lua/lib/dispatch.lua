@@ -19,7 +19,6 @@ end
 -- End a request in any state: everything it takes is given back, exactly once.
 local function finish_request(r, event, note)
   local state = r.state
-  local ran = state == STATE_GRANTED or state == STATE_PLACED
   if state == STATE_QUEUED then
     queue.remove(r)
   elseif state == STATE_HELD then
@@ -36,7 +35,7 @@ local function finish_request(r, event, note)
     local endpoint = endpoints.first(r.endpoints)
     if endpoints.has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
   end
-  if ran and r.limit > 0 then
+  if r.limit > 0 and (state == STATE_GRANTED or state == STATE_PLACED) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end
 end
@@ -207,7 +206,7 @@ local function dispatch()
     else
       local take = pool.stock_for(r.cost, pool.upper)
       if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end
-      grant(r, tag, take, flow_queue, math.max(room - served, 1))
+      grant(r, tag, take, flow_queue, room - served)
       served, places = served + 1, places - 1
     end
   end

@@ -110,23 +110,38 @@ do -- a chunk may have 200 locals
     end
   end
 
+  local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
+  local function is_less_loaded(a, b) return loads[a] < loads[b] end
+
   -- Read the candidates for `picks` requests: the `picks` + `want` least loaded ones include the best of each request.
-  -- Those whose load this call has changed are candidates, too: Redis does not list them, or not in their order.
+  -- Those whose load this call has changed are not listed by Redis, or not in their order, so they are merged.
   local function read_window(picks, want)
-    local most, changed, count = math.max(picks + want, SMALL), {}, 0
-    window = {}
-    for address in pairs(changed_loads) do
-      count = count + 1
-      window[count], changed[address] = address, true
+    local most = math.max(math.max(picks, 1) + want, SMALL)
+    local changed, changed_count, own = changed_loads, 0, {}
+    for address in pairs(changed) do
+      changed_count = changed_count + 1
+      if is_pickable(loads[address]) then own[#own + 1] = address end
     end
-    local flat = redis.call('ZRANGE', key.load, 0, most + count - 1, 'WITHSCORES')
-    for i = 1, #flat, 2 do
-      local address = flat[i]
+    table.sort(own, is_less_loaded)
+    local listed, count, next_own = redis.call('ZRANGE', key.load, 0, most + changed_count - 1, 'WITHSCORES'), 0, 1
+    window = {}
+    for i = 1, #listed, 2 do
+      local address = listed[i]
       if not changed[address] then
-        if not loads[address] then loads[address] = tonumber(flat[i + 1]) end
+        local load = loads[address] or tonumber(listed[i + 1])
+        loads[address] = load
+        while own[next_own] and loads[own[next_own]] < load do
+          count = count + 1
+          window[count], next_own = own[next_own], next_own + 1
+        end
         count = count + 1
         window[count] = address
+        if count >= most then break end
       end
+    end
+    for i = next_own, count < most and #own or 0 do
+      count = count + 1
+      window[count] = own[i]
     end
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
@@ -161,8 +176,6 @@ do -- a chunk may have 200 locals
     endpoints.prefetch(found, #found)
     return found, scores
   end
-
-  local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
 
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
   function endpoints.is_ready(address) return is_pickable(load_of(address)) end

@@ -398,15 +398,15 @@ do
   -- Take r out of its flow queue, timers and indexes. Returns whether the flow queue is now empty.
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
-    local requests = key.queue[band][flow_queue]
-    if settings.ordering == ORDERING_WORKLOAD_AWARE then queue.length(band, flow_queue) end -- r is rarely the first
+    local requests, is_aware = key.queue[band][flow_queue], settings.ordering == ORDERING_WORKLOAD_AWARE
+    if is_aware then queue.length(band, flow_queue) end -- r is rarely the first
     local emptied, left = read_ahead.remove(requests, id), lengths[requests]
     if left then
       lengths[requests], emptied = left - 1, left == 1
     elseif emptied == nil then
       emptied = queue.length(band, flow_queue) == 0
     end
-    if settings.ordering == ORDERING_WORKLOAD_AWARE or pool.refiling == 1 then order.remove(r, flow_queue) end
+    if is_aware or pool.refiling == 1 then order.remove(r, flow_queue) end
     timers.stop(id)
     if pool.overdue > 0 and write_now('ZREM', key.overdue, id) then pool.overdue = pool.overdue - 1 end
     count_queued(r, -1)

@@ -23,17 +23,12 @@ do -- a chunk may have 200 locals
     return r
   end
 
-  local function mark_changed(id)
-    changed_count = changed_count + 1
-    changed_ids[changed_count] = id
-  end
-
   -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped, and the request is unknown.
   local function parse(id, text)
     local r = record.new(id)
-    if not (pcall(unpack_record, r, text) and bands.exists(r.band)) then
-      strays, known[id] = strays + 1, false
-      mark_changed(id)
+    if not (pcall(unpack_record, r, text) and PRIORITY[r.band]) then
+      strays = strays + 1
+      record.remove(r)
       defer_write('ZADD', key.unheard, now_ms, id) -- it may run, and is then restored
       return nil
     end
@@ -77,13 +72,15 @@ do -- a chunk may have 200 locals
 
   -- `put` and `remove` take effect in Redis at the end of the call, once for each id, as the record is then.
   function record.put(r)
-    known[r.id] = r
-    mark_changed(r.id)
+    local id = r.id
+    known[id], changed_count = r, changed_count + 1
+    changed_ids[changed_count] = id
   end
 
   function record.remove(r)
-    known[r.id] = false
-    mark_changed(r.id)
+    local id = r.id
+    known[id], changed_count = false, changed_count + 1
+    changed_ids[changed_count] = id
   end
 
   local packed, removed = {}, {} -- reused by each call: id, text, id, text ...; ids

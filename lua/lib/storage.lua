@@ -67,9 +67,19 @@ local commit_deferred_writes, reset_storage
 local read_ahead = {}
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  -- Names that begin with `prefix`, by their ending.
+  -- Names that begin with `prefix`, by their ending. The last ones are kept: to make a name costs twenty lookups.
+  local MOST_NAMES = 256
   local function names_with_prefix(prefix)
-    return setmetatable({}, {__index = function(_, ending) return prefix .. ending end})
+    local kept = 0
+    return setmetatable({}, {__index = function(names, ending)
+      if kept == MOST_NAMES then
+        kept = 0
+        for each in pairs(names) do names[each] = nil end
+      end
+      kept = kept + 1
+      names[ending] = prefix .. ending
+      return names[ending]
+    end})
   end
 
   -- What `make` has for each band, made when it is first asked for.

@@ -151,9 +151,9 @@ local function pack_record(r)
   local number = STATE_NUMBERS[r.state]
   local text = struct.pack(RECORD_LAYOUTS[number], number,
 {_commas(record)})
-  local any_endpoint = r.any_endpoint and number <= {WAITING_STATES}
-  if number == {len(STATES)} or r.bytes == 0 and not any_endpoint then return text end
-  return text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0) .. (any_endpoint and '\\1' or '')
+  if r.bytes == 0 and not r.any_endpoint or number == {len(STATES)} then return text end
+  text = text .. struct.pack('{bytes_layout}', r.bytes, r.bytes_epoch or 0)
+  return r.any_endpoint and number <= {WAITING_STATES} and text .. '\\1' or text
 end"""
     fields = _commas([*ACCOUNTING_TOKEN, "rest"])
     pattern = "^" + r"([^\t]*)\t" * (len(ACCOUNTING_TOKEN) - 1) + r"([^\t]*)(.*)"
