@@ -56,6 +56,7 @@ class ScriptedGate:
         self.renewed: list[Alive] = []
         self.renewals: list[str] = []  # the replies to come
         self.suspected: list[str] = []
+        self.places_are_awaited = False
         self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from background import until
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import ScriptedGate, serving_on
@@ -108,6 +109,25 @@ def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
     gate, metrics = ScriptedGate(), Metrics()
     accesslog.take(entries, [Account(gate, metrics, KEYS)])
     return gate, page_of(metrics).decode()
+
+
+async def test_messages_wait_for_decisions_and_come_in_order_but_at_once_where_requests_wait() -> None:
+    gate = ScriptedGate()
+    collector = accesslog.Collector([Account(gate, Metrics(), KEYS)])
+
+    def send(*names: str) -> None:
+        for name in names:
+            collector.on_message(batch(entry(request_id=name)).SerializeToString())
+
+    send("first", "second")
+    assert gate.settled == []
+    gate.places_are_awaited = True
+    send("third")
+    assert [each.id for each in gate.settled] == ["first", "second", "third"]
+    gate.places_are_awaited = False
+    send("fourth")
+    assert len(gate.settled) == 3
+    await until(lambda: len(gate.settled) == 4)
 
 
 BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))

@@ -39,6 +39,11 @@ REFUSALS: dict[str, tuple[type[RequestError], str]] = {
 class Gate(Protocol):
     """Admission and placement of requests, from one event loop."""
 
+    @property
+    def places_are_awaited(self) -> bool:
+        """Whether requests wait, so that the end of another is to be reported at once."""
+        ...
+
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """Wait for the request's turn and its endpoints. Its place in the queue is that of one that arrived
         `age_s` ago.

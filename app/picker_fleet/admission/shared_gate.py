@@ -135,6 +135,11 @@ class SharedGate:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def places_are_awaited(self) -> bool:
+        """As in `Gate`; of other replicas as of the last heartbeat."""
+        return self._queued > 0 or self.fleet_queued > 0
+
     def running_by_model(self) -> Counter[str]:
         """The placed requests whose streams this replica owns, by the model that was asked for."""
         return Counter(
@@ -495,7 +500,7 @@ class SharedGate:
             completion.outcome,
             actual,
             answer_tokens,
-            urgent=bool(self._queued or self.fleet_queued),
+            urgent=self.places_are_awaited,
         )
 
     def _note_failed(self, address: str) -> None:

@@ -8,9 +8,11 @@ or restore nothing. One stream has the entries of all pools: each pool signs wit
 signature says whose request it was. Served by the replica's gRPC server.
 """
 
+import asyncio
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -62,6 +64,7 @@ TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
 TOKEN_MARK: Final = "="  # before names and tokens: a header's value loses blanks at its ends
 _LONGEST_ID = 512
+_DELAY_S = 0.001
 _MOST_TOKENS = 1e9
 
 
@@ -75,17 +78,43 @@ class Account(NamedTuple):
 
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
     """The access-log service, by path. The metadata `namespace` says who served."""
+    return {f"/{SERVICE}/StreamAccessLogs": Collector(accounts, namespace).collect}
 
-    def on_message(data: bytes) -> None:
-        message = _message(data)
-        if message.HasField("http_logs"):
-            take(message.http_logs.log_entry, accounts, namespace)
 
-    async def collect(stream: Stream) -> bytes:
-        await stream.read_all(on_message)
+class Collector:
+    """Reports what Envoy's streams bring, in order.
+
+    While no request waits for a place, a message waits up to 1 ms: a client's next request often comes right
+    behind the end of its last one, and is decided first. One event loop.
+    """
+
+    def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
+        self._accounts, self._namespace = accounts, namespace
+        self._messages: deque[bytes] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def collect(self, stream: Stream) -> bytes:
+        """Take the messages of one stream until it ends."""
+        await stream.read_all(self.on_message)
+        self._report()
         return b""  # StreamAccessLogsResponse has no fields
 
-    return {f"/{SERVICE}/StreamAccessLogs": collect}
+    def on_message(self, data: bytes) -> None:
+        """Take one StreamAccessLogsMessage."""
+        self._messages.append(data)
+        if any(account.gate.places_are_awaited for account in self._accounts):
+            self._report()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._report)
+
+    def _report(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._messages:
+            message = _message(self._messages.popleft())
+            if message.HasField("http_logs"):
+                take(message.http_logs.log_entry, self._accounts, self._namespace)
 
 
 def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str, str]:
@@ -162,17 +191,20 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if intermediate:
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
+    prompt_tokens = _tokens(usage, "prompt_tokens") if usage else None
+    completion_tokens = _tokens(usage, "completion_tokens") if usage else None
+    flags = common.response_flags if common.HasField("response_flags") else None
     status = entry.response.response_code.value
     return Completion(
         id=request_id,
-        outcome=_outcome(common, status),
+        outcome=_outcome(flags, status),
         status=status,
         served=served,
-        prompt_tokens=_tokens(usage, "prompt_tokens"),
-        completion_tokens=_tokens(usage, "completion_tokens"),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
         duration_s=_seconds(common.time_to_last_downstream_tx_byte),
         first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
-        failed=_failed(common, served, accounting_token.endpoint_of(token)),
+        failed=_failed(common, flags, served, accounting_token.endpoint_of(token)),
         accounting_token=token,
         service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
         waited_s=waited_s,
@@ -189,21 +221,20 @@ def _message(data: bytes) -> Any:
         return als_pb2.StreamAccessLogsMessage()
 
 
-def _outcome(common: Any, status: int) -> Outcome:
-    if common.HasField("response_flags"):
-        flags = {field.name for field, _ in common.response_flags.ListFields()}
-        if flags & _CLIENT_FLAGS:
+def _outcome(flags: Any, status: int) -> Outcome:
+    if flags is not None:
+        names = {field.name for field, _ in flags.ListFields()}
+        if names & _CLIENT_FLAGS:
             return Outcome.CLIENT_GONE
-        if flags & _UPSTREAM_FLAGS:
+        if names & _UPSTREAM_FLAGS:
             return Outcome.UPSTREAM_FAILED
     return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
 
 
-def _failed(common: Any, served: str | None, picked: str) -> str:
+def _failed(common: Any, flags: Any, served: str | None, picked: str) -> str:
     """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
     if served is None or served == picked:
-        failed = common.HasField("response_flags") and common.response_flags.upstream_connection_failure
-        return picked if failed else ""
+        return picked if flags is not None and flags.upstream_connection_failure else ""
     # Another endpoint served the first attempt: Envoy did not know the picked one yet.
     return picked if common.upstream_request_attempt_count != 1 else ""
 
