@@ -3,8 +3,8 @@
 -- the bounds, and the notifications that a lost wake-up has left in its inbox.
 --
 -- Guarantees: a notification other than a grant is in the reply of exactly one heartbeat, even if a wake-up or another
--- reply brought it before; in none if a new request of its id has been queued since. A grant is repeated until it is
--- placed; one that was placed at once, until its replica acknowledges it.
+-- reply brought it before; in none if a new request has its id. A grant is repeated until it is placed; one that was
+-- placed at once, until its replica acknowledges it.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica

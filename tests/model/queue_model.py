@@ -150,9 +150,12 @@ class QueueModel(PoolModel):
         live = self.live(silence_ms)
         inbox = self.inboxes.get(caller, {})
         # Grants stay until they are placed, and those placed at once until that is acknowledged. Those that
-        # have ended meanwhile, or that another stream has, do not.
+        # have ended meanwhile, or that another stream has, do not. Nor does what an earlier request has left.
         placed = {id for id, what in inbox.items() if what.startswith("placed")}
         over = {id for id in placed if id not in self.requests or not self._is_untaken(self.requests[id])}
+        over |= {
+            id for id, what in inbox.items() if id not in placed and what != "granted" and id in self.requests
+        }
         granted = placed - over | {id for id, what in inbox.items() if what == "granted"}
         kept = [f"{'granted' if id in placed else inbox[id]} {id}" for id in inbox if id not in over]
         self.inboxes[caller] = {id: what for id, what in inbox.items() if id in granted}
@@ -275,7 +278,6 @@ class QueueModel(PoolModel):
 
     def _queue(self, r: Request, left_ms: int) -> str:
         self.requests[r.id] = r
-        self._withdraw_notification(r)  # of an earlier request of this id
         self.queue.insert(r)
         self._log("queued", r.id)
         return f"queued {left_ms}"
