@@ -238,8 +238,10 @@ async def converse(exchange: Exchange, *messages: ProcessingRequest) -> list[Pro
     said: list[ProcessingResponse] = []
     for message in messages:
         assert not exchange.done, "Envoy's messages after the end would not be read"
-        answers = await exchange.receive(message)
-        if answers:
+        if exchange.streaming:
+            answers, _ = exchange.pass_on(message.SerializeToString())
+            said.extend(map(ProcessingResponse.FromString, answers))
+        elif answers := await exchange.receive(message):
             said.extend(map(ProcessingResponse.FromString, answers))
             exchange.before_last_write()
     return said

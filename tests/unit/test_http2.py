@@ -24,7 +24,7 @@ from picker_fleet.extproc import http2, native
 from picker_fleet.extproc.context import BodyBudget
 from picker_fleet.extproc.http2 import ACK, DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, frame
 from picker_fleet.extproc.native import Keepalive, NativeTransport
-from picker_fleet.extproc.transport import Handler, Stream
+from picker_fleet.extproc.transport import Handler, RpcError, Status, Stream
 
 BUDGET_BYTES = 1024 * 1024
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -437,6 +437,49 @@ async def test_a_client_that_reads_slowly_makes_its_handler_wait() -> None:
                     frame(http2.WINDOW_UPDATE, 0, 1, credit), frame(http2.WINDOW_UPDATE, 0, 0, credit)
                 )
         assert len(received) == 100 * 10_005 + 9
+
+
+async def test_relayed_answers_come_in_order_and_wait_for_a_client_that_reads_slowly() -> None:
+    answered = 0
+
+    async def relayed(stream: Stream) -> bytes | None:
+        def answer(message: bytes) -> tuple[list[bytes], bool]:
+            nonlocal answered
+            answered += 1
+            return [message * 1000, message * 1000], answered == 20
+
+        return await stream.relay(answer)
+
+    names = b"abcdefghijklmnopqrstuvwxyz"
+    async with serving(relayed) as server, server.peer(window=5000) as peer:
+        await peer.send(peer.headers(1))
+        for at in range(20):
+            await peer.send(frame(DATA, 0, 1, b"\0\0\0\0\1" + names[at : at + 1]))
+        await until(lambda: answered == 3)
+        data = b""
+        while not (got := await peer.until(lambda each: each.stream == 1)).flags & END_STREAM:
+            if got.kind == DATA:
+                data += got.payload
+                assert answered <= 3 + len(data) // 2010  # the fifth answer waits for room, and all after it
+                await peer.send(frame(http2.WINDOW_UPDATE, 0, 1, len(got.payload).to_bytes(4, "big")))
+    head = b"\0" + (1000).to_bytes(4, "big")
+    assert data == b"".join(head + names[at : at + 1] * 1000 for at in range(20) for _ in range(2))
+
+
+async def test_a_relay_ends_with_its_stream_and_with_a_fault() -> None:
+    async def relayed(stream: Stream) -> bytes | None:
+        def answer(message: bytes) -> tuple[list[bytes], bool]:
+            if message == b"?":
+                raise RpcError(Status.NOT_FOUND, "no answer")
+            return [message], False
+
+        return await stream.relay(answer)
+
+    async with serving(relayed) as server, server.peer() as peer:
+        await peer.send(peer.request(1, b"\0\0\0\0\1a"))
+        assert (await peer.data(1))[5:] == b"a"
+        await peer.send(peer.request(3, b"\0\0\0\0\1?", flags=0))
+        assert (await peer.fields(3))["grpc-status"] == "5"
 
 
 async def test_a_smaller_window_setting_holds_for_open_streams_too() -> None:

@@ -151,6 +151,20 @@ class Exchange:
         """When the request began to arrive; once all its bytes have, when it was placed."""
         return self._started_s if self._placed_body is None else self._placed_body.placed_s
 
+    @property
+    def streaming(self) -> bool:
+        """The response comes in chunks; from now on messages may go to `pass_on`."""
+        return self._response is not None and self._response.streaming
+
+    def pass_on(self, data: bytes) -> tuple[Sequence[bytes], bool]:
+        """Take Envoy's next message of a streaming response; the answers, and whether it was the last.
+
+        Raises:
+            RpcError: it is no message.
+        """
+        message = _read(data)
+        return self._pass_on(message.WhichOneof("request"), message), self.done
+
     async def receive(self, message: ProcessingRequest) -> Iterable[bytes]:
         """Take Envoy's next message; the answers to write now, in order, each made when it is asked for.
 
@@ -463,6 +477,13 @@ class Exchange:
         return codec.refused(refusal, error.code)
 
 
+def _read(data: bytes) -> ProcessingRequest:
+    try:
+        return ProcessingRequest.FromString(data)
+    except DecodeError:
+        raise RpcError(Status.INVALID_ARGUMENT, "no ProcessingRequest") from None
+
+
 class ExchangeService:
     """Serves the streams of Envoy's `ext_proc` filter for one pool, an `Exchange` for each."""
 
@@ -496,6 +517,8 @@ class ExchangeService:
                 if uploading:
                     self._uploads.wait(exchange, task)
                 try:
+                    if exchange.streaming:
+                        return await stream.relay(exchange.pass_on)
                     data = await stream.read()
                 except BufferFull as fault:
                     refusal = exchange.abandon(fault)
@@ -511,10 +534,7 @@ class ExchangeService:
                     self._uploads.received(exchange)
                 if data is None:
                     return None
-                try:
-                    message = ProcessingRequest.FromString(data)
-                except DecodeError:
-                    raise RpcError(Status.INVALID_ARGUMENT, "no ProcessingRequest") from None
+                message = _read(data)
                 work = exchange.receive(message)
                 del message, data  # a request that waits must not hold the end of its body twice
                 answers = await work

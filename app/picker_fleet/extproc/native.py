@@ -33,7 +33,7 @@ from picker_fleet.extproc.http2 import (
     literal,
     start_of_frame,
 )
-from picker_fleet.extproc.transport import Handler, RpcError, Status
+from picker_fleet.extproc.transport import Handler, Relay, RpcError, Status
 from picker_fleet.units import split_host_port
 
 _BACKLOG = 1024
@@ -160,14 +160,58 @@ class GrpcStream:
 
     async def write(self, message: bytes) -> None:
         """Send one message; returns when all of it is on its way."""
+        if not self._write_now(message):
+            await self._write_parts(message)
+
+    def _write_now(self, message: bytes) -> bool:
+        """Send one message; False if the peer's windows do not allow it now."""
         frames = self._in_one_frame(message)
         if not frames:
-            await self._write_parts(message)
-        elif self._started:
+            return False
+        if self._started:
             self._connection.write(frames)
         else:
             self._started = True
             self._connection.write(b"".join((_OK, self.sid, OK_BLOCK, frames)))
+        return True
+
+    async def relay(self, answer: Relay) -> bytes | None:
+        """As `Stream.relay`, without a task that wakes for each message. Raises as `read`, and what `answer`
+        raises."""
+        unsent: deque[bytes] = deque()
+        is_last = False
+
+        def take(message: bytes) -> None:
+            nonlocal is_last
+            answers, is_last = answer(message)
+            now = answers[:-1] if is_last else answers
+            for at, each in enumerate(now):
+                if not self._write_now(each):
+                    unsent.extend(now[at:])
+                    break
+            if is_last:
+                unsent.extend(answers[-1:])
+            if unsent or is_last:
+                self._take = None  # what comes now is kept until the task has sent the rest
+                self._wake_reader()
+
+        while True:
+            while self._messages and not (unsent or is_last):
+                take(await self.read() or b"")
+            while len(unsent) > (1 if is_last else 0):
+                await self.write(unsent.popleft())
+            if is_last:
+                return unsent.popleft() if unsent else None
+            if not self._messages:
+                if self._fault is not None:
+                    raise self._fault
+                if self.remote_ended:
+                    return None
+                self._take, self._reader = take, self._connection.loop.create_future()
+                try:
+                    await self._reader
+                finally:
+                    self._take = self._reader = None
 
     async def serve(self, handler: Handler) -> None:
         """Run the handler and send the end of the stream."""

@@ -138,6 +138,7 @@ class Response:
         "_usage",
         "_waited_s",
         "ended",
+        "streaming",
     )
 
     def __init__(
@@ -155,7 +156,7 @@ class Response:
         target_model: str = "",
         tells_served: bool = False,
     ) -> None:
-        self.ended = False
+        self.ended = self.streaming = False
         self._tells_served = tells_served
         self._namespace = namespace
         self._client_headers = client_headers
@@ -213,6 +214,7 @@ class Response:
             body = self._rename.push(body, ended=ended)
         if ended:
             self._end(Outcome.COMPLETED)
+        self.streaming = not ended
         return [codec.response_body(body, ended=ended)]
 
     def _end(self, outcome: Outcome) -> None:

@@ -67,7 +67,14 @@ class Stream(Protocol):
         """Send a message; waits while the client takes none."""
         ...
 
+    async def relay(self, answer: "Relay") -> bytes | None:
+        """Send what `answer` makes of each message, until it says that this was the last one, or until the
+        end of the client's side. The last answer is returned and not sent; None if there is none."""
+        ...
 
+
+# The answers to a message, and whether it was the last.
+Relay = Callable[[bytes], tuple[Sequence[bytes], bool]]
 Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
@@ -163,6 +170,16 @@ class _GrpcioStream:
     async def read_all(self, take: Callable[[bytes], None]) -> None:
         while (message := await self.read()) is not None:
             take(message)
+
+    async def relay(self, answer: Relay) -> bytes | None:
+        while (message := await self.read()) is not None:
+            answers, is_last = answer(message)
+            now, last = (answers[:-1], answers[-1:]) if is_last else (answers, ())
+            for each in now:
+                await self.write(each)
+            if is_last:
+                return last[0] if last else None
+        return None
 
 
 class GrpcioTransport:
