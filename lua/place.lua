@@ -3,7 +3,8 @@
 -- endpoint, unless that stopped taking new requests before its replica knew, and another takes it.
 --
 -- Guarantees: the load is read and reserved in one step, so two replicas never both take an endpoint for idle (G1).
--- Repeating a call returns the same endpoint (G6).
+-- Repeating a call returns the same endpoint (G6). The lease begins anew: the caller may have been stopped since the
+-- grant, and the sweep must not give up what runs from now on.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5')
@@ -21,8 +22,9 @@ local function place(args)
     local r = record.read(id)
     if not r or r.owner ~= notifications.caller or r.attempt ~= attempt then return 'gone' end
     local turn = now_us + at
+    if r.state ~= STATE_GRANTED and r.state ~= STATE_PLACED then return 'gone' end
+    defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
     if r.state == STATE_GRANTED then return place_granted(r, candidates, turn, picks) end
-    if r.state ~= STATE_PLACED then return 'gone' end
     local former = r.endpoints
     local moved = not endpoints.is_ready(endpoints.first(former)) and notifications.is_untaken(r)
       and place_request(r, candidates, turn, picks)

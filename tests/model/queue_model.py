@@ -57,6 +57,7 @@ class QueueModel(PoolModel):
         r = self._owned(id, attempt)
         if r is None or r.state not in ("granted", "placed"):
             return "gone"
+        self._lease(r)
         if r.state == "granted":
             return self._place_granted(r, candidates)
         reply, former = None, r.endpoints

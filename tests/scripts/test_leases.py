@@ -50,6 +50,23 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
         await until_is(it.counts, ONE_RUNS)
 
 
+@pytest.mark.parametrize("candidates", ["*", E1])
+async def test_a_grant_that_is_taken_up_after_its_lease_begins_a_new_one(
+    fleet: OpenFleet, candidates: str
+) -> None:
+    # One waits, and is granted; where any endpoint will do, it is placed, too.
+    async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
+        await a.admit("first")
+        assert (await a.admit("second", candidates=candidates)).status == "queued"
+        await a.settle("first")
+        # Its replica was stopped for longer than the lease, and asks before the sweep.
+        await it.after(110)
+        assert (await a.place("second", candidates=candidates)).status == "placed"
+        # The sweep lets it run.
+        assert (await a.sweep()).reclaimed == 0
+        assert await it.counts() == ONE_RUNS
+
+
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
     # A placed request and a shared state that has been lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
