@@ -55,7 +55,9 @@ _TIMES = frozenset((*TTL, *DEADLINES))
 MAX_NAME_BYTES = 256  # of a model or a fairness id
 MAX_WORKLOAD_ID_BYTES = 128
 _SHORT_CONTEXT = 512  # characters; longer ones are not remembered
+_MAX_CACHED = 1000  # models and objectives that are remembered
 DEFAULT_CRITICALITY = 3
+_ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
 
 # A token is about four bytes of a JSON body, its field names included; `settle` corrects what was charged.
@@ -200,6 +202,17 @@ class PrefixReader(Protocol):
     def needs_prefix_hashes(self) -> bool: ...
 
 
+class _Configured(NamedTuple):
+    """What the configuration says of a model and an objective; `target_model` is '' where the model has
+    several variants."""
+
+    target_model: str
+    band: Band
+    weight: float
+    limit: int
+    selector: Mapping[str, str]
+
+
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
@@ -241,7 +254,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Shares] = {}
         self._any_rewrite: Shares | None = None
-        self._rewrites_models = False
+        self._cached: dict[tuple[str, str], _Configured] = {}  # by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
@@ -261,7 +274,7 @@ class Intake:
             model: _shares(split, model, former.get(model)) for model, split in rewrites.items()
         }
         self._any_rewrite = None if anything is None else _shares(anything, "", former_any)
-        self._rewrites_models = bool(rewrites) or anything is not None
+        self._cached.clear()
 
     def request(
         self,
@@ -281,7 +294,8 @@ class Intake:
         """
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
-        fairness_id = objective = rewrite = context = session = trace = ""
+        fairness_id = objective = rewrite = session = trace = ""
+        workload = _ANONYMOUS
         ttl_s, by_client = self._ttl_s, False
         if not headers.keys() <= _PLAIN:
             if not _NAMES.isdisjoint(headers):
@@ -293,48 +307,41 @@ class Intake:
                 deadline_s = _deadline_s(headers)
                 by_client = deadline_s <= ttl_s
                 ttl_s = deadline_s if by_client else ttl_s
-            context = _text(headers, WORKLOAD)
+            if context := _text(headers, WORKLOAD):
+                short = len(context) <= _SHORT_CONTEXT
+                workload = _short_context(context) if short else _workload(context)
             session = session_token_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
         model = rewrite or ask.model  # and with it what the request may use
-        band, weight = self._rank(model, objective)
+        configured = self._cached.get((model, objective)) or self._configured_for(model, objective)
+        target, band, weight, limit, selector = configured
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
-        target = model
-        if self._targets or self._rewrites_models:
-            shares = self.shares_of(model)
-            names = (model,) if shares is None else shares.split.names
-            target = names[0] if len(names) == 1 else ""
+        flow = fairness_id if fairness_id and self._by_fairness_id else model
+        prefix = self._prefix(target, ask) if target else ()
+        # By position: by name it takes three times as long.
         return InferenceRequest(
-            id=request_id,
-            model=model,
-            target_model=target,
-            stream=ask.stream,
-            flow=fairness_id if fairness_id and self._by_fairness_id else model,
+            request_id, model, target, ask.stream, flow, band, weight, workload, cost, ttl_s,
+            subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
+        )  # fmt: skip
+
+    def _configured_for(self, model: str, objective: str) -> _Configured:
+        ranks, name = (self._objectives, objective) if objective else (self._models, model)
+        band, weight = ranks.get(name, self._unranked)
+        # Of its flow, on each endpoint: the lower one of its model's and its objective's.
+        limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
+        shares = self.shares_of(model)
+        names = (model,) if shares is None else shares.split.names
+        configured = _Configured(
+            target_model=names[0] if len(names) == 1 else "",
             band=band,
             weight=weight,
-            workload=_workload(context, request_id),
-            cost=cost,
-            ttl_s=ttl_s,
-            by_client=by_client,
-            subset=subset,
-            limit=self._limit(model, objective),
-            learn=learn,
-            session=session,
-            prefix=self._prefix(target, ask) if target else (),
+            limit=min(filter(None, limits), default=0),
             selector=self._selectors.get(model, _ANYWHERE),
-            trace=trace,
-            body_bytes=ask.body_bytes,
         )
-
-    def _rank(self, model: str, objective: str) -> tuple[Band, float]:
-        ranks, name = (self._objectives, objective) if objective else (self._models, model)
-        return ranks.get(name, self._unranked)
-
-    def _limit(self, model: str, objective: str) -> int:
-        """Of its flow, on each endpoint: the lower one of its model's and its objective's; 0 for none."""
-        limit = self._limits.get(model, 0)
-        own = self._objective_limits.get(objective, 0) if objective else 0
-        return min(limit, own) if limit and own else limit or own
+        if len(self._cached) >= _MAX_CACHED:
+            self._cached.clear()
+        self._cached[model, objective] = configured
+        return configured
 
     def shares_of(self, model: str) -> Shares | None:
         """What `model` is sent as, by a live rewrite or else as configured; None for itself."""
@@ -438,14 +445,8 @@ def _numbers(values: Mapping[str, msgspec.Raw | memoryview]) -> dict[str, object
     return found
 
 
-def _workload(text: str, request_id: str) -> Workload:
-    """The workload in the header's `text`; an anonymous one is named after its only request."""
-    workload = _short_context(text) if len(text) <= _SHORT_CONTEXT else _context(text)
-    return workload if workload.registered else workload._replace(id=f"auto-{request_id}")
-
-
-def _context(text: str) -> Workload:
-    """The workload of a context; an anonymous one is without an id."""
+def _workload(text: str) -> Workload:
+    """The workload in the header's `text`; a text that says nothing makes an anonymous one."""
     context: object = None
     if text:
         try:
@@ -453,17 +454,17 @@ def _context(text: str) -> Workload:
         except orjson.JSONDecodeError:
             context = None
     if not isinstance(context, dict):
-        return Workload("", DEFAULT_CRITICALITY, registered=False)
+        return _ANONYMOUS
     number = finite_number(context.get("criticality"))
     criticality = DEFAULT_CRITICALITY if number is None else int(min(max(number, 1), 5))
     name = context.get("workload_id")
     stripped = name.strip() if isinstance(name, str) else ""
     if not stripped or _too_long(stripped, MAX_WORKLOAD_ID_BYTES) or has_control(stripped):
-        return Workload("", criticality, registered=False)
-    return Workload(stripped, criticality, registered=True)
+        return Workload("", criticality)
+    return Workload(stripped, criticality)
 
 
-_short_context = lru_cache(maxsize=4096)(_context)  # a workload's requests bring the same one
+_short_context = lru_cache(maxsize=4096)(_workload)  # a workload's requests bring the same one
 
 
 def _ranks(entries: Iterable[Model | Objective], bands: Bands) -> dict[str, tuple[Band, float]]:

@@ -16,11 +16,10 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Workload(NamedTuple):
-    """Who asks (spec 001). `registered` is false for an `auto-` id, which leaves no registry entry."""
+    """Who asks (spec 001). The `id` of an anonymous one is '': it stands for one request."""
 
     id: str
     criticality: int  # 1 (lowest) to 5
-    registered: bool
 
 
 class InferenceRequest(NamedTuple):

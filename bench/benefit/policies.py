@@ -115,7 +115,7 @@ class Queued:
 
     def arrive(self, job: Job, now_s: float) -> None:
         at = self._ingress(job)
-        workload = Workload(job.kind, CRITICALITY[job.kind], registered=False)
+        workload = Workload("", CRITICALITY[job.kind])
         request = InferenceRequest(
             str(job.number), "m", "m", True, job.tenant, Band.DEFAULT, 1.0, workload, 1.0, self._ttl_s, None
         )

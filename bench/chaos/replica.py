@@ -96,7 +96,7 @@ def call_of(request_id: str) -> Call:
     dice = random.Random(request_id)
     number = dice.randrange(len(FLOWS))
     shared = dice.random() < 0.5
-    name = f"workload-{dice.randrange(_WORKLOADS)}" if shared else f"auto-{request_id}"
+    name = f"workload-{dice.randrange(_WORKLOADS)}" if shared else ""
     tokens = dice.randint(1, 20)
     long = dice.random() < 0.002
     request = InferenceRequest(
@@ -107,7 +107,7 @@ def call_of(request_id: str) -> Call:
         flow=FLOWS[number],
         band=_BANDS.of(dice.choice(_PRIORITIES)),
         weight=1.0 + number % 4,
-        workload=Workload(name, dice.randint(1, 5), registered=shared),
+        workload=Workload(name, dice.randint(1, 5)),
         cost=float(max(1, round(tokens * dice.uniform(0.25, 4)))),
         ttl_s=dice.choice((0.3, 1.0, 5.0, 30.0)),
         subset=None,

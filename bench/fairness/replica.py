@@ -83,7 +83,7 @@ class Clients:
         self._made += 1
         request_id = f"{source.name}.{self._replica}.{number}"
         shared = f"{source.name}-{number % source.workloads}" if source.workloads else ""
-        workload = Workload(shared or f"auto-{request_id}", source.criticality, registered=bool(shared))
+        workload = Workload(shared, source.criticality)
         cost = 1.0
         if source.tokens:
             cost = round(source.tokens * source.guess_factor ** self._random.uniform(-1, 1))

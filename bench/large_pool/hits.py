@@ -123,6 +123,6 @@ def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> 
 
 def _request(prefix: Sequence[bytes]) -> InferenceRequest:
     plain = InferenceRequest(
-        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
+        "r", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
     )
     return plain._replace(prefix=tuple(prefix))

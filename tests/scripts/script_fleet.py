@@ -67,7 +67,7 @@ def ask(
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
-    who = Workload(workload or "auto-" + request_id, criticality, registered=bool(workload))
+    who = Workload(workload, criticality)
     usual = InferenceRequest(request_id, "llama", "llama", False, "flow", band, 1.0, who, 1.0, 60.0, None)
     return usual._replace(**fields)
 

@@ -16,7 +16,7 @@ from picker_fleet.request import InferenceRequest, Workload
 def ask(request_id: str = "r", **changes: Any) -> InferenceRequest:
     fields: dict[str, Any] = {
         "id": request_id, "model": "m", "target_model": "m", "stream": False, "flow": "f",
-        "band": Band.DEFAULT, "weight": 1.0, "workload": Workload(f"auto-{request_id}", 3, registered=False),
+        "band": Band.DEFAULT, "weight": 1.0, "workload": Workload("", 3),
         "cost": 1.0, "ttl_s": 30.0, "subset": None,
     }  # fmt: skip
     return InferenceRequest(**{**fields, **changes})

@@ -34,7 +34,7 @@ SETTINGS = parse({
     "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
     "fair_request_queue": {"queue_ttl": "30s"},
 })  # fmt: skip
-ANONYMOUS = Workload("auto-made", 3, registered=False)
+ANONYMOUS = Workload("", 3)
 FAIRNESS, LLM_D_FAIRNESS = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
 LONG = b"p" * 9000
 
@@ -277,13 +277,13 @@ WORKLOADS = [
     *(
         (
             json.dumps({"workload_id": given_id, "criticality": given}),
-            Workload(taken_id or "auto-made", taken, taken_id is not None),
+            Workload(taken_id or "", taken),
         )
         for given_id, taken_id in IDS
         for given, taken in CRITICALITIES
     ),
-    ('{"workload_id": "b"}', Workload("b", 3, True)),
-    ('{"criticality": 2}', Workload("auto-made", 2, False)),
+    ('{"workload_id": "b"}', Workload("b", 3)),
+    ('{"criticality": 2}', Workload("", 2)),
     *((text, ANONYMOUS) for text in NO_CONTEXTS),
 ]
 
@@ -317,7 +317,7 @@ def test_what_a_long_body_asks_for_is_read_wherever_its_long_strings_are(
 def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
     workload = asked({"x-workload-context": text.encode("utf-8", "ignore")}).workload
     assert 1 <= workload.criticality <= 5
-    assert workload.id
+    assert len(workload.id.encode()) <= 128
 
 
 @given(st.fixed_dictionaries({"workload_id": json_values, "criticality": json_values}))
@@ -326,9 +326,8 @@ def test_any_json_as_workload_makes_a_sound_workload(context: dict[str, object])
 
     assert type(workload.criticality) is int
     assert 1 <= workload.criticality <= 5
-    assert 0 < len(workload.id.encode()) <= 128
+    assert len(workload.id.encode()) <= 128
     assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in workload.id)
-    assert workload.registered or workload.id == "auto-made"
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))

@@ -62,7 +62,7 @@ ORDERS: dict[str, tuple[dict[str, Any], list[tuple[str, dict[str, Any], float]],
         {"ordering": "edf"}, [("late", {"ttl_s": 30.0}, 0.0), ("soon", {"ttl_s": 5.0}, 0.0)], "soon late"),
     "wait and criticality": (  # 0.4 * 59/60 + 0.08 beats 0.4 * 9/60 + 0.4
         {"ordering": "workload-aware"},
-        [(name, {"workload": Workload(name, criticality, registered=True), "ttl_s": 300.0}, arrived_s)
+        [(name, {"workload": Workload(name, criticality), "ttl_s": 300.0}, arrived_s)
          for name, criticality, arrived_s in (("old", 1, 0.0), ("low", 1, 50.0), ("high", 5, 50.0))],
         "old high low"),
 }  # fmt: skip

@@ -9,9 +9,9 @@ from background import running, until
 from scripted_store import ScriptedStore, answered
 
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.outage import unseen_s
+from picker_fleet.failover.outage import Recent, unseen_s
 from picker_fleet.failover.peers import PeerState
-from picker_fleet.failover.tombstones import ReceivedEnds, Tombstones
+from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store
 
 REPORT_S = 5.0
@@ -41,9 +41,9 @@ class Bench:
         self.shared = self.free = True
         self.pokes = 0
         self.store = Told()
-        self.received = ReceivedEnds()
+        self.received: Recent[str] = Recent(2 * unseen_s(REPORT_S), lambda: self.now_s)
         self.ends = Tombstones(
-            cast(Store, self.store), "a", self.received, report_s=REPORT_S, may_publish=lambda: self.shared,
+            cast(Store, self.store), "a", self.received, may_publish=lambda: self.shared,
             may_settle=lambda: self.free, heartbeat_now=self._poked, peers_wait_s=wait_s,
             clock=lambda: self.now_s,
         )  # fmt: skip

@@ -27,7 +27,7 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 NOT_SAMPLED = PARENT[:-2] + "00"
 REQUEST = InferenceRequest(
-    "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3, False), 1.0, 30.0, None
+    "r-1", "llama", "llama", False, "f", Band.DEFAULT, 1.0, Workload("w", 3), 1.0, 30.0, None
 )
 OWN = accounting_token.signed(accounting_token.write(REQUEST, "10.0.0.1:8000"), REQUEST.id, Keyring())
 

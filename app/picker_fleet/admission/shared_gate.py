@@ -8,13 +8,16 @@ call of a dead stream never affects the stream that has taken the request over.
 """
 
 import asyncio
+import heapq
 import itertools
 import logging
 import random
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple, TypedDict, TypeVar
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple, TypedDict
 
 import msgspec
 
@@ -39,9 +42,6 @@ from picker_fleet.state.schema import NOTIFICATIONS
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
-FORGET_S: Final = 1.0  # between two searches for what is old
-_About = TypeVar("_About")
-
 _log = logging.getLogger(__name__)
 # This replica's timer fires after the queue's, which decides; it matters only where no notification came.
 _EXPIRY_SLACK_S = 0.05
@@ -56,7 +56,6 @@ _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
 METER_WINDOW_S = 10  # whole seconds, without the present one
 _MAX_UNACKNOWLEDGED = 10_000  # a grant beyond asks for its place, which needs no acknowledgement
-_MAX_RECENT = 50_000  # the oldest are dropped
 _MAX_METERED_FLOWS = 5000  # a second
 _MAX_LISTED = 200
 _MAX_LISTED_BYTES = 16_000  # of names, about
@@ -127,6 +126,8 @@ class SharedGate:
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._owned_streams: dict[str, _OwnedStream] = {}
+        # By id, with accounting tokens: ends that Redis has not answered.
+        self.unconfirmed_ends: dict[str, tuple[Completion, str]] = {}
         # Attempts of requests that were placed when they were granted, until Redis has the acknowledgement.
         self._unacknowledged: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -461,17 +462,13 @@ class SharedGate:
         self._owned_streams.pop(request_id, None)
         self._cancel(request_id, placement.attempt, "withdrawn")
 
-    def settle(self, completion: Completion, on_settled: Callable[[], object] = lambda: None) -> None:
-        """As `Gate.settle`; `on_settled` is called when Redis has answered, or never will."""
-
-        def settled(answer: asyncio.Future[str]) -> None:
-            on_settled()
-            if not answer.cancelled() and answer.exception() is None:
-                self._settled(completion, token, answer.result())
-
+    def settle(self, completion: Completion) -> str:
+        """As `Gate.settle`. Returns the request's accounting token; '' if none is known."""
         token = completion.accounting_token or self.accounting_token_of(completion.id)
         self.ended(completion)
-        self._tell_end(completion).add_done_callback(settled)
+        self.unconfirmed_ends[completion.id] = completion, token
+        self._tell_end(completion).add_done_callback(partial(self._on_answered_end, completion.id))
+        return token
 
     def accounting_token_of(self, request_id: str) -> str:
         """The accounting token of a request whose stream this replica owns; '' if it owns none."""
@@ -510,8 +507,13 @@ class SharedGate:
             _log.warning("endpoint %s cannot be connected to", address)
             _ignore_loss(self._store.mark_endpoint(address, "down", True))
 
-    def _settled(self, completion: Completion, token: str, reply: str) -> None:
-        what, _, model = reply.partition(" ")
+    def _on_answered_end(self, request_id: str, answer: asyncio.Future[str]) -> None:
+        """Redis has answered an end, or never will. If it was reported twice, the first answer counts."""
+        end = self.unconfirmed_ends.pop(request_id, None)
+        if end is None or answer.cancelled() or answer.exception() is not None:
+            return
+        completion, token = end
+        what, _, model = answer.result().partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
             if accounting_token.is_alone(token):  # a replica that saw it alive must not restore it
@@ -568,47 +570,6 @@ class SharedGate:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
 
 
-class RecentlyRunning:
-    """Requests that this replica has placed or seen alive within `window_s` and not seen end, by id, with
-    their costs."""
-
-    def __init__(self, window_s: float, clock: Callable[[], float]) -> None:
-        self._window_s, self._clock = window_s, clock
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, cost
-        self._forget_s = 0.0  # when old ones are dropped next
-
-    def seen(self, request_id: str, cost: float) -> None:
-        now_s, seen = self._clock(), self._seen
-        if request_id in seen:
-            seen.move_to_end(request_id)
-        seen[request_id] = now_s, cost
-        if now_s >= self._forget_s or len(seen) > _MAX_RECENT:
-            forget_old(seen, now_s - self._window_s, _MAX_RECENT)
-            self._forget_s = now_s + FORGET_S
-
-    def ended(self, request_id: str) -> None:
-        self._seen.pop(request_id, None)
-
-    def costs(self) -> dict[str, float]:
-        """Cost by id."""
-        since_s = self._clock() - self._window_s
-        return {name: cost for name, (seen_s, cost) in self._seen.items() if seen_s >= since_s}
-
-
-def forget_old(seen: OrderedDict[str, tuple[float, _About]], since_s: float, most: int) -> None:
-    """Drop from `seen`, oldest first, what is older than `since_s` and what is beyond `most`.
-
-    To look for it at each entry takes longer than the entry, so callers do every FORGET_S.
-    """
-    old: list[str] = []
-    for request_id, (seen_s, _) in seen.items():
-        if seen_s >= since_s and len(seen) - len(old) <= most:
-            break
-        old.append(request_id)
-    for request_id in old:
-        del seen[request_id]
-
-
 class ServiceReport(TypedDict):
     """The service of the last ten whole seconds, as the replica info carries it (docs/redis-schema.md)."""
 
@@ -625,19 +586,19 @@ class ServiceMeter:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
+        self._seconds: deque[tuple[int, dict[tuple[int, str | None], float]]] = deque()  # costs; None: others
         self._reported: tuple[int, ServiceReport] | None = None  # in which second, and what
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
         if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, {}, {}))
+            self._seconds.append((second, {}))
             self._forget(second)
-        _, flows, bands = self._seconds[-1]
-        bands[priority] = bands.get(priority, 0.0) + cost
-        key = priority, flow
-        if key in flows or len(flows) < _MAX_METERED_FLOWS:
-            flows[key] = flows.get(key, 0.0) + cost
+        costs = self._seconds[-1][1]
+        key: tuple[int, str | None] = priority, flow
+        if key not in costs and len(costs) >= _MAX_METERED_FLOWS:
+            key = priority, None
+        costs[key] = costs.get(key, 0.0) + cost
 
     def report(self) -> ServiceReport:
         """Added up once a second, however often it is asked for. Not to be changed."""
@@ -648,15 +609,18 @@ class ServiceMeter:
 
     def _add_up(self, second: int) -> ServiceReport:
         self._forget(second)
-        bands: Counter[int] = Counter()
-        flows: Counter[tuple[int, str]] = Counter()
-        for begun, costs, totals in self._seconds:
-            if begun != second:
-                flows.update(costs)
-                bands.update(totals)
+        bands: dict[int, float] = defaultdict(float)
+        flows: dict[tuple[int, str], float] = defaultdict(float)
+        for begun, costs in self._seconds:
+            if begun == second:
+                continue
+            for (priority, flow), cost in costs.items():
+                bands[priority] += cost
+                if flow is not None:
+                    flows[priority, flow] += cost
         listed: list[tuple[int, str, float]] = []
         room = _MAX_LISTED_BYTES
-        for (priority, flow), cost in flows.most_common(_MAX_LISTED):
+        for (priority, flow), cost in heapq.nlargest(_MAX_LISTED, flows.items(), key=itemgetter(1)):
             room -= len(flow) + 16
             if room < 0:
                 break

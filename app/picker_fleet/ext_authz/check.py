@@ -11,7 +11,8 @@ headers (docs/proxies.md), and get a settle token in place of what an access log
 
 import json
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Final
 
 from picker_fleet.errors import BadRequest, PayloadTooLarge, RequestError, Unsupported
@@ -87,7 +88,10 @@ class Answer:
 class Check:
     """One check: `decide` or `decide_by_headers` once, with the whole request."""
 
-    __slots__ = ("_by_headers", "_context", "_model", "_refuse_as", "_request", "_started_s", "_target_model")
+    __slots__ = (
+        "_by_headers", "_context", "_forwarded_for", "_model", "_refuse_as", "_request", "_started_s",
+        "_target_model",
+    )  # fmt: skip
 
     def __init__(self, context: ExchangeContext) -> None:
         self._context = context
@@ -96,6 +100,7 @@ class Check:
         self._started_s = context.clock()
         self._request: InferenceRequest | None = None
         self._model = self._target_model = ""
+        self._forwarded_for = b""
 
     def decide(
         self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer
@@ -105,17 +110,41 @@ class Check:
         Raises:
             CancelledError: the client left while the request waited.
         """
-        return self._decide(self._place(method, path, headers, body))
+
+        def read() -> Ask | None:
+            if self._context.is_read(method, path, has_body=body.size_bytes > 0):
+                return None
+            headers.pop(CONTENT_LENGTH, None)
+            return read_body(body.join())
+
+        return self._decide(read, headers, body.release)
 
     def decide_by_headers(self, headers: dict[str, bytes]) -> Coroutine[None, None, Answer]:
         """As `decide`, for a proxy that keeps the body and says the rest in `FORWARDED_HEADERS`."""
         self._by_headers = True
         self._refuse_as = _REFUSE_AS.get(headers.pop(REFUSE_AS, b""), 0)
-        return self._decide(self._place_by_headers(headers))
+        return self._decide(partial(self._read_forwarded, headers), headers)
 
-    async def _decide(self, placing: Coroutine[None, None, Answer]) -> Answer:
+    async def _decide(
+        self,
+        read: Callable[[], Ask | None],
+        headers: dict[str, bytes],
+        release: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Decide what `read` finds, None for a request without a body; `release` the body once it is read."""
+        context = self._context
         try:
-            answer = await placing
+            ask = read()
+            if ask is None:
+                answer = await self._route(headers)
+            else:
+                model = ask.model
+                request = self._take(ask, headers)
+                if request.target_model != model:
+                    request = await self._renamed(request, ask, headers)
+                del ask
+                release()  # a request that waits holds nothing of its body
+                answer = await self._admit(request)
         except RequestError as error:
             return self.refuse(error)
         except Exception:
@@ -123,9 +152,9 @@ class Check:
             return self.refuse(RequestError("the picker failed on this request; its log says why"))
         except BaseException:
             if self._request is not None:
-                self._context.client_left(self._request, MODE, self._model, self._started_s)
+                context.client_left(self._request, MODE, self._model, self._started_s)
             raise
-        self._context.metrics.answered(MODE, self._model, "ok", self._seconds(), self._target_model)
+        context.metrics.answered(MODE, self._model, "ok", self._seconds(), self._target_model)
         return answer
 
     def refuse(self, error: RequestError) -> Answer:
@@ -143,28 +172,15 @@ class Check:
         status = refusal.status if self._by_headers else CARRIED.get(refusal.status, refusal.status)
         return Answer(context, status, lines, refusal.body)
 
-    async def _place(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
-        if self._context.is_read(method, path, has_body=body.size_bytes > 0):
-            return await self._route(headers)
-        headers.pop(CONTENT_LENGTH, None)
-        forwarded_for = headers.pop(FORWARDED_FOR, b"")
-        ask = read_body(body.join())
-        request = self._read(ask, headers)
-        if not request.target_model:
-            request = await self._with_variant(request, ask, headers)
-        model = ask.model
-        del ask
-        body.release()  # a request that waits holds nothing of its body
-        return await self._admit(request, model, forwarded_for)
-
-    async def _place_by_headers(self, headers: dict[str, bytes]) -> Answer:
+    def _read_forwarded(self, headers: dict[str, bytes]) -> Ask | None:
+        """What headers alone ask for; None for a request without a body."""
         if headers.pop(CONTENT_LENGTH, b"0") != b"0":
             raise BadRequest("a check by headers has no body; /check/PATH takes one")
         method, path = headers.get(FORWARDED_METHOD, b""), headers.get(FORWARDED_URI, b"")
         if not method or not path:
             raise BadRequest(f"a check by headers needs {FORWARDED_METHOD} and {FORWARDED_URI}")
         if self._context.is_read(method, path, has_body=method == b"POST"):
-            return await self._route(headers)
+            return None
         model, size = headers.get(MODEL, b""), headers.get(BODY_BYTES, b"")
         if not model:
             raise BadRequest(f"no model is known: the proxy has to set {MODEL}")
@@ -173,15 +189,9 @@ class Check:
         if body_bytes > limit_bytes:
             raise PayloadTooLarge(f"the body is larger than {limit_bytes} bytes")
         try:
-            name = model.decode()
+            return read_metadata({"model": model.decode()}, body_bytes)
         except UnicodeDecodeError:
             raise BadRequest(f"header {MODEL} is not valid UTF-8") from None
-        forwarded_for = headers.pop(FORWARDED_FOR, b"")
-        ask = read_metadata({"model": name}, body_bytes)
-        request = self._read(ask, headers)
-        if not request.target_model:
-            request = await self._with_variant(request, ask, headers)
-        return await self._admit(request, name, forwarded_for)
 
     async def _route(self, headers: Mapping[str, bytes]) -> Answer:
         """Endpoints without admission, for a request that has no body."""
@@ -189,29 +199,31 @@ class Check:
         placement = await context.gate.route(_subset(headers))
         return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
 
-    def _read(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
+    def _take(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
         self._model = ask.model
         headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
+        self._forwarded_for = headers.pop(FORWARDED_FOR, b"")
         subset = _subset(headers)
         request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request
         return request
 
-    async def _with_variant(
+    async def _renamed(
         self, request: InferenceRequest, ask: Ask, headers: Mapping[str, bytes]
     ) -> InferenceRequest:
-        self._request = request = await self._context.with_variant(request, ask, headers)
-        self._target_model = request.target_model
+        """`request` with its variant, which has to be the model that the body asks for."""
+        if not request.target_model:
+            self._request = request = await self._context.with_variant(request, ask, headers)
+            self._target_model = request.target_model
+        if request.target_model != ask.model:
+            raise Unsupported(
+                f"http mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
+            )
         return request
 
-    async def _admit(self, request: InferenceRequest, model: str, forwarded_for: bytes) -> Answer:
-        """Admit `request`, whose body asks for `model`."""
-        if request.target_model != model:
-            raise Unsupported(
-                f"http mode cannot send model {model} as {request.target_model}; lean and standard can"
-            )
+    async def _admit(self, request: InferenceRequest) -> Answer:
         context = self._context
-        context.new_flows.check(request.flow, forwarded_for)
+        context.new_flows.check(request.flow, self._forwarded_for)
         came_s = context.clock()
         placement = await context.drain_gate.admit(request, stream_owned=False)
         waited_s = context.clock() - came_s

@@ -246,6 +246,7 @@ class _Connection(asyncio.Protocol):
         self._context.open_requests.began()
         self._began_s = self._last_byte_s
         self._headers, self._url = {}, b""
+        self._body.reset()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -257,7 +258,9 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
-        self._enter(self._headers.pop(POOL_HEADER, b""))
+        pool = self._headers.pop(POOL_HEADER, b"")
+        if pool or self._context is not self._server.context:
+            self._enter(pool)
         try:
             self._body.expect(self._headers.get("content-length", b""))
         except RequestError as error:
@@ -282,7 +285,7 @@ class _Connection(asyncio.Protocol):
         refused, self._refused, self._dropped_bytes = self._refused, None, 0
         if refused is not None:
             self._context.open_requests.ended()
-            self._body = self._new_body()
+            self._body.release()
             self._write_answer(Check(self._context).refuse(refused), keep=keep)
             return
         method, url = self._parser.get_method(), self._url
@@ -309,9 +312,7 @@ class _Connection(asyncio.Protocol):
     # Answers.
 
     async def _answer(self, method: bytes, url: bytes, keep: bool) -> None:
-        check = Check(self._context)
-        body, self._body = self._body, self._new_body()
-        headers, self._headers = self._headers, {}
+        check, headers, body = Check(self._context), self._headers, self._body
         try:
             if url == PREFIX:
                 answer = await check.decide_by_headers(headers)
@@ -329,7 +330,6 @@ class _Connection(asyncio.Protocol):
 
     def _settle(self, *, keep: bool) -> None:
         self._body.release()
-        self._body = self._new_body()
         try:
             is_signed = self._server.placements.settle(self._headers)
         except BadRequest as error:

@@ -179,7 +179,9 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     metadata = common.metadata.filter_metadata
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
-        request_id, token, waited_s, target_model = _of_check(check.fields)
+        fields = check.fields
+        request_id, token = _text(fields, ID_HEADER), _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK)
+        waited_s, target_model = _wait_of_check(fields)
     else:
         picker = _fields(metadata, "picker")
         request_id, token, waited_s = _text(picker, "id"), _text(picker, "ticket"), _waited_s(picker)
@@ -195,21 +197,15 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     completion_tokens = _tokens(usage, "completion_tokens") if usage else None
     flags = common.response_flags if common.HasField("response_flags") else None
     status = entry.response.response_code.value
+    duration_s = _seconds(common.time_to_last_downstream_tx_byte)
+    first_byte_s = _seconds(common.time_to_first_downstream_tx_byte)
+    service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
+    failed = _failed(common, flags, served, accounting_token.endpoint_of(token))
+    # By position: by name it takes three times as long.
     return Completion(
-        id=request_id,
-        outcome=_outcome(flags, status),
-        status=status,
-        served=served,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        duration_s=_seconds(common.time_to_last_downstream_tx_byte),
-        first_byte_s=_seconds(common.time_to_first_downstream_tx_byte),
-        failed=_failed(common, flags, served, accounting_token.endpoint_of(token)),
-        accounting_token=token,
-        service_s=_between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte),
-        waited_s=waited_s,
-        target_model=target_model,
-    )
+        request_id, _outcome(flags, status), status, served, prompt_tokens, completion_tokens, duration_s,
+        first_byte_s, failed, token, service_s, waited_s, target_model,
+    )  # fmt: skip
 
 
 def _message(data: bytes) -> Any:
@@ -251,20 +247,16 @@ def _text(fields: Any, key: str) -> str:
     return "" if value is None else value.string_value
 
 
-def _of_check(fields: Any) -> tuple[str, str, float | None, str]:
-    """Id, accounting token, time in the queue and target model, from the headers of a check's answer."""
-    waited_s, target_model = None, ""
-    if waited := _text(fields, WAITED_HEADER):
-        target_model = _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
-        with contextlib.suppress(ValueError):
-            waited_s = float(waited)
-            waited_s = waited_s if 0 <= waited_s < math.inf else None
-    return (
-        _text(fields, ID_HEADER),
-        _text(fields, TOKEN_HEADER).removeprefix(TOKEN_MARK),
-        waited_s,
-        target_model,
-    )
+def _wait_of_check(fields: Any) -> tuple[float | None, str]:
+    """Time in the queue and target model, from the headers of a check's answer; None, '' without a wait."""
+    waited = fields.get(WAITED_HEADER)
+    if waited is None:
+        return None, ""
+    waited_s = None
+    with contextlib.suppress(ValueError):
+        seconds = float(waited.string_value)
+        waited_s = seconds if 0 <= seconds < math.inf else None
+    return waited_s, _text(fields, TARGET_HEADER).removeprefix(TOKEN_MARK)
 
 
 def _waited_s(fields: Any) -> float | None:

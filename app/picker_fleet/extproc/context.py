@@ -213,6 +213,11 @@ class BodyBuffer:
             self._counted_bytes = 0
             self._chunks = []
 
+    def reset(self) -> None:
+        """Drop the body and begin another."""
+        self.release()
+        self.size_bytes, self.content_length = 0, -1
+
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the body is larger than {self._limit_bytes} bytes")
 

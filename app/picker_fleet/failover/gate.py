@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from picker_fleet.admission.gate import OutageStatus, Wait
-from picker_fleet.admission.shared_gate import RecentlyRunning, SharedGate
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
 from picker_fleet.failover.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.failover.outage import Outage, Resync, unseen_s
+from picker_fleet.failover.outage import Outage, Recent, Resync, unseen_s
 from picker_fleet.failover.peers import (
     TRANSFER_WAIT_S,
     BudgetTransfer,
@@ -28,7 +28,7 @@ from picker_fleet.failover.peers import (
     PeerState,
     lost_budget,
 )
-from picker_fleet.failover.tombstones import ReceivedEnds, Tombstones
+from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
@@ -143,13 +143,14 @@ class FailoverGate:
         self._times = times
         self._clock = clock or asyncio.get_running_loop().time
         self._peers = Peers(replica)
-        self._ends = ReceivedEnds()  # of requests that ended lately
-        self._recent = RecentlyRunning(unseen_s(report_s), self._clock)
+        # Ends received lately: for longer than a sign of life counts.
+        self._ends: Recent[str] = Recent(2 * unseen_s(report_s), self._clock)
+        # What was placed or seen alive lately, with its cost.
+        self._recent: Recent[float] = Recent(unseen_s(report_s), self._clock)
         self.tombstones = Tombstones(
             store,
             replica,
             self._ends,
-            report_s=report_s,
             may_publish=lambda: self._state is not _LOCAL,
             may_settle=lambda: not self.degraded,
             heartbeat_now=heartbeat_now,
@@ -165,7 +166,6 @@ class FailoverGate:
         self._busy = False  # requests were placed or ended since the last tick
         self._answered_heartbeats = 0  # in a row
         self._prepaid = 0.0  # budget of requests that wait in the shared queue while RESYNCING, or since then
-        self._unconfirmed_ends: dict[str, tuple[Completion, str]] = {}  # with accounting tokens
         metrics.failover(self._state.value)
 
     @property
@@ -223,7 +223,7 @@ class FailoverGate:
                     cost = self._cost(request)
                     if self._stock is not None:
                         self._stock.placed += cost
-                    self._recent.seen(request.id, cost)
+                    self._recent.note(request.id, cost)
                     self._busy = True
                     self._ends.pop(request.id, None)
         except ClientGone:
@@ -303,19 +303,17 @@ class FailoverGate:
         if self._outage is not None:
             self._outage.withdraw(request_id)
         else:
-            self._recent.ended(request_id)
+            self._recent.pop(request_id, None)
         self._shared.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
-        token = completion.accounting_token or self._shared.accounting_token_of(completion.id)
         outage = self._outage
         if outage is None:
-            if token:
-                self.tombstones.add(completion.id)
             self._busy = True
-            self._unconfirmed_ends[completion.id] = completion, token
-            self._shared.settle(completion, lambda: self._unconfirmed_ends.pop(completion.id, None))
+            if self._shared.settle(completion):
+                self.tombstones.add(completion.id)
             return
+        token = completion.accounting_token or self._shared.accounting_token_of(completion.id)
         ran = bool(token) or outage.journal.knows(completion.id)
         if ran:
             self.tombstones.add(completion.id)
@@ -346,7 +344,7 @@ class FailoverGate:
         outage, token = self._outage, alive.accounting_token
         if outage is None:
             if token:
-                self._recent.seen(alive.id, accounting_token.cost_of(token))
+                self._recent.note(alive.id, accounting_token.cost_of(token))
             return
         outage.journal.alive(alive)
         alone_ms = accounting_token.alone_since_ms(token)
@@ -498,13 +496,13 @@ class FailoverGate:
             pulse.upper,
             pulse.upper / live,
             self._clock,
-            before=self._recent.costs() | self._shared.owned_costs(),
+            before=dict(self._recent.of_late()) | self._shared.owned_costs(),
             ended_before=frozenset(self._ends),
             began_ms=self._store.now_ms(),
         )
         for request_id in self._store.unsent_ends():
-            if request_id in self._unconfirmed_ends:
-                cost = outage.journal.ended(*self._unconfirmed_ends[request_id])
+            if end := self._shared.unconfirmed_ends.get(request_id):
+                cost = outage.journal.ended(*end)
                 gate.release(gate.charge(cost or 0.0))
         outage.initial_free = gate.free
         self._outage = outage
@@ -607,7 +605,7 @@ class FailoverGate:
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
         for name, cost in outage.journal.placed_costs():
-            self._recent.seen(name, cost)
+            self._recent.note(name, cost)
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
         self._metrics.degraded(False)

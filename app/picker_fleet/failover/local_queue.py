@@ -93,7 +93,7 @@ class Waiting:
     @classmethod
     def of(cls, r: InferenceRequest, cost: float, arrived_s: float) -> "Waiting":
         deadline_s = arrived_s + r.ttl_s
-        workload = r.workload.id if r.workload.registered else ""
+        workload = r.workload.id
         return cls(
             r, cost, arrived_s, deadline_s, r.id, r.flow, r.band.priority, r.weight, workload,
             r.workload.criticality, arrived_s * 1e6, deadline_s * 1000 // 1, r.body_bytes,

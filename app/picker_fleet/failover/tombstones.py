@@ -3,20 +3,18 @@ restoring what has ended (G6, G8; docs/without-redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running lately. Another
 replica may have received the end of one since. So every replica remembers each end for longer than a sign of
-life counts (`outage.unseen_s`). When a heartbeat shows that another replica is degraded, it publishes these
+life counts. When a heartbeat shows that another replica is degraded, it publishes these
 ends to Redis as tombstones, and each further end at once. The replica that resyncs waits until the others say
 that they have done so.
 """
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from picker_fleet.admission.shared_gate import FORGET_S, forget_old
 from picker_fleet.errors import ScriptFailed, StateFault
-from picker_fleet.failover.outage import MAX_ENTRIES, unseen_s
+from picker_fleet.failover.outage import Recent
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
 from picker_fleet.state.store import Store
@@ -24,16 +22,13 @@ from picker_fleet.state.store import Store
 _CHUNK = 512  # ends on their way at a time; the store sends 16 a call
 _UNPUBLISHED = ""
 
-# By request id: when the end was received, and the epoch of the shared state that has its tombstone.
-ReceivedEnds = OrderedDict[str, tuple[float, str]]
-
 
 class Tombstones:
-    """Publishes the ends received by `replica`; `report_s` is how often the access log gives a sign of life.
-    One event loop.
+    """Publishes the ends received by `replica`. One event loop.
 
-    `ends` are those received lately. The gate, which has them too, takes out a request that it places again:
-    the end received before belongs to an earlier one of that id.
+    `ends` are those received lately, each with the epoch of the shared state that has its tombstone. The
+    gate, which has them too, takes out a request that it places again: the end received before belongs to an
+    earlier one of that id.
     `may_publish` says whether Redis is in use. `may_settle` says whether Redis also has all that this replica
     placed without it. `heartbeat_now` sends a heartbeat at once.
     """
@@ -42,9 +37,8 @@ class Tombstones:
         self,
         store: Store,
         replica: str,
-        ends: ReceivedEnds,
+        ends: Recent[str],
         *,
-        report_s: float,
         may_publish: Callable[[], bool],
         may_settle: Callable[[], bool],
         heartbeat_now: Callable[[], None],
@@ -52,8 +46,6 @@ class Tombstones:
         clock: Callable[[], float],
     ) -> None:
         self._store, self._replica, self._ends = store, replica, ends
-        self._keep_s = 2 * unseen_s(report_s)
-        self._forget_s = 0.0  # when old ones are dropped next
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
         self._restored: set[str] = set()  # those that another replica has restored after their end
@@ -74,7 +66,9 @@ class Tombstones:
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         ends, restored, peers, due, *rest = saved
-        self._ends, self._restored, self._peers = OrderedDict(ends), set(restored), dict(peers)
+        self._restored, self._peers = set(restored), dict(peers)
+        self._ends.clear()
+        self._ends.update(ends)
         self._due.set() if due else self._due.clear()
         (
             self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
@@ -86,13 +80,7 @@ class Tombstones:
         return self._due.is_set()
 
     def add(self, request_id: str) -> None:
-        now_s, ends = self._clock(), self._ends
-        if request_id in ends:
-            ends.move_to_end(request_id)
-        ends[request_id] = now_s, _UNPUBLISHED
-        if now_s >= self._forget_s or len(ends) > MAX_ENTRIES:
-            forget_old(ends, now_s - self._keep_s, MAX_ENTRIES)
-            self._forget_s = now_s + FORGET_S
+        now_s = self._ends.note(request_id, _UNPUBLISHED)
         if self._peer_degraded and self._may_publish():
             self._publish_end(request_id, now_s)
 

@@ -6,13 +6,13 @@ each choice for explanations, and gives clients the session tokens that the scor
 
 import asyncio
 import random
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.request import Completion, InferenceRequest, Outcome
+from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
@@ -45,7 +45,6 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other re
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class Choice(NamedTuple):
@@ -91,48 +90,32 @@ class EndpointChooser(Protocol):
         ...
 
 
-class _Explained(NamedTuple):
-    """What `ExplanationCache` keeps of a choice."""
-
-    basis: PickBasis
-    chosen: tuple[str, ...]
-    live: str
-    values: int
-
-
 class ExplanationCache:
-    """The last choices by request id: at most `max_choices`, with at most `max_values` scores and reasons
-    (about 40 bytes each) together. Adding one costs a dictionary entry; `get` does the work."""
+    """The last choices: at most `max_choices`, with at most `max_values` scores and reasons (about 40 bytes
+    each) together. Adding one costs little; `get` does the work."""
 
     def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
         self._max_choices = max_choices
         self._max_values = max_values
         self._values = 0
-        self._choices: OrderedDict[str, _Explained] = OrderedDict()
+        self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str]] = deque()  # the oldest first
 
     def __len__(self) -> int:
         return len(self._choices)
 
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
         """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
-        that the choice was made from (see `explain`). A second choice of one id replaces the first."""
+        that the choice was made from (see `explain`)."""
         choices = self._choices
-        if request_id in choices:
-            self._values -= choices.pop(request_id).values
-        if isinstance(basis, LeastLoadedPick):
-            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
-        else:
-            values = basis.values
-        choices[request_id] = _Explained(basis, chosen, live, values)
-        self._values += values
+        choices.append((request_id, basis, chosen, live))
+        self._values += basis.values
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
-            _, oldest = choices.popitem(last=False)
-            self._values -= oldest.values
+            self._values -= choices.popleft()[1].values
 
     def get(self, request_id: str) -> Explanation | None:
-        """Why `request_id` went to its endpoint; None if that is no longer known."""
-        choice = self._choices.get(request_id)
-        return explain(request_id, choice.basis, choice.chosen, choice.live) if choice else None
+        """Why `request_id` went to its endpoint, by its last choice; None if that is no longer known."""
+        found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
+        return None if found is None else explain(*found)
 
 
 class LeastLoadedChooser:
@@ -154,16 +137,18 @@ class LeastLoadedChooser:
         self._endpoints = endpoints
         self._in_flight = in_flight
         self._explanations = ExplanationCache() if explanations is None else explanations
-        # Of requests that any endpoint may serve: the same until the endpoints or their loads are read again.
-        self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
+        # For requests that any endpoint may serve, until the endpoints or their loads are read again.
+        self._known: tuple[tuple[Endpoint, ...], Mapping[str, int]] = (), {}
+        self._any = Choice(ANY_ENDPOINT, LeastLoadedPick(*self._known, None, {}, ANY_ENDPOINT))
 
     def choose(self, request: InferenceRequest) -> Choice:
         known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
         if subset is None and not selector:
             in_flight = self._in_flight()
-            if known is not self._any.endpoints or in_flight is not self._any.in_flight:
-                self._any = LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT)
-            return Choice(ANY_ENDPOINT, self._any)
+            if known is not self._known[0] or in_flight is not self._known[1]:
+                self._known = known, in_flight
+                self._any = Choice(ANY_ENDPOINT, LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT))
+            return self._any
         if selector:
             wanted = selector.items()
             candidates = ",".join(

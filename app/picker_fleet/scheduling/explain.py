@@ -4,29 +4,36 @@ Choices are kept as they were made; the work of explaining one is done only when
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.scheduler import Ranking, apply_filters
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 ANY_ENDPOINT: Final = "*"
+_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
 )
 
 
-class LeastLoadedPick(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LeastLoadedPick:
     """What was known where the script alone chose: the pool's `endpoints` and the requests in flight at
-    each."""
+    each. `values`: how many values it holds, about."""
 
     endpoints: tuple[Endpoint, ...]
     in_flight: Mapping[str, int]
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
+    values: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        listed = len(self.candidates) // _ADDRESS_BYTES
+        object.__setattr__(self, "values", 1 + len(self.endpoints) + len(self.in_flight) + listed)
 
 
 PickBasis = Ranking | LeastLoadedPick

@@ -115,7 +115,7 @@ def write(
     cost = request.cost + answer_tokens if request.learn else request.cost
     fields = (
         f"{request.flow}\t{_NUMBERS[band.criticality]}\t{request.weight!r}\t{cost!r}\t"
-        f"{workload.id if workload.registered else ''}\t{workload.criticality}\t"
+        f"{workload.id}\t{workload.criticality}\t"
         f"{request.model}\t{endpoint}\t{request.limit}"
     )
     if alone_ms is not None:

@@ -484,20 +484,13 @@ def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: fl
     """
     workload = request.workload
     return pack_arrival(
-        (
-            request.id,
-            str(attempt),
-            request.flow,
-            workload.id if workload.registered else "",
-            request.model,
-            candidates,
-        ),
+        (request.id, str(attempt), request.flow, workload.id, request.model, candidates),
         (
             request.band.priority,
             request.weight,
             request.cost,
             int(request.ttl_s * 1000),
-            round(age_s * 1000, 3),
+            round(age_s * 1000, 3) if age_s else 0.0,
             workload.criticality,
             request.limit,
             request.learn,
