@@ -279,7 +279,7 @@ def assemble(
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
         on_notification=lambda what, about: shared.on_notification(what, about),
-        on_dequeued=metrics.dequeued,
+        on_dequeued=lambda attempts, successes: shared.on_dequeued(attempts, successes),
         on_adopted=metrics.adopted,
         on_unavailable=lambda cause, why: failover.redis_lost(cause, why),
         signing=signing,

@@ -128,6 +128,8 @@ async def test_messages_wait_for_decisions_and_come_in_order_but_at_once_where_r
     send("fourth")
     assert len(gate.settled) == 3
     await until(lambda: len(gate.settled) == 4)
+    send(*(str(number) for number in range(16)))  # no more than can be read at once
+    assert len(gate.settled) == 20
 
 
 BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))

@@ -120,7 +120,7 @@ class SharedGate:
         self._keys = keys or Keyring()
         self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
-        self.fleet_queued = 0  # requests that wait in the fleet, as of the last heartbeat
+        self.fleet_queued = 0  # requests that wait in the fleet, as of the last heartbeat or dispatch
         self._queued = 0  # those of this replica: a part of `_waiting`
         self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
@@ -138,7 +138,7 @@ class SharedGate:
 
     @property
     def places_are_awaited(self) -> bool:
-        """As in `Gate`; of other replicas as of the last heartbeat."""
+        """As in `Gate`; of other replicas as of the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     def running_by_model(self) -> Counter[str]:
@@ -339,6 +339,12 @@ class SharedGate:
         if not ready:
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
         return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
+
+    def on_dequeued(self, attempts: int, successes: int) -> None:
+        """A call of this replica has tried to dispatch requests that wait, of any replica."""
+        self._metrics.dequeued(attempts, successes)
+        if successes and not self.fleet_queued:
+            self.fleet_queued = 1  # at least; the next heartbeat counts them
 
     def on_notification(self, what: str, about: str) -> bool:
         """A request was granted, placed, expired, preempted or evicted; `about` is its id or, if it was
