@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.gate import Deferred, Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings
@@ -64,6 +64,7 @@ from picker_fleet.telemetry.reference_metrics import ReferenceMetrics
 if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
+_IDS_AT_A_TIME = 64
 _GOODBYE_S = 1.0  # for the last calls to Redis and to a trace collector
 
 _log = logging.getLogger(__name__)
@@ -104,9 +105,10 @@ class Pool:
             reads=read_limit(settings.extproc, clock),
             bodies=bodies,
             new_flows=new_flow_limit(settings, clock),
-            intake=Intake(settings, new_id=_new_id, prefixes=parts.chooser),
+            intake=Intake(settings, new_id=_ids().__next__, prefixes=parts.chooser),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),
+            ends=Deferred(lambda: parts.gate.places_are_awaited),
             variants=Variants(parts.store, lambda: parts.failover.outage is None),
             open_requests=open_requests,
             metrics=parts.metrics,
@@ -188,6 +190,7 @@ class Pool:
 
     async def leave(self) -> None:
         """Tell the others that this replica goes."""
+        self.context.ends.run()
         await self.parts.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:
@@ -379,11 +382,14 @@ def assemble(
     )  # fmt: skip
 
 
-def _new_id() -> str:
-    """A random UUID (RFC 9562, version 4), in half the time that `uuid.uuid4` takes."""
-    digits = secrets.token_hex(16)
-    variant = "89ab"[int(digits[16], 16) & 3]
-    return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
+def _ids() -> Iterator[str]:
+    """Random UUIDs (RFC 9562, version 4). The system is asked for the random bytes of many at a time."""
+    while True:
+        random = secrets.token_hex(16 * _IDS_AT_A_TIME)
+        for at in range(0, len(random), 32):
+            digits = random[at : at + 32]
+            variant = "89ab"[int(digits[16], 16) & 3]
+            yield f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
 
 
 def _scheduler(settings: Settings) -> Scheduler | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
+from picker_fleet.admission.gate import Deferred
 from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings, parse
 from picker_fleet.errors import StateUnavailable
@@ -149,6 +150,7 @@ def exchange_context(
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}"),
         gate=gate,
         drain_gate=context.DrainGate(gate),
+        ends=Deferred(lambda: True),
         variants=Variants(NoSplits(), lambda: False),
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),

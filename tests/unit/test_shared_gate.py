@@ -230,6 +230,22 @@ async def test_a_stock_of_tokens_is_settled_with_the_real_cost(
     assert bench.store.settled == [("r", actual, learned)]
 
 
+async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> None:
+    end = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1, accounting_token="t")
+    bench.gate.settle(end)
+    bench.gate.settle(end)
+    assert list(bench.gate.unconfirmed_ends) == ["r"]
+    await until(lambda: not bench.gate.unconfirmed_ends)
+    assert bench.count("epp_completions_total", "model=m", "outcome=completed") == 1
+
+
+def test_a_call_that_dispatches_says_that_requests_wait(bench: Bench) -> None:
+    bench.gate.on_dequeued(1, 0)
+    assert not bench.gate.places_are_awaited
+    bench.gate.on_dequeued(2, 1)
+    assert bench.gate.places_are_awaited
+
+
 async def test_accounting_token_adds_the_default_answer_to_a_cost_that_lacks_it() -> None:
     bench = Bench(256)
     bench.store.admitting = [PLACED]

@@ -8,19 +8,18 @@ or restore nothing. One stream has the entries of all pools: each pool signs wit
 signature says whose request it was. Served by the replica's gRPC server.
 """
 
-import asyncio
 import contextlib
 import logging
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.gate import Deferred, Gate
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.state import accounting_token
@@ -64,8 +63,6 @@ TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
 TOKEN_MARK: Final = "="  # before names and tokens: a header's value loses blanks at its ends
 _LONGEST_ID = 512
-_DELAY_S = 0.005
-_MOST_DELAYED = 16  # messages: reading them takes half a millisecond
 _MOST_TOKENS = 1e9
 
 
@@ -83,40 +80,26 @@ def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping
 
 
 class Collector:
-    """Reports what Envoy's streams bring, in order.
-
-    While no request waits for a place, a message waits up to 5 ms: a client's next request often comes right
-    behind the end of its last one, and is decided first. One event loop.
-    """
+    """Reports what Envoy's streams bring, in order. One event loop."""
 
     def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
         self._accounts, self._namespace = accounts, namespace
-        self._messages: deque[bytes] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._unread = Deferred(lambda: any(account.gate.places_are_awaited for account in accounts))
 
     async def collect(self, stream: Stream) -> bytes:
         """Take the messages of one stream until it ends."""
         await stream.read_all(self.on_message)
-        self._report()
+        self._unread.run()
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> None:
         """Take one StreamAccessLogsMessage."""
-        self._messages.append(data)
-        awaited = any(account.gate.places_are_awaited for account in self._accounts)
-        if awaited or len(self._messages) >= _MOST_DELAYED:
-            self._report()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._report)
+        self._unread.add(partial(self._read, data))
 
-    def _report(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._messages:
-            message = _message(self._messages.popleft())
-            if message.HasField("http_logs"):
-                take(message.http_logs.log_entry, self._accounts, self._namespace)
+    def _read(self, data: bytes) -> None:
+        message = _message(data)
+        if message.HasField("http_logs"):
+            take(message.http_logs.log_entry, self._accounts, self._namespace)
 
 
 def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str, str]:

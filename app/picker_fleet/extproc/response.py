@@ -4,10 +4,12 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 
+from picker_fleet.admission.gate import Deferred
 from picker_fleet.extproc import codec
 from picker_fleet.request import Completion, Outcome
 
@@ -124,6 +126,7 @@ class Response:
     __slots__ = (
         "_client_headers",
         "_clock",
+        "_ends",
         "_first_byte_s",
         "_namespace",
         "_placed_s",
@@ -147,6 +150,7 @@ class Response:
         rename: ModelRename | None,
         *,
         settle: Callable[[Completion], object],
+        ends: Deferred,
         clock: Callable[[], float],
         started_s: float,
         placed_s: float,
@@ -164,7 +168,7 @@ class Response:
         self._target_model = target_model
         self._request_id = request_id
         self._rename = rename
-        self._settle = settle
+        self._settle, self._ends = settle, ends
         self._clock = clock
         self._started_s = started_s
         self._placed_s = placed_s
@@ -218,24 +222,24 @@ class Response:
         return [codec.response_body(body, ended=ended)]
 
     def _end(self, outcome: Outcome) -> None:
-        if self.ended:
-            return
-        self.ended = True
-        if not self._request_id:
-            return
+        if not self.ended:
+            self.ended = True
+            if self._request_id:
+                self._ends.add(partial(self._tell_end, outcome, self._clock()))
+
+    def _tell_end(self, outcome: Outcome, ended_s: float) -> None:
         prompt_tokens, completion_tokens = self._usage.tokens()
-        now_s = self._clock()
         self._settle(
             Completion(
-                id=self._request_id,
-                outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
-                status=self._status,
-                served=self._served,
-                prompt_tokens=prompt_tokens,
-                completion_tokens=completion_tokens,
-                duration_s=now_s - self._started_s,
+                self._request_id,
+                Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                self._status,
+                self._served,
+                prompt_tokens,
+                completion_tokens,
+                duration_s=ended_s - self._started_s,
                 first_byte_s=self._first_byte_s,
-                service_s=now_s - self._placed_s,
+                service_s=ended_s - self._placed_s,
                 waited_s=self._waited_s,
                 target_model=self._target_model,
             )
