@@ -1,12 +1,14 @@
 """The access log over real gRPC: what each entry reports to the gate, in order."""
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
-from background import until
+from background import running, until
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import ScriptedGate, serving_on
@@ -130,6 +132,21 @@ async def test_messages_wait_for_decisions_and_come_in_order_but_at_once_where_r
     await until(lambda: len(gate.settled) == 4)
     send(*(str(number) for number in range(16)))  # no more than can be read at once
     assert len(gate.settled) == 20
+
+
+async def test_what_has_come_is_reported_where_the_stream_is_cut() -> None:
+    gate, come = ScriptedGate(), asyncio.Event()
+    collector = accesslog.Collector([Account(gate, Metrics(), KEYS)])
+
+    async def read_all(take: Callable[[bytes], None]) -> None:
+        take(batch(entry()).SerializeToString())
+        come.set()
+        await asyncio.Event().wait()
+
+    async with running(collector.collect(Mock(read_all=read_all))):
+        await come.wait()
+        assert gate.settled == []
+    assert [end.id for end in gate.settled] == ["req-1"]
 
 
 BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))

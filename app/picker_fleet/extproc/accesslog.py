@@ -88,8 +88,10 @@ class Collector:
 
     async def collect(self, stream: Stream) -> bytes:
         """Take the messages of one stream until it ends."""
-        await stream.read_all(self.on_message)
-        self._unread.run()
+        try:
+            await stream.read_all(self.on_message)
+        finally:
+            self._unread.run()  # a replica that drains does nothing later
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> None:
