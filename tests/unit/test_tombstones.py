@@ -8,8 +8,9 @@ import pytest
 from background import running, until
 from scripted_store import ScriptedStore, answered
 
+from picker_fleet.admission.shared_gate import Recent
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.failover.outage import Recent, unseen_s
+from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
@@ -42,6 +42,8 @@ from picker_fleet.state.schema import NOTIFICATIONS
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
 
+_About = TypeVar("_About")
+
 _log = logging.getLogger(__name__)
 # This replica's timer fires after the queue's, which decides; it matters only where no notification came.
 _EXPIRY_SLACK_S = 0.05
@@ -54,6 +56,9 @@ _NO_ENDPOINTS = "no-endpoints"  # why the script refused
 _TAKEN_OVER = "taken over by a newer stream"
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
+_MAX_RECENT = 50_000  # the oldest are dropped
+_SPARE = 5_000  # that may be remembered beyond, so that the oldest are looked for seldom
+_FORGET_S = 1.0  # between two searches for what is old
 METER_WINDOW_S = 10  # whole seconds, without the present one
 _MAX_UNACKNOWLEDGED = 10_000  # a grant beyond asks for its place, which needs no acknowledgement
 _MAX_METERED_FLOWS = 5000  # a second
@@ -574,6 +579,41 @@ class SharedGate:
 
     def _cancel(self, request_id: str, attempt: int, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
+
+
+class Recent(dict[str, tuple[float, _About]]):
+    """What is known of requests for `keep_s` seconds, by id, with the time when it was noted, oldest first:
+    at least of the last _MAX_RECENT."""
+
+    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._keep_s, self._clock = keep_s, clock
+        self._forget_s = 0.0  # when old ones are dropped next
+
+    def note(self, request_id: str, about: _About) -> float:
+        """Returns the time, in seconds of the clock."""
+        now_s = self._clock()
+        self.pop(request_id, None)  # the newest comes last
+        self[request_id] = now_s, about
+        if now_s >= self._forget_s or len(self) > _MAX_RECENT + _SPARE:
+            self._forget(now_s)
+        return now_s
+
+    def of_late(self) -> Iterator[tuple[str, _About]]:
+        """What was noted within `keep_s`, by id."""
+        since_s = self._clock() - self._keep_s
+        return ((name, about) for name, (noted_s, about) in self.items() if noted_s >= since_s)
+
+    def _forget(self, now_s: float) -> None:
+        beyond, since_s = len(self) - _MAX_RECENT, now_s - self._keep_s
+        old: list[str] = []
+        for request_id, (noted_s, _) in self.items():
+            if noted_s >= since_s and len(old) >= beyond:
+                break
+            old.append(request_id)
+        for request_id in old:
+            del self[request_id]
+        self._forget_s = now_s + _FORGET_S
 
 
 class ServiceReport(TypedDict):

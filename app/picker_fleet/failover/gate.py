@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from picker_fleet.admission.gate import OutageStatus, Wait
-from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.admission.shared_gate import Recent, SharedGate
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
 from picker_fleet.failover.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.failover.outage import Outage, Recent, Resync, unseen_s
+from picker_fleet.failover.outage import Outage, Resync, unseen_s
 from picker_fleet.failover.peers import (
     TRANSFER_WAIT_S,
     BudgetTransfer,

@@ -6,7 +6,7 @@ back.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,8 +21,6 @@ from picker_fleet.state.store import Store
 T = TypeVar("T")
 
 MAX_ENTRIES = 50_000  # of each kind; the oldest are dropped, and their leases end them
-_SPARE = 5_000  # that may be remembered beyond them, so that the oldest are looked for seldom
-_FORGET_S = 1.0  # between two searches for what is old
 _REPORT_SLACK_S = 1.0  # by which the access log may be late with a sign of life
 _CHUNK = 512  # requests on their way at a time; the store sends 16 a call
 
@@ -31,41 +29,6 @@ def unseen_s(report_s: float) -> float:
     """A request without a sign of life for so long is not restored; the access log gives one each `report_s`.
     If it runs, the replica that receives the next one restores it."""
     return report_s + _REPORT_SLACK_S
-
-
-class Recent(dict[str, tuple[float, T]]):
-    """What is known of requests for `keep_s` seconds, by id, with the time when it was noted, oldest first:
-    at least of the last MAX_ENTRIES."""
-
-    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self._keep_s, self._clock = keep_s, clock
-        self._forget_s = 0.0  # when old ones are dropped next
-
-    def note(self, request_id: str, about: T) -> float:
-        """Returns the time, in seconds of the clock."""
-        now_s = self._clock()
-        self.pop(request_id, None)  # the newest comes last
-        self[request_id] = now_s, about
-        if now_s >= self._forget_s or len(self) > MAX_ENTRIES + _SPARE:
-            self._forget(now_s)
-        return now_s
-
-    def of_late(self) -> Iterator[tuple[str, T]]:
-        """What was noted within `keep_s`, by id."""
-        since_s = self._clock() - self._keep_s
-        return ((name, about) for name, (noted_s, about) in self.items() if noted_s >= since_s)
-
-    def _forget(self, now_s: float) -> None:
-        beyond, since_s = len(self) - MAX_ENTRIES, now_s - self._keep_s
-        old: list[str] = []
-        for request_id, (noted_s, _) in self.items():
-            if noted_s >= since_s and len(old) >= beyond:
-                break
-            old.append(request_id)
-        for request_id in old:
-            del self[request_id]
-        self._forget_s = now_s + _FORGET_S
 
 
 @dataclass(frozen=True, slots=True)

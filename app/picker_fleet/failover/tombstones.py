@@ -13,8 +13,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from picker_fleet.admission.shared_gate import Recent
 from picker_fleet.errors import ScriptFailed, StateFault
-from picker_fleet.failover.outage import Recent
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
 from picker_fleet.state.store import Store
