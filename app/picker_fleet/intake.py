@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import msgspec
 import orjson
@@ -404,11 +404,26 @@ def _duration_s(name: str, text: str) -> float:
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     """The hashes of the prompt's blocks; none where Envoy has read the body."""
-    body = ask.body
-    if body is None:
+    if ask.read is None:
         return ()
-    salt = memoryview(body.values.get("cache_salt", b""))[:_SALT_BYTES]
-    return block_hashes(target_model, prompt_bytes(body.values), salt=bytes(salt))
+    members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
+    salt = memoryview(members.get("cache_salt", b""))[:_SALT_BYTES]
+    return block_hashes(target_model, prompt_bytes(members), salt=bytes(salt))
+
+
+class _PromptMembers(TypedDict, total=False):
+    """The members of a simple body (`_simple_members`) that its prompt is made of, as JSON texts."""
+
+    tools: msgspec.Raw
+    functions: msgspec.Raw
+    instructions: msgspec.Raw
+    messages: msgspec.Raw
+    prompt: msgspec.Raw
+    input: msgspec.Raw
+    cache_salt: msgspec.Raw
+
+
+_prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_PromptMembers)
 
 
 def _tokens(ask: Ask, most: float) -> tuple[float, bool]:

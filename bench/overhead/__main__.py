@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.overhead import measure
-from bench.overhead.measure import LARGE, LONG, SETUPS, SHORT, Case, Result
+from bench.overhead.measure import LARGE, LONG, PARTS_SETUPS, SETUPS, SHORT, Case, Result
 from bench.rig.load import Driver, WrongAnswer
 from bench.rig.machine import Machine, describe_machine
 from bench.rig.page import options_parser, table, write_page
@@ -35,6 +35,14 @@ so that each is a message to the picker in `standard`. Mode `http` has no consta
 compared with the terse one in `lean`.
 """
 
+_PARTS = """\
+What a replica costs that does only a part of its work, each part with those before it
+(`bench/overhead/reduced_replica.py`), by a picker on grpc.aio that answers a constant: it `reads` the request
+and answers a constant; it `pings` Valkey; it `calls` `admit` and `settle`, with no queue, failover or
+accounting around them.
+
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -47,13 +55,16 @@ class Row:
 
     @property
     def measured(self) -> str:
-        low, middle, high = min(self.values), statistics.median(self.values), max(self.values)
-        return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+        return _spread(self.values)
 
     @property
     def met(self) -> bool:
         middle = statistics.median(self.values)
         return middle >= self.limit if self.sign == "≥" else middle <= self.limit
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def _ratios(
@@ -120,6 +131,23 @@ def rows(results: dict[str, Result], rates: Sequence[tuple[float, float]]) -> li
     return found
 
 
+def parts_table(results: dict[str, Result]) -> str:
+    """What replicas that do a part of their work cost, by the constant picker of their setup."""
+    found = []
+    for setup in PARTS_SETUPS:
+        if setup.name not in results:
+            continue
+        result, (_, baseline, *others) = results[setup.name], setup.variants
+        for variant in others:
+            values = (
+                _ratios(result, SHORT, variant.name, baseline.name),
+                _ratios(result, SHORT, variant.name, baseline.name, with_valkey=True),
+                _added(result, variant.name, baseline.name),
+            )
+            found.append([variant.mode, variant.part or "all", *map(_spread, values)])
+    return table(["mode", "what it does", "CPU", "CPU with Valkey's", "added p50, calm"], found)
+
+
 def page(
     machine: Machine, rounds: int, results: dict[str, Result], rates: Sequence[tuple[float, float]]
 ) -> str:
@@ -155,7 +183,7 @@ def page(
         "# What a request costs",
         f"`{machine.command}`, {machine.date}, {rounds} rounds. {machine.cores} cores ({machine.processor}, "
         f"{machine.system}), load average {machine.load:.2f} before the start. {versions}.",
-        table(["what", "limit", "measured", ""], limits),
+        table(["what", "limit", "measured", ""], limits) if limits else _PARTS + parts_table(results),
         _HOW.rstrip(),
         table(head, figures),
     ]
@@ -172,7 +200,7 @@ async def _measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Result]
     async with Driver.started() as driver:
         results = {
             setup.name: await measure.measure(setup, rounds, driver)
-            for setup in SETUPS
+            for setup in (*SETUPS, *PARTS_SETUPS)
             if setup.name in names
         }
         rates = await measure.throughput(rounds, driver) if _THROUGHPUT in names else []
@@ -181,9 +209,12 @@ async def _measure(names: Sequence[str], rounds: int) -> tuple[dict[str, Result]
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0 whatever the figures are, 1 if the measurement failed."""
-    choices = (*(setup.name for setup in SETUPS), _THROUGHPUT)
+    usual = (*(setup.name for setup in SETUPS), _THROUGHPUT)
+    parts = tuple(setup.name for setup in PARTS_SETUPS)
     parser = options_parser("python -m bench.overhead", __doc__)
-    parser.add_argument("--only", nargs="+", choices=choices, default=choices, help="default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*usual, *parts), default=usual, help=f"default: {', '.join(usual)}"
+    )
     parser.add_argument("--rounds", type=int, choices=range(1, 101), default=_ROUNDS, metavar="N")
     args = parser.parse_args(arguments)
     machine = describe_machine("bench.overhead", arguments)
@@ -194,7 +225,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    write_page(args.out / "overhead.md", page(machine, args.rounds, results, rates))
+    name = "overhead-parts" if set(args.only) <= set(parts) else "overhead"
+    write_page(args.out / f"{name}.md", page(machine, args.rounds, results, rates))
     return 0
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bench.overhead.reduced_replica import PARTS
 from bench.overhead.stack import Variant, model_servers, stack
 from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load
 from bench.rig.page import percentile
 from bench.versions import Fleet, running
 
-# Envoy sends its access log every 10 ms, and the picker processes it in a call or two: by then all cost of a
-# pass has been counted.
+# The picker accounts for the last ends within milliseconds: by then all cost of a pass has been counted.
 _TAIL_S = 0.3
 _CALM_CONNECTIONS = 2
 _CALM_TURNS = 8
@@ -82,6 +82,25 @@ SETUPS = (
         ),
         (SHORT, LARGE),
     ),
+)
+
+
+# What the parts of a decision cost. Not measured unless asked for: nothing has to hold for these.
+PARTS_SETUPS = tuple(
+    Setup(
+        f"{mode}-parts",
+        (
+            *(make(mode) for make in baselines),
+            *(Variant(f"picker, {part}", mode, part=part) for part in PARTS),
+            _PICKER(mode),
+        ),
+        (SHORT,),
+    )
+    for mode, baselines in (
+        ("standard", (_NONE, _CONSTANT)),
+        ("headers", (_NONE, _CONSTANT)),
+        ("lean", (_NONE, lambda mode: Variant("terse", mode, "terse"))),
+    )
 )
 
 

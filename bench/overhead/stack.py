@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -34,7 +35,8 @@ _NO_REDIS = "redis://127.0.0.1:1/0"  # never used: this configuration only makes
 class Variant:
     """What answers Envoy: `none` (no picker; Envoy balances by itself), a constant picker, or `replicas`.
 
-    `bound` is how many requests an endpoint may have in flight.
+    `bound` is how many requests an endpoint may have in flight. `part` is what replicas do of their work, ''
+    for all (bench/overhead/reduced_replica.py).
     """
 
     name: str
@@ -43,6 +45,7 @@ class Variant:
     scorers: tuple[str, ...] = ()
     replicas: int = 1
     bound: int = _PLENTY
+    part: str = ""
 
 
 class ConstantPickerPart:
@@ -79,6 +82,19 @@ class LargeCacheSimulator(Simulator):
 
     def command(self) -> list[str]:
         return [*super().command(), "--kv-blocks", "1000000"]
+
+
+class ReducedReplica(Replica):
+    """A replica that does only a `part` of its work."""
+
+    def __init__(self, part: str, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self._part = part
+
+    def command(self) -> list[str]:
+        command = super().command()
+        serve = command[command.index("serve") :]
+        return [sys.executable, "-m", "bench.overhead.reduced_replica", self._part, *serve]
 
 
 class QuietReport(Report):
@@ -183,7 +199,8 @@ async def stack(variant: Variant, endpoints: Sequence[str], folder: Path) -> Asy
             await group.bring_up(valkey, attempts=_VALKEY_ATTEMPTS)
             tree = _tree(variant, valkey.socket_url, endpoints)
             over_http = variant.mode == "http"
-            replicas = [Replica(1 + n, 0, own, lambda: tree, http=over_http) for n in range(variant.replicas)]
+            make = partial(ReducedReplica, variant.part) if variant.part else Replica
+            replicas = [make(1 + n, 0, own, lambda: tree, http=over_http) for n in range(variant.replicas)]
             await group.bring_up(*replicas)
             pickers, http_pickers = replicas, [each.http_host for each in replicas] if over_http else []
         else:  # for `none`, too: it serves endpoints and access logs

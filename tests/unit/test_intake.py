@@ -3,10 +3,11 @@
 import contextlib
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tables import cases
 
@@ -318,6 +319,24 @@ def test_any_text_as_workload_header_makes_a_sound_workload(text: str) -> None:
     workload = asked({"x-workload-context": text.encode("utf-8", "ignore")}).workload
     assert 1 <= workload.criticality <= 5
     assert len(workload.id.encode()) <= 128
+
+
+PROMPT_MEMBERS = ("tools", "functions", "instructions", "messages", "prompt", "input", "cache_salt", "other")
+
+
+@given(st.dictionaries(st.sampled_from(PROMPT_MEMBERS), st.text() | st.lists(st.text()) | st.just("p" * 600)))
+def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
+    members: dict[str, Any],
+) -> None:
+    text = json.dumps({"model": "m", **members}, ensure_ascii=False).encode()
+    simple = read_body(text)
+    assume(isinstance(simple.read, bytes))
+    intake = Intake(SETTINGS, new_id=lambda: "made", prefixes=Mock(needs_prefix_hashes=True))
+    small, whole = (
+        intake.request(each, {}, subset=None, trusted=True).prefix
+        for each in (simple, simple._replace(read=Body(text)))
+    )
+    assert small == whole
 
 
 @given(st.fixed_dictionaries({"workload_id": json_values, "criticality": json_values}))

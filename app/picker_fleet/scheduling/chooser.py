@@ -98,7 +98,8 @@ class ExplanationCache:
         self._max_choices = max_choices
         self._max_values = max_values
         self._values = 0
-        self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str]] = deque()  # the oldest first
+        # The oldest first; each with the number of its values.
+        self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str, int]] = deque()
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -106,16 +107,16 @@ class ExplanationCache:
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
         """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
         that the choice was made from (see `explain`)."""
-        choices = self._choices
-        choices.append((request_id, basis, chosen, live))
-        self._values += basis.values
+        choices, values = self._choices, basis.values
+        choices.append((request_id, basis, chosen, live, values))
+        self._values += values
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):
-            self._values -= choices.popleft()[1].values
+            self._values -= choices.popleft()[-1]
 
     def get(self, request_id: str) -> Explanation | None:
         """Why `request_id` went to its endpoint, by its last choice; None if that is no longer known."""
         found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
-        return None if found is None else explain(*found)
+        return None if found is None else explain(*found[:-1])
 
 
 class LeastLoadedChooser:
