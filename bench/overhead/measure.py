@@ -90,16 +90,17 @@ PARTS_SETUPS = tuple(
     Setup(
         f"{mode}-parts",
         (
-            *(make(mode) for make in baselines),
+            *baselines,
             *(Variant(f"picker, {part}", mode, part=part) for part in PARTS),
             _PICKER(mode),
         ),
         (SHORT,),
     )
     for mode, baselines in (
-        ("standard", (_NONE, _CONSTANT)),
-        ("headers", (_NONE, _CONSTANT)),
-        ("lean", (_NONE, lambda mode: Variant("terse", mode, "terse"))),
+        ("standard", (Variant("none", "standard", "none"), Variant("constant", "standard", "constant"))),
+        ("headers", (Variant("none", "headers", "none"), Variant("constant", "headers", "constant"))),
+        ("lean", (Variant("none", "lean", "none"), Variant("terse", "lean", "terse"))),
+        ("http", (Variant("none", "lean", "none"), Variant("terse", "lean", "terse"))),
     )
 )
 

@@ -1,7 +1,7 @@
 """`python -m bench.overhead.reduced_replica PART serve …`: a replica that does only a part of its work, to
 tell what the rest costs. Each PART includes those before it:
 
-    reads   the request is read, and answered with a constant
+    reads   the request and its access log are read, and it is answered with a constant
     pings   and Valkey is asked for one PING
     calls   and `admit` and `settle` are called, with no queue, failover or accounting around them
 """
@@ -12,6 +12,7 @@ from typing import Any
 from picker_fleet import cli
 from picker_fleet.failover.gate import FailoverGate
 from picker_fleet.request import Completion, InferenceRequest, Placement
+from picker_fleet.state import accounting_token
 
 PARTS = ("reads", "pings", "calls")
 
@@ -26,7 +27,8 @@ def reduce_to(part: str) -> None:
         elif part == "calls":
             decision = await self._store.admit(request, 1, "*")
             chosen = tuple(decision.detail.split(","))
-        return Placement(chosen, "token")
+        fields = accounting_token.write(request, chosen[0])  # else the access log would not count
+        return Placement(chosen, accounting_token.signed(fields, request.id, self._shared._keys))
 
     def settle(self: Any, completion: Completion) -> None:
         if part == "calls":
