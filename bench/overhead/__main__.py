@@ -180,7 +180,7 @@ def page(
     head = ["setup", "request", "variant", "picker µs", "Valkey µs", "Envoy µs", "requests/s"]
     head += ["added p50 ms", "added p99 ms", "at rest, ms/s"]
     parts = [
-        "# What a request costs",
+        "# What a request costs" if limits else "# What the parts of a decision cost",
         f"`{machine.command}`, {machine.date}, {rounds} rounds. {machine.cores} cores ({machine.processor}, "
         f"{machine.system}), load average {machine.load:.2f} before the start. {versions}.",
         table(["what", "limit", "measured", ""], limits) if limits else _PARTS + parts_table(results),
