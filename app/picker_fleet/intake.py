@@ -55,7 +55,7 @@ _TIMES = frozenset((*TTL, *DEADLINES))
 MAX_NAME_BYTES = 256  # of a model or a fairness id
 MAX_WORKLOAD_ID_BYTES = 128
 _SHORT_CONTEXT = 512  # characters; longer ones are not remembered
-_MAX_CACHED = 1000  # models and objectives that are remembered
+_MAX_MODEL_SETTINGS = 1000  # models and objectives that are remembered
 DEFAULT_CRITICALITY = 3
 _ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
@@ -202,7 +202,7 @@ class PrefixReader(Protocol):
     def needs_prefix_hashes(self) -> bool: ...
 
 
-class _Configured(NamedTuple):
+class _ModelSettings(NamedTuple):
     """What the configuration says of a model and an objective; `target_model` is '' where the model has
     several variants."""
 
@@ -254,7 +254,7 @@ class Intake:
         self._configured = self._objectives
         self._rewrites: Mapping[str, Shares] = {}
         self._any_rewrite: Shares | None = None
-        self._cached: dict[tuple[str, str], _Configured] = {}  # by model and objective
+        self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # by model and objective
 
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
@@ -274,7 +274,7 @@ class Intake:
             model: _shares(split, model, former.get(model)) for model, split in rewrites.items()
         }
         self._any_rewrite = None if anything is None else _shares(anything, "", former_any)
-        self._cached.clear()
+        self._model_settings.clear()
 
     def request(
         self,
@@ -313,8 +313,8 @@ class Intake:
             session = session_token_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
         model = rewrite or ask.model  # and with it what the request may use
-        configured = self._cached.get((model, objective)) or self._configured_for(model, objective)
-        target, band, weight, limit, selector = configured
+        settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
+        target, band, weight, limit, selector = settings
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         prefix = self._prefix(target, ask) if target else ()
@@ -324,24 +324,24 @@ class Intake:
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
         )  # fmt: skip
 
-    def _configured_for(self, model: str, objective: str) -> _Configured:
+    def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         band, weight = ranks.get(name, self._unranked)
         # Of its flow, on each endpoint: the lower one of its model's and its objective's.
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
         shares = self.shares_of(model)
         names = (model,) if shares is None else shares.split.names
-        configured = _Configured(
+        settings = _ModelSettings(
             target_model=names[0] if len(names) == 1 else "",
             band=band,
             weight=weight,
             limit=min(filter(None, limits), default=0),
             selector=self._selectors.get(model, _ANYWHERE),
         )
-        if len(self._cached) >= _MAX_CACHED:
-            self._cached.clear()
-        self._cached[model, objective] = configured
-        return configured
+        if len(self._model_settings) >= _MAX_MODEL_SETTINGS:
+            self._model_settings.clear()
+        self._model_settings[model, objective] = settings
+        return settings
 
     def shares_of(self, model: str) -> Shares | None:
         """What `model` is sent as, by a live rewrite or else as configured; None for itself."""

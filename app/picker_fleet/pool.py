@@ -190,7 +190,7 @@ class Pool:
 
     async def leave(self) -> None:
         """Tell the others that this replica goes."""
-        self.context.ends.run()
+        self.context.ends.run()  # while Redis can still be told
         await self.parts.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:

@@ -67,6 +67,7 @@ _NONE, _CONSTANT, _PICKER = (
     lambda mode: Variant("constant", mode, "constant"),
     lambda mode: Variant("picker", mode),
 )
+_TERSE = Variant("terse", "lean", "terse")
 SETUPS = (
     Setup("standard", tuple(make("standard") for make in (_NONE, _CONSTANT, _PICKER)), (SHORT,)),
     Setup("chunks", (_CONSTANT("standard"), _PICKER("standard")), (LONG,), itl_ms=2.0),
@@ -75,7 +76,7 @@ SETUPS = (
         "lean",
         (
             _NONE("lean"),
-            Variant("terse", "lean", "terse"),
+            _TERSE,
             _PICKER("lean"),
             Variant("picker, http", "http"),
             Variant("picker, scorers", "lean", scorers=SCORERS),
@@ -97,10 +98,10 @@ PARTS_SETUPS = tuple(
         (SHORT,),
     )
     for mode, baselines in (
-        ("standard", (Variant("none", "standard", "none"), Variant("constant", "standard", "constant"))),
-        ("headers", (Variant("none", "headers", "none"), Variant("constant", "headers", "constant"))),
-        ("lean", (Variant("none", "lean", "none"), Variant("terse", "lean", "terse"))),
-        ("http", (Variant("none", "lean", "none"), Variant("terse", "lean", "terse"))),
+        ("standard", (_NONE("standard"), _CONSTANT("standard"))),
+        ("headers", (_NONE("headers"), _CONSTANT("headers"))),
+        ("lean", (_NONE("lean"), _TERSE)),
+        ("http", (_NONE("lean"), _TERSE)),
     )
 )
 

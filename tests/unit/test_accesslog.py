@@ -15,6 +15,7 @@ from extproc_client import ScriptedGate, serving_on
 from metrics_page import page_of
 from tables import cases
 
+from picker_fleet.admission import gate as admission_gate
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.accesslog import Account
 from picker_fleet.request import Alive, Completion, Outcome
@@ -134,7 +135,8 @@ async def test_messages_wait_for_decisions_and_come_in_order_but_at_once_where_r
     assert len(gate.settled) == 20
 
 
-async def test_what_has_come_is_reported_where_the_stream_is_cut() -> None:
+async def test_what_has_come_is_reported_where_the_stream_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_gate, "_DEFERRED_S", 60.0)
     gate, come = ScriptedGate(), asyncio.Event()
     collector = accesslog.Collector([Account(gate, Metrics(), KEYS)])
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import extproc_client as envoy
 import pytest
-from background import until
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import PLACEMENT, ScriptedGate, Talk, body, given_back, headers, parts, set_headers
 from hypothesis import given
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet import errors
+from picker_fleet.admission import gate
 from picker_fleet.admission.gate import Deferred
 from picker_fleet.admission.variants import Variants
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
@@ -454,13 +454,15 @@ async def test_standard_settles_once_however_the_answer_ends(
     assert talk.gate.withdrawn == []
 
 
-async def test_an_end_is_reported_a_little_later_unless_requests_wait() -> None:
+async def test_an_end_is_reported_later_unless_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_DEFERRED_S", 60.0)
     talk = Talk()
     talk.here = dataclasses.replace(talk.here, ends=Deferred(lambda: talk.gate.places_are_awaited))
     answer = [*asks("standard"), envoy.response_headers(200), envoy.response_body(b"{}", ended=True)]
     await talk.another().say(*answer)
     assert talk.gate.settled == []
-    await until(lambda: talk.gate.settled)
+    talk.here.ends.run()
+    assert [end.id for end in talk.gate.settled] == ["made-1"]
     talk.gate.places_are_awaited = True
     await talk.another().say(*answer)
     assert [end.id for end in talk.gate.settled] == ["made-1", "made-2"]

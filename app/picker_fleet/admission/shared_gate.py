@@ -8,15 +8,13 @@ call of a dead stream never affects the stream that has taken the request over.
 """
 
 import asyncio
-import heapq
 import itertools
 import logging
 import random
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
 from typing import NamedTuple, TypedDict, TypeVar
 
 import msgspec
@@ -582,8 +580,8 @@ class SharedGate:
 
 
 class Recent(dict[str, tuple[float, _About]]):
-    """What is known of requests for `keep_s` seconds, by id, with the time when it was noted, oldest first:
-    at least of the last _MAX_RECENT."""
+    """What is known of requests for `keep_s` seconds, by id, with the time when it was noted, oldest first.
+    Of more than 50 000 the oldest may be dropped sooner."""
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -632,19 +630,19 @@ class ServiceMeter:
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
-        self._seconds: deque[tuple[int, dict[tuple[int, str | None], float]]] = deque()  # costs; None: others
+        self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
         self._reported: tuple[int, ServiceReport] | None = None  # in which second, and what
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
         if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, {}))
+            self._seconds.append((second, {}, {}))
             self._forget(second)
-        costs = self._seconds[-1][1]
-        key: tuple[int, str | None] = priority, flow
-        if key not in costs and len(costs) >= _MAX_METERED_FLOWS:
-            key = priority, None
-        costs[key] = costs.get(key, 0.0) + cost
+        _, flows, bands = self._seconds[-1]
+        bands[priority] = bands.get(priority, 0.0) + cost
+        key = priority, flow
+        if key in flows or len(flows) < _MAX_METERED_FLOWS:
+            flows[key] = flows.get(key, 0.0) + cost
 
     def report(self) -> ServiceReport:
         """Added up once a second, however often it is asked for. Not to be changed."""
@@ -655,18 +653,15 @@ class ServiceMeter:
 
     def _add_up(self, second: int) -> ServiceReport:
         self._forget(second)
-        bands: dict[int, float] = defaultdict(float)
-        flows: dict[tuple[int, str], float] = defaultdict(float)
-        for begun, costs in self._seconds:
-            if begun == second:
-                continue
-            for (priority, flow), cost in costs.items():
-                bands[priority] += cost
-                if flow is not None:
-                    flows[priority, flow] += cost
+        bands: Counter[int] = Counter()
+        flows: Counter[tuple[int, str]] = Counter()
+        for begun, costs, totals in self._seconds:
+            if begun != second:
+                flows.update(costs)
+                bands.update(totals)
         listed: list[tuple[int, str, float]] = []
         room = _MAX_LISTED_BYTES
-        for (priority, flow), cost in heapq.nlargest(_MAX_LISTED, flows.items(), key=itemgetter(1)):
+        for (priority, flow), cost in flows.most_common(_MAX_LISTED):
             room -= len(flow) + 16
             if room < 0:
                 break

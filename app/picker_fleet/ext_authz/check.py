@@ -88,10 +88,7 @@ class Answer:
 class Check:
     """One check: `decide` or `decide_by_headers` once, with the whole request."""
 
-    __slots__ = (
-        "_by_headers", "_context", "_forwarded_for", "_model", "_refuse_as", "_request", "_started_s",
-        "_target_model",
-    )  # fmt: skip
+    __slots__ = ("_by_headers", "_context", "_model", "_refuse_as", "_request", "_started_s", "_target_model")
 
     def __init__(self, context: ExchangeContext) -> None:
         self._context = context
@@ -100,7 +97,6 @@ class Check:
         self._started_s = context.clock()
         self._request: InferenceRequest | None = None
         self._model = self._target_model = ""
-        self._forwarded_for = b""
 
     def decide(
         self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer
@@ -138,13 +134,13 @@ class Check:
             if ask is None:
                 answer = await self._route(headers)
             else:
-                model = ask.model
+                forwarded_for = headers.pop(FORWARDED_FOR, b"")
                 request = self._take(ask, headers)
-                if request.target_model != model:
+                if request.target_model != ask.model:
                     request = await self._renamed(request, ask, headers)
                 del ask
                 release()  # a request that waits holds nothing of its body
-                answer = await self._admit(request)
+                answer = await self._admit(request, forwarded_for)
         except RequestError as error:
             return self.refuse(error)
         except Exception:
@@ -202,7 +198,6 @@ class Check:
     def _take(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
         self._model = ask.model
         headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
-        self._forwarded_for = headers.pop(FORWARDED_FOR, b"")
         subset = _subset(headers)
         request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request
@@ -221,9 +216,9 @@ class Check:
             )
         return request
 
-    async def _admit(self, request: InferenceRequest) -> Answer:
+    async def _admit(self, request: InferenceRequest, forwarded_for: bytes) -> Answer:
         context = self._context
-        context.new_flows.check(request.flow, self._forwarded_for)
+        context.new_flows.check(request.flow, forwarded_for)
         came_s = context.clock()
         placement = await context.drain_gate.admit(request, stream_owned=False)
         waited_s = context.clock() - came_s

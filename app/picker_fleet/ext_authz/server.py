@@ -258,9 +258,7 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
-        pool = self._headers.pop(POOL_HEADER, b"")
-        if pool or self._context is not self._server.context:
-            self._enter(pool)
+        self._enter(self._headers.pop(POOL_HEADER, b""))
         try:
             self._body.expect(self._headers.get("content-length", b""))
         except RequestError as error:

@@ -231,12 +231,12 @@ class Response:
         prompt_tokens, completion_tokens = self._usage.tokens()
         self._settle(
             Completion(
-                self._request_id,
-                Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
-                self._status,
-                self._served,
-                prompt_tokens,
-                completion_tokens,
+                id=self._request_id,
+                outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                status=self._status,
+                served=self._served,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens,
                 duration_s=ended_s - self._started_s,
                 first_byte_s=self._first_byte_s,
                 service_s=ended_s - self._placed_s,

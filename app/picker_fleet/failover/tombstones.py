@@ -3,9 +3,9 @@ restoring what has ended (G6, G8; docs/without-redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running lately. Another
 replica may have received the end of one since. So every replica remembers each end for longer than a sign of
-life counts. When a heartbeat shows that another replica is degraded, it publishes these
-ends to Redis as tombstones, and each further end at once. The replica that resyncs waits until the others say
-that they have done so.
+life counts. When a heartbeat shows that another replica is degraded, it publishes these ends to Redis as
+tombstones, and each further end at once. The replica that resyncs waits until the others say that they have
+done so.
 """
 
 import asyncio

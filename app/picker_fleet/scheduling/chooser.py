@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from picker_fleet.endpoints.readings import Readings
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
+from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.endpoint_states import EndpointStates
 from picker_fleet.scheduling.explain import (
@@ -138,18 +138,16 @@ class LeastLoadedChooser:
         self._endpoints = endpoints
         self._in_flight = in_flight
         self._explanations = ExplanationCache() if explanations is None else explanations
-        # For requests that any endpoint may serve, until the endpoints or their loads are read again.
-        self._known: tuple[tuple[Endpoint, ...], Mapping[str, int]] = (), {}
-        self._any = Choice(ANY_ENDPOINT, LeastLoadedPick(*self._known, None, {}, ANY_ENDPOINT))
+        # Of requests that any endpoint may serve: the same until the endpoints or their loads are read again.
+        self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
 
     def choose(self, request: InferenceRequest) -> Choice:
         known, subset, selector = self._endpoints.current.endpoints, request.subset, request.selector
         if subset is None and not selector:
             in_flight = self._in_flight()
-            if known is not self._known[0] or in_flight is not self._known[1]:
-                self._known = known, in_flight
-                self._any = Choice(ANY_ENDPOINT, LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT))
-            return self._any
+            if known is not self._any.endpoints or in_flight is not self._any.in_flight:
+                self._any = LeastLoadedPick(known, in_flight, None, {}, ANY_ENDPOINT)
+            return Choice(ANY_ENDPOINT, self._any)
         if selector:
             wanted = selector.items()
             candidates = ",".join(

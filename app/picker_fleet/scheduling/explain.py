@@ -4,8 +4,8 @@ Choices are kept as they were made; the work of explaining one is done only when
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
 
 from picker_fleet.request import Endpoint
 from picker_fleet.scheduling.scheduler import Ranking, apply_filters
@@ -19,21 +19,21 @@ _BY_LOAD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LeastLoadedPick:
+class LeastLoadedPick(NamedTuple):
     """What was known where the script alone chose: the pool's `endpoints` and the requests in flight at
-    each. `values`: how many values it holds, about."""
+    each."""
 
     endpoints: tuple[Endpoint, ...]
     in_flight: Mapping[str, int]
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
-    values: int = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def values(self) -> int:
+        """How many values it holds, about."""
         listed = len(self.candidates) // _ADDRESS_BYTES
-        object.__setattr__(self, "values", 1 + len(self.endpoints) + len(self.in_flight) + listed)
+        return 1 + len(self.endpoints) + len(self.in_flight) + listed
 
 
 PickBasis = Ranking | LeastLoadedPick
