@@ -45,6 +45,7 @@ _ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other re
 _IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
+_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 
 
 class Choice(NamedTuple):
@@ -107,7 +108,11 @@ class ExplanationCache:
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
         """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
         that the choice was made from (see `explain`)."""
-        choices, values = self._choices, basis.values
+        choices = self._choices
+        if isinstance(basis, LeastLoadedPick):
+            values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
+        else:
+            values = basis.values
         choices.append((request_id, basis, chosen, live, values))
         self._values += values
         while len(choices) > self._max_choices or (self._values > self._max_values and len(choices) > 1):

@@ -12,7 +12,6 @@ from picker_fleet.scheduling.scheduler import Ranking, apply_filters
 from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 ANY_ENDPOINT: Final = "*"
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
@@ -28,12 +27,6 @@ class LeastLoadedPick(NamedTuple):
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
-
-    @property
-    def values(self) -> int:
-        """How many values it holds, about."""
-        listed = len(self.candidates) // _ADDRESS_BYTES
-        return 1 + len(self.endpoints) + len(self.in_flight) + listed
 
 
 PickBasis = Ranking | LeastLoadedPick
