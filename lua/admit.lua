@@ -53,10 +53,7 @@ local function adopt(r, arrival, turn, picks)
 end
 
 local function refuse(r, reason)
-  local retry_after_s = 1
-  if reason ~= REFUSED_NO_ENDPOINTS and pool.rate > 0 then
-    retry_after_s = math.max(1, math.min(60, math.ceil((pool.queued + 1) / pool.rate)))
-  end
+  local retry_after_s = reason == REFUSED_NO_ENDPOINTS and 1 or pool.retry_after_s()
   log_event('refused', r, nil, nil, reason)
   return 'refused ' .. reason .. ' ' .. retry_after_s
 end

@@ -9,7 +9,8 @@
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
 --   {priority, v, backlogged flow queues, queued, bytes of the bodies that wait} of each band, the highest first,
 --   {id, replica info (JSON)} of each live replica, {endpoint, load},
---   guard dispatches, credit, overdue, drain rate per second, paused, tuned version}
+--   guard dispatches, credit, overdue, drain rate per second, paused, tuned version,
+--   seconds until the queue has drained}
 
 local function state(args)
   local of_bands = {}
@@ -33,5 +34,6 @@ local function state(args)
     read('ZCARD', key.inflight), exact(pool.dispatches), exact(pool.ended), of_bands, replicas,
     read('ZRANGE', key.load, 0, 999, 'WITHSCORES'), exact(pool.guards), exact(pool.credit), pool.overdue,
     exact(pool.rate), settings.paused or 0, read('HGET', key.pool, 'tuned_version') or '',
+    pool.retry_after_s(),
   }
 end

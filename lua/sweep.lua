@@ -205,9 +205,8 @@ end
 
 -- Measure how fast the queue drains, for Retry-After.
 local function measure_rate(swept_ms, dispatches)
-  if swept_ms == 0 or now_ms == swept_ms then return end
-  local rate = (pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms)
-  pool.rate = pool.rate == 0 and rate or (pool.rate + rate) / 2
+  if swept_ms == 0 or now_ms <= swept_ms then return end -- the first sweep, or the clock was set back
+  pool.measure_rate(math.max(0, pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms))
 end
 
 -- Lower times that lie too far ahead, as if written now. The former primary's clock may have been ahead of this one's.

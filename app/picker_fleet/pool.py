@@ -8,11 +8,11 @@ import asyncio
 import contextvars
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from picker_fleet.admin.api import OperatedPool
@@ -23,6 +23,7 @@ from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Deferred, Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.admission.variants import Variants
+from picker_fleet.background import Work, count_failures
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.discovery import source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
@@ -69,7 +70,7 @@ _GOODBYE_S = 1.0  # for the last calls to Redis and to a trace collector
 
 _log = logging.getLogger(__name__)
 
-Start = Callable[[Coroutine[Any, Any, None], str], None]
+Start = Callable[[Work, str], None]
 
 
 class Pool:
@@ -170,23 +171,22 @@ class Pool:
             POOL.set(self.settings.pool)
         settings, parts = self.settings, self.parts
         store, membership = parts.store, parts.membership
-        start(store.run(), "redis-link")
-        start(
-            listen(settings.redis.url, store.keys.wake(self._replica), parts.shared.on_notification),
-            "wake-ups",
-        )
-        start(self._source.watch(membership.discovered), "discovery")
+        count_failures(parts.metrics.background_failure)
+        start(store.run, "redis-link")
+        wake_ups = store.keys.wake(self._replica)
+        start(partial(listen, settings.redis.url, wake_ups, parts.shared.on_notification), "wake-ups")
+        start(partial(self._source.watch, membership.discovered), "discovery")
         if settings.discovery.kubernetes is not None:
             at = urlsplit(settings.redis.url)  # without its user and password
             fleet = f"{settings.pool} {at.netloc.rpartition('@')[2]} {at.path}"
-            objects = _follow_objects(settings.discovery.kubernetes, self.context.intake, membership, fleet)
-            start(objects, "objects")
-        start(membership.run(), "membership")
-        start(parts.failover.run(), "redis-watch")
-        start(parts.scraping.run(), "scraping")
-        start(self._fleet_state.run(), "fleet-state")
-        start(self.operated.events.run(), "events")
-        start(parts.follow_routes(), "routes")
+            kubernetes, intake = settings.discovery.kubernetes, self.context.intake
+            start(partial(_follow_objects, kubernetes, intake, membership, fleet), "objects")
+        start(membership.run, "membership")
+        start(parts.failover.run, "redis-watch")
+        start(parts.scraping.run, "scraping")
+        start(self._fleet_state.run, "fleet-state")
+        start(self.operated.events.run, "events")
+        start(parts.follow_routes, "routes")
 
     async def leave(self) -> None:
         """Tell the others that this replica goes."""

@@ -1,7 +1,22 @@
-"""Token buckets: how often each of many may do a thing."""
+"""Token buckets: how often each of many may do a thing. And smoothed figures."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
+
+_SMALLEST = 1e-9
+_MOST_RETRY_S = 3600
+
+
+def smoothed(mean: float, figure: float, alpha: float) -> float:
+    """An exponential moving average, 0 below 1e-9, as in lua/lib/pool.lua: its quotients do not overflow."""
+    found = alpha * figure + (1.0 - alpha) * mean
+    return 0.0 if found < _SMALLEST else found
+
+
+def retry_after_s(wait_s: float) -> int:
+    """`wait_s` as a Retry-After: whole seconds, at least 1 and at most an hour."""
+    return max(1, math.ceil(min(wait_s, _MOST_RETRY_S)))
 
 
 class Rates:

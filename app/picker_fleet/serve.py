@@ -11,8 +11,9 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import uvloop
 from picker_fleet import chart_flags
 from picker_fleet.admin import api
 from picker_fleet.admin import server as admin_server
+from picker_fleet.background import Work, count_failures, keep, report_unhandled
 from picker_fleet.config import Settings, load, pools_of
 from picker_fleet.errors import ConfigError
 from picker_fleet.ext_authz.server import CheckServer
@@ -71,6 +73,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     pools = _pools(settings, replica, certificates)
     default = pools[settings.pool]
+    count_failures(default.parts.metrics.background_failure)
     accounts = [pool.account for pool in pools.values()]
     contexts = ByPool(
         {name: pool.context for name, pool in pools.items()}, settings.pool, of_unknown_pool(default.context)
@@ -108,12 +111,12 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             async with _background() as start:
                 for pool in pools.values():
                     pool.start(start)
-                start(uploads.run(), "uploads")
-                start(_announce(pools.values(), grpc_server, checks), "readiness")
+                start(uploads.run, "uploads")
+                start(partial(_announce, pools.values(), grpc_server, checks), "readiness")
                 if checks is not None:
-                    start(checks.run(), "checks")
+                    start(checks.run, "checks")
                 for each in filter(None, (certificates, http_certificates)):
-                    start(each.run(), "certificates")
+                    start(each.run, "certificates")
                 await stopping.wait()
                 _log.info("draining")
                 if checks is not None:
@@ -179,13 +182,13 @@ async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer |
 
 @contextlib.asynccontextmanager
 async def _background() -> Any:
-    """Tasks that live as long as the block; one that fails ends the replica with its own error."""
+    """Tasks that live as long as the block. One that cannot begin ends the replica with its own error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
 
-            def start(work: Coroutine[Any, Any, None], name: str) -> None:
-                tasks.append(group.create_task(work, name=name))
+            def start(work: Work, name: str) -> None:
+                tasks.append(group.create_task(keep(name, work), name=name))
 
             yield start
             for task in tasks:
@@ -208,7 +211,7 @@ def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> N
     """Log a fault that nobody awaits, except that of a name's lookup: a connection that gave up waiting for
     it has its own error."""
     if not isinstance(context.get("exception"), socket.gaierror):
-        loop.default_exception_handler(context)
+        report_unhandled(loop, context)
 
 
 def new_incarnation() -> str:

@@ -206,6 +206,30 @@ function pool.largest_bound()
   return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
 end
 
+do -- a chunk may have 200 locals
+  local SMALLEST, MOST_RETRY_S = 1e-9, 60
+
+  -- An exponential moving average, 0 below SMALLEST: halved on and on it would become so small that quotients overflow.
+  function pool.smoothed(mean, figure, alpha)
+    local found = alpha * figure + (1 - alpha) * mean
+    return found < SMALLEST and 0 or found
+  end
+
+  -- Dispatches a second, between two sweeps. While requests wait, a measured rate does not fall to 0, which means
+  -- unknown.
+  function pool.measure_rate(measured)
+    local rate = pool.rate == 0 and measured or pool.smoothed(pool.rate, measured, 0.5)
+    if rate == 0 and pool.rate > 0 and pool.queued > 0 then rate = SMALLEST end
+    pool.rate = rate
+  end
+
+  -- How long the queue takes to drain, in whole seconds: the Retry-After of a client that the pool refuses.
+  function pool.retry_after_s()
+    if pool.rate == 0 then return 1 end
+    return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
+  end
+end
+
 -- The arrival time in us. No two arrivals have the same, so it orders a flow queue.
 function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end

@@ -256,7 +256,7 @@ do
   function workloads.dispatched(id, wait_ms)
     if id == '' then return end
     local w, alpha = known_workloads[id] or workload(id), settings.ema_alpha
-    w[4] = w[3] == 0 and wait_ms or alpha * wait_ms + (1 - alpha) * w[4]
+    w[4] = w[3] == 0 and wait_ms or pool.smoothed(w[4], wait_ms, alpha)
     w[3] = w[3] + 1
     changed_workloads[id] = w
   end
@@ -350,7 +350,7 @@ do
       new_flows = new_flows + 1
     end
     local mean = text and parse_answer(text)
-    mean = mean and settings.answer_alpha * tokens + (1 - settings.answer_alpha) * mean or tokens
+    mean = mean and pool.smoothed(mean, tokens, settings.answer_alpha) or tokens
     learned[flow] = struct.pack('dd', mean, now_ms)
     defer_write('HSET', key.answers, flow, learned[flow])
   end

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from picker_fleet.rates import smoothed
+
 
 @dataclass(slots=True)
 class Moment:
@@ -98,7 +100,7 @@ class Workloads:
         if name:
             workload, alpha = self.known.setdefault(name, Workload()), self._moment.settings["ema_alpha"]
             first = workload.dispatched == 0
-            workload.ema_ms = wait_ms if first else alpha * wait_ms + (1 - alpha) * workload.ema_ms
+            workload.ema_ms = wait_ms if first else smoothed(workload.ema_ms, wait_ms, alpha)
             workload.dispatched += 1
 
     def sent_back(self, name: str) -> None:

@@ -16,6 +16,7 @@ DISPATCH_LIMIT = 24
 TIMERS_LIMIT = 24
 CHUNK = 32  # what a sweep does of a kind
 DOWN_MS = 10_000
+SMALLEST = 1e-9  # of a smoothed figure
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
@@ -346,12 +347,18 @@ class PoolModel:
                 self.endpoints.mark("down", False, address, self.moment.now_ms)
         self._put_bounds()
 
+    def retry_after_s(self) -> int:
+        """How long the queue takes to drain."""
+        return max(1, math.ceil(min(60, (len(self.queue) + 1) / self.rate))) if self.rate else 1
+
     def _measure_rate(self) -> None:
         """How fast the queue drains, for Retry-After."""
         passed_ms = self.moment.now_ms - self._swept_ms
-        if self._swept_ms and passed_ms:
-            rate = (self.dispatches - self._swept_dispatches) * 1000 / passed_ms
-            self.rate = (self.rate + rate) / 2 if self.rate else rate
+        if self._swept_ms and passed_ms > 0:
+            measured = max(0, self.dispatches - self._swept_dispatches) * 1000 / passed_ms
+            rate = (self.rate + measured) / 2 if self.rate else measured
+            least = SMALLEST if self.rate and self.queue else 0.0
+            self.rate = rate if rate >= SMALLEST else least
         self._swept_ms, self._swept_dispatches = self.moment.now_ms, self.dispatches
 
 

@@ -3,7 +3,6 @@
 Each method of `QueueModel` is one call of `lua/`: its arguments, its replies. `moment.now_us` is the clock.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from model_state import Request
 from pool_model import CHUNK, PoolModel, Reply, first
 
 from picker_fleet.failover.fair_queue import QueueFull
+from picker_fleet.rates import smoothed
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +284,7 @@ class QueueModel(PoolModel):
         return f"queued {left_ms}"
 
     def _refuse(self, r: Request, reason: str) -> str:
-        retry_after_s = 1
-        if reason != "no-endpoints" and self.rate > 0:
-            retry_after_s = max(1, min(60, math.ceil((len(self.queue) + 1) / self.rate)))
+        retry_after_s = 1 if reason == "no-endpoints" else self.retry_after_s()
         self._log("refused", r.id)
         return f"refused {reason} {retry_after_s}"
 
@@ -345,5 +343,5 @@ class QueueModel(PoolModel):
 
     def _learn(self, flow: str, tokens: int) -> None:
         alpha = self.moment.settings["answer_alpha"]
-        mean = alpha * tokens + (1 - alpha) * self.means[flow][0] if flow in self.means else float(tokens)
+        mean = smoothed(self.means[flow][0], tokens, alpha) if flow in self.means else float(tokens)
         self.means[flow] = (mean, self.moment.now_ms)

@@ -120,6 +120,7 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
+        "retry_after_s",
     )  # fmt: skip
     found = dict(zip(names, state, strict=True))
     _, bands, replicas, loads = (found.pop(name) for name in ("epoch", "bands", "replicas", "loads"))

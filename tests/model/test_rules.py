@@ -463,6 +463,33 @@ def test_retry_after_is_the_time_the_queue_takes_to_drain(side: ScriptSide) -> N
     assert pool.admit("late") == ["refused total-capacity 6"]
 
 
+def test_the_drain_rate_of_a_pool_without_a_queue_falls_to_zero(side: ScriptSide) -> None:
+    pool = holding(side, "p1", "p2")
+    pool.sweep()
+    pool.passes(1000)
+    pool.end("p1")
+    pool.sweep()
+    assert pool.model.rate == 1.0
+    for _ in range(40):
+        pool.passes(1000)
+        pool.sweep()
+    assert pool.model.rate == 0.0
+    pool.tune(total_capacity=0)
+    assert pool.admit("late") == [FULL]
+
+
+def test_a_queue_that_stands_still_asks_for_the_longest_retry_after(side: ScriptSide) -> None:
+    pool = holding(side, "p1", "p2, p3")
+    pool.sweep()
+    pool.passes(1)
+    pool.end("p1")
+    for _ in range(40):
+        pool.sweep()
+        pool.passes(100)
+    pool.tune(total_capacity=1)
+    assert pool.admit("late") == ["refused total-capacity 60"]
+
+
 def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSide) -> None:
     pool = holding(side, "p1 limit=1, p2 limit=1", "p3 limit=1, q1", endpoints=2, upper_per=4)
     assert pool.events[-3:] == ["parked p ", "granted q1 turn", "placed q1 "]

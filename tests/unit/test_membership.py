@@ -133,13 +133,10 @@ async def test_live_changes_that_do_not_fit_are_ignored() -> None:
         assert store.overrides == {"total_capacity": 10}
 
 
-@pytest.mark.parametrize(
-    ("queued", "rate", "seconds"), [(0, 0.0, 1), (99, 0.0, 1), (0, 50.0, 1), (99, 10.0, 10), (9999, 1.0, 60)]
-)
-async def test_retry_after_is_the_time_to_drain_the_queue(queued: int, rate: float, seconds: int) -> None:
+async def test_requests_that_have_waited_are_told_the_retry_after_of_the_pool() -> None:
     store = ScriptedStore()
-    store.pool = replace(POOL, queued=queued, drain_rate=rate, paused=True, active_flows=queued + 1)
+    store.pool = replace(POOL, retry_after_s=7, paused=True, active_flows=3)
     async with member(store) as one:
-        await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == queued + 1)
-        await until(lambda: one.gate.retry_after_s == seconds)
+        await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == 3)
+        await until(lambda: one.gate.retry_after_s == 7)
         assert samples(one.metrics)["epp_paused",] == 1

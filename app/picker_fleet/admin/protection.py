@@ -6,7 +6,6 @@ problem document (RFC 9457) with a `code` for programs.
 import asyncio
 import hmac
 import logging
-import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from picker_fleet.admin.models import Problem
 from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
-from picker_fleet.rates import Rates
+from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.replica.live_config import LIVE
 from picker_fleet.units import is_loopback
 
@@ -197,9 +196,7 @@ class RateLimit:
         if wait_s:
             await self._sleep(_REFUSAL_DELAY_S)
             limit = f"{self._per_s:g} calls a second from one client (a change counts as {CHANGE_COST})"
-            raise Refused(
-                429, "too_many_calls", f"more than {limit}", retry_after_s=max(1, math.ceil(wait_s))
-            )
+            raise Refused(429, "too_many_calls", f"more than {limit}", retry_after_s=retry_after_s(wait_s))
 
 
 class ChangeAuthorization:

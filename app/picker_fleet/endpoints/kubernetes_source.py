@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from picker_fleet.background import keep
 from picker_fleet.endpoints.discovery import Report
 from picker_fleet.endpoints.kubernetes_api import Api, Collection, Metadata, Reflector
 from picker_fleet.request import Endpoint
@@ -176,7 +177,7 @@ class KubernetesSource:
         base = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools"
         collection = Collection(f"InferencePool {self._name}", base, name=self._name)
         pools = Reflector(api, collection, Pool, self._changed.set)
-        group.create_task(pools.run())
+        group.create_task(keep("kubernetes-watch", pools.run))
         pods: _Selected | None = None
         following: _Selected | None = None  # lists the pods of a new selector
         reported: tuple[Endpoint, ...] | None = None
@@ -225,7 +226,7 @@ class KubernetesSource:
             f"pods of InferencePool {self._name}", f"/api/v1/namespaces/{namespace}/pods", labels=labels
         )
         reflector = Reflector(api, collection, Pod, self._changed.set)
-        return _Selected(dict(labels), reflector, group.create_task(reflector.run()))
+        return _Selected(dict(labels), reflector, group.create_task(keep("kubernetes-watch", reflector.run)))
 
     def _log_pool(self, pool: Pool | None) -> None:
         """Log what the pool says, once for each change."""

@@ -16,8 +16,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
+from picker_fleet.background import keep
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage, Connection, FetchError
 from picker_fleet.endpoints.readings import EndpointMetrics
@@ -195,7 +197,8 @@ class Scraper:
             self._pending.pop(address, None)
         if self._group is not None:
             for address in self._targets - self._tasks.keys():
-                task = self._group.create_task(self._scrape_forever(address), name=f"scrape-{address}")
+                work = keep("scrape", partial(self._scrape_forever, address))
+                task = self._group.create_task(work, name=f"scrape-{address}")
                 self._tasks[address] = task
 
     def suspect(self, addresses: Iterable[str]) -> None:

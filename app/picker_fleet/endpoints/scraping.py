@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from picker_fleet.background import keep
 from picker_fleet.endpoints.metrics_channel import MetricsChannel
 from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, Meter, Scraper
@@ -184,9 +185,9 @@ class ScrapingTask:
         """Scrape, publish and subscribe until cancelled. Faults of Redis are waited out, never raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._scraper.run(), name="scraper")
-                tasks.create_task(self._follow(), name="metrics-channel")
-                tasks.create_task(self._look_forever(), name="scraping-assignment")
+                tasks.create_task(keep("scraper", self._scraper.run), name="scraper")
+                tasks.create_task(keep("metrics-channel", self._follow), name="metrics-channel")
+                tasks.create_task(keep("scraping-assignment", self._look_forever), name="scraping-assignment")
         finally:
             with contextlib.suppress(Exception):
                 await asyncio.shield(self._channel.close())

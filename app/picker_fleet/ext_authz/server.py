@@ -17,10 +17,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, cast
 
 import httptools
 
+from picker_fleet.background import keep
 from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.ext_authz import settle
 from picker_fleet.ext_authz.check import FORWARDED_HEADERS, Answer, Check
@@ -99,9 +101,11 @@ class CheckServer:
     async def run(self) -> None:
         """Close connections that stall and renew leases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_every(STALLED_S / _CHECKS, self.close_stalled), name="stalled-checks")
+            close = partial(_every, STALLED_S / _CHECKS, self.close_stalled)
+            tasks.create_task(keep("stalled-checks", close), name="stalled-checks")
             every_s = self.context.settings.leases.access_log_interval
-            tasks.create_task(_every(every_s, self.placements.renew), name="renewed-placements")
+            renew = partial(_every, every_s, self.placements.renew)
+            tasks.create_task(keep("renewed-placements", renew), name="renewed-placements")
 
     def close_stalled(self) -> None:
         """Close each connection whose request does not come, or that has been idle for long."""

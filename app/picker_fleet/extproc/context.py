@@ -6,7 +6,6 @@
 import asyncio
 import ipaddress
 import logging
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from picker_fleet.errors import (
     UnknownPool,
 )
 from picker_fleet.intake import REQUEST_ID, Ask, Intake
-from picker_fleet.rates import Rates
+from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.sections import ExtProc
 from picker_fleet.telemetry.logs import DecisionLines
@@ -350,7 +349,7 @@ class NewFlowLimit:
             if wait_s:
                 raise TooManyFlows(
                     f"more than {self._per_minute} new flows a minute from one source",
-                    retry_after_s=max(1, math.ceil(wait_s)),
+                    retry_after_s=retry_after_s(wait_s),
                 )
         self._seen[flow] = None
         if len(self._seen) > self._max_flows:
@@ -510,7 +509,7 @@ class ExchangeContext:
         if wait_s:
             raise TooManyReads(
                 f"more than {self.settings.extproc.read_rate:g} reads a second",
-                retry_after_s=max(1, math.ceil(wait_s)),
+                retry_after_s=retry_after_s(wait_s),
             )
         return True
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from picker_fleet.background import keep
 from picker_fleet.errors import BufferFull, StartupError
 from picker_fleet.extproc.certificates import Certificates, server_options
 from picker_fleet.extproc.context import BodyBudget, ByPool
@@ -470,7 +471,7 @@ class NativeTransport:
             )
         except OSError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
-        self._pinging = asyncio.create_task(self._ping_silent_peers(), name="keepalive")
+        self._pinging = asyncio.create_task(keep("keepalive", self._ping_silent_peers), name="keepalive")
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

@@ -7,12 +7,14 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from picker_fleet.admission.gate import OutageStatus, Wait
 from picker_fleet.admission.shared_gate import Recent, SharedGate
+from picker_fleet.background import Work, keep
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
@@ -160,7 +162,6 @@ class FailoverGate:
         self._state = _SHARED
         self._outage: Outage | None = None  # exactly while the state is not SHARED
         self._tasks: set[asyncio.Task[None]] = set()  # of the outage
-        self._task_failure: BaseException | None = None
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
         self._busy = False  # requests were placed or ended since the last tick
@@ -436,21 +437,19 @@ class FailoverGate:
         self.tombstones.restore(tombstones)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(), name="failover-watch")
-            tasks.create_task(self.tombstones.run(), name="tombstones")
-
-    async def _watch(self) -> None:
         try:
-            while True:
-                await asyncio.sleep(_TICK_S)
-                self._tick()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(keep("failover-watch", self._watch), name="failover-watch")
+                tasks.create_task(keep("tombstones", self.tombstones.run), name="tombstones")
         finally:
             self._cancel_tasks()
 
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tick()
+
     def _tick(self) -> None:
-        if self._task_failure is not None:
-            raise self._task_failure  # a defect: it ends the replica
         self._shared.drop_expired()
         if self._outage is not None:
             self._heartbeat_now()
@@ -467,12 +466,12 @@ class FailoverGate:
             return
         if before is _SHARED:
             outage = self.begin_outage()
-            self._start(outage.transfer.run(), "budget-transfer")
-            self._start(self._recover_budget(outage), "budget-recovery")
+            self._start(outage.transfer.run, "budget-transfer")
+            self._start(partial(self._recover_budget, outage), "budget-recovery")
         elif after is _LOCAL:
             self.abort_resync()
         elif after is _RESYNCING:
-            self._start(self._resync(*self.begin_resync()), "resync")
+            self._start(partial(self._resync, *self.begin_resync()), "resync")
         else:
             self.end_outage()
         self._metrics.failover(after.value, cause)
@@ -562,6 +561,8 @@ class FailoverGate:
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
         """Tell Redis, which answers again, what has happened without it."""
+        if outage.resync is not resync:
+            return  # a further attempt after a failure, and Redis was lost meanwhile
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()
@@ -612,15 +613,10 @@ class FailoverGate:
         _log.info("shared operation again, after %.1f s", self._clock() - outage.began_s)
         self._heartbeat_now()
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
+    def _start(self, work: Work, name: str) -> None:
+        task = asyncio.create_task(keep(name, work), name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._task_failure = self._task_failure or task.exception()
+        task.add_done_callback(self._tasks.discard)
 
     def _cancel_tasks(self) -> None:
         for task in self._tasks:

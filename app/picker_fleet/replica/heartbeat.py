@@ -18,6 +18,7 @@ from typing import Protocol
 
 from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.background import keep
 from picker_fleet.config import EffectiveConfig, Settings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
@@ -29,7 +30,6 @@ from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Stor
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_MAX_RETRY_S = 60
 _RENEWALS = 3  # of a lease, by the replica that owns the request's stream
 _OTHERS_PUBLISH_S = 0.2  # after the same change was seen here
 _LOOKS = 5  # for what others publish; the regular heartbeats go on
@@ -468,7 +468,7 @@ class Heartbeat:
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._metrics.pool(pool, state.watermark, state.queue_fill)
-        self._gate.retry_after_s = _retry_after_s(pool.queued, pool.drain_rate)
+        self._gate.retry_after_s = pool.retry_after_s
 
 
 class Membership:
@@ -578,10 +578,10 @@ class Membership:
     async def run(self) -> None:
         """Run everything until cancelled. Faults of Redis are waited out, never raised."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._heartbeat.run())
-            tasks.create_task(self._sweeper.run())
-            tasks.create_task(self._renew_leases())
-            tasks.create_task(NotificationPoller(self._store, self._gate).run())
+            tasks.create_task(keep("heartbeat", self._heartbeat.run))
+            tasks.create_task(keep("sweep", self._sweeper.run))
+            tasks.create_task(keep("renewal", self._renew_leases))
+            tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
 
     async def leave(self, deadline_s: float) -> None:
         """Leave the pool, so that the others need not wait for this replica's silence."""
@@ -601,13 +601,6 @@ def _unseen_s(leases: Leases) -> float:
     signs, and a margin for a busy machine."""
     interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
     return interval_s + max(1.0, interval_s / 4)
-
-
-def _retry_after_s(queued: int, drain_rate: float) -> int:
-    """How long the queue takes to drain, whole seconds; the scripts compute it the same way for refusals."""
-    if drain_rate <= 0:
-        return 1
-    return max(1, min(_MAX_RETRY_S, math.ceil((queued + 1) / drain_rate)))
 
 
 def _unmarked(version: str) -> str:

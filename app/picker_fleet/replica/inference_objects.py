@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from xxhash import xxh64_hexdigest
 
+from picker_fleet.background import keep
 from picker_fleet.endpoints.kubernetes_api import (
     CONFLICT,
     Api,
@@ -321,7 +322,7 @@ class InferenceObjects:
                     what = Collection(f"{kind.name}s of {group}", path, optional=True)
                     reflector: Reflector[Any] = Reflector(api, what, kind.type, self._changed.set)
                     reflectors.append((path, kind, reflector))
-                    tasks.create_task(reflector.run())
+                    tasks.create_task(keep("kubernetes-watch", reflector.run))
                 while True:
                     await self._changed.wait()
                     await asyncio.sleep(_SETTLE_S)  # many come together

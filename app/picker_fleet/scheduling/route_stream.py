@@ -21,9 +21,11 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Final
 
+from picker_fleet.background import keep
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker, PrefixIndex
 from picker_fleet.state.primary import raise_if_cancelled
@@ -115,8 +117,10 @@ class RouteStream:
     async def run(self) -> None:
         """Write and follow until cancelled, through any outage of Redis."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._repeat(self._write, _CALL_S, "written"), name="routes-write")
-            group.create_task(self._repeat(self._follow, _READ_S, "followed"), name="routes-follow")
+            write = partial(self._repeat, self._write, _CALL_S, "written")
+            follow = partial(self._repeat, self._follow, _READ_S, "followed")
+            group.create_task(keep("routes-write", write), name="routes-write")
+            group.create_task(keep("routes-follow", follow), name="routes-follow")
 
     async def _repeat(
         self, step: Callable[[CommandClient], Awaitable[None]], deadline_s: float, done: str

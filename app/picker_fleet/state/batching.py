@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import hiredis
 import msgspec
 
+from picker_fleet.background import keep
 from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
     DOWN,
@@ -380,16 +381,23 @@ class BatchingClient:
         """Keep the connection until cancelled; then everything unanswered fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._monitor.run(), name="redis-monitor")
-                while True:
-                    await self._lost.wait()
-                    self._lost.clear()
-                    await self._reconnect()
+                tasks.create_task(keep("redis-monitor", self._monitor.run), name="redis-monitor")
+                await keep("redis-connection", self._stay_connected)
         finally:
             calls = (*self._drop(), *self._pending.take(), *self._refused.take(), *self._denied.take())
             for call in calls:
                 call.fail(StateUnavailable, _UNREACHABLE.format("the replica has stopped"))
             await self._disconnect()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            await self._lost.wait()
+            try:
+                self._lost.clear()
+                await self._reconnect()
+            except BaseException:
+                self._lost.set()  # for the next attempt
+                raise
 
     async def _reconnect(self) -> None:
         """Make a new connection, however long it takes; items that cannot wait that long fail meanwhile."""

@@ -27,6 +27,7 @@ import hiredis
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import Connection, ConnectionPool
 
+from picker_fleet.rates import smoothed
 from picker_fleet.state.primary import raise_if_cancelled
 
 DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
@@ -238,9 +239,8 @@ class RetransmissionTimeout:
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return
-        off_s = seconds - self._mean_s
-        self._deviation_s += _BETA * (abs(off_s) - self._deviation_s)
-        self._mean_s += _ALPHA * off_s
+        self._deviation_s = smoothed(self._deviation_s, abs(seconds - self._mean_s), _BETA)
+        self._mean_s = smoothed(self._mean_s, seconds, _ALPHA)
 
     @property
     def timeout_s(self) -> float:

@@ -102,6 +102,7 @@ class PoolState:
     guard_credit: float
     overdue: int
     drain_rate: float
+    retry_after_s: int
     paused: bool
     tuned_version: str
     replicas: Sequence[str]
@@ -387,7 +388,9 @@ class Store:
         """The pool's state; replicas without a heartbeat for `silence_s` are not live."""
         reply = await self._client.call("state", int(silence_s * 1000))
         epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
-        bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version = reply[10:]
+        bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[
+            10:
+        ]
         by_band = {band.priority: (0.0, 0, 0) for band in self._bands}
         rows = zip(bands[::5], bands[1::5], bands[3::5], bands[4::5], strict=True)
         for priority, v, length, size_bytes in rows:
@@ -414,6 +417,7 @@ class Store:
             guard_credit=float(credit),
             overdue=overdue,
             drain_rate=float(rate),
+            retry_after_s=retry_after_s,
             paused=paused == 1,
             tuned_version=tuned_version,
             replicas=replicas[::2],

@@ -172,6 +172,9 @@ class Metrics:
         )
         self._paused_s = counters("stood_still_seconds", "Seconds in which this replica did not run.")
         self._redis_answer_age = gauges("redis_answer_age_seconds", "Time since any answer of Redis.")
+        self._background_failures = counters(
+            "background_failures", "Failures of background tasks, each followed by a new attempt.", ("task",)
+        )
         self._strays = counters("strays", "Entries of the shared state without a record, dropped.")
         self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters(
@@ -304,6 +307,9 @@ class Metrics:
 
     def ghosts(self, n: int) -> None:
         self._ghosts.add(amount=n)
+
+    def background_failure(self, task: str) -> None:
+        self._background_failures.add((task,))
 
     def strays(self, n: int) -> None:
         self._strays.add(amount=n)

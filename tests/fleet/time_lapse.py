@@ -1,0 +1,245 @@
+"""Whole replicas whose clock, and their Valkey's, jumps to the next event as soon as all work is done.
+
+A day takes minutes, and a busy machine changes nothing: time stands still while anything is computed, sent or
+awaited. The replicas run in this process (`picker_fleet.serve`); Envoy's side is spoken by hand.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import selectors
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import redis
+from check_client import BODY, Connection, check
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from extproc_client import body, converse, headers, response_body, response_headers
+from own_replica import served_here
+from page_server import answered, serving
+
+from picker_fleet import serve
+from picker_fleet.extproc import accesslog
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.pool import Pool
+from picker_fleet.serve import Bound
+from picker_fleet.state import batching, subscriptions
+from picker_fleet.state.scripts import Library, load_library
+
+BEGIN_S = 1_800_000_000.0
+_CLOCK = "test-clock"
+_TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
+_NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
+_LEAST_JUMP_S = 0.001
+
+
+class Server:
+    """A blocking connection to the Valkey whose clock is set."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def catch_up(self) -> None:
+        """Return when all that was sent before has been answered: it serves its connections in turn."""
+        for _ in range(2):
+            self._ask(b"PING\r\n")
+
+    def set_clock(self, now_s: float) -> None:
+        seconds, microseconds = divmod(round((BEGIN_S + now_s) * 1e6), 1_000_000)
+        self._ask(f"HSET {_CLOCK} seconds {seconds} microseconds {microseconds}\r\n".encode())
+
+    def cut_others(self) -> None:
+        """End all connections but this one."""
+        self._ask(b"CLIENT KILL TYPE normal SKIPME yes\r\n")
+        self._ask(b"CLIENT KILL TYPE pubsub\r\n")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _ask(self, command: bytes) -> None:
+        self._socket.sendall(command)
+        reply = self._socket.recv(256)
+        assert reply[:1] in b"+:", reply
+
+
+class _JumpingSelector(selectors.EpollSelector):
+    """Where a loop would wait for its next timer, the clock jumps there."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self._server = server
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if found or (timeout is not None and timeout <= 0):
+            return found
+        self._server.catch_up()
+        found = super().select(0)
+        if found or timeout is None:
+            return found or super().select(0.001)
+        self.now_s += max(timeout, _LEAST_JUMP_S)
+        self._server.set_clock(self.now_s)
+        return []
+
+
+class TimeLapseLoop(asyncio.SelectorEventLoop):
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._jumping = _JumpingSelector(server)
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+
+def _library() -> Library:
+    """The scripts, which read the clock that is set."""
+    library = load_library()
+    assert library.source.count("redis.call('TIME')") == 1
+    clock = f"redis.call('HMGET', '{_CLOCK}', 'seconds', 'microseconds')"
+    source = library.source.replace("redis.call('TIME')", clock)
+    version = f"{library.version}_lapse"
+    return Library(source.replace(library.version, version), version)
+
+
+class _TimedCommands(subscriptions.CommandClient):
+    """Asks for the clock that is set."""
+
+    async def execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return await super().execute([_TIME if command == ("TIME",) else command for command in commands])
+
+
+@contextlib.contextmanager
+def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseLoop]:
+    """A loop to run a fleet on the Valkey at `url`."""
+    from picker_fleet.endpoints import metrics_channel
+    from picker_fleet.scheduling import route_stream
+
+    library = _library()
+    monkeypatch.setattr(batching, "load_library", lambda: library)
+    monkeypatch.setattr(metrics_channel, "CommandClient", _TimedCommands)
+    monkeypatch.setattr(route_stream, "CommandClient", _TimedCommands)
+    with redis.Redis.from_url(url) as client:
+        settings = client.connection_pool.connection_kwargs
+    server = Server(settings["host"], settings["port"])
+    server.set_clock(0.0)
+    loop = TimeLapseLoop(server)
+    asyncio.set_event_loop(loop)
+    try:
+        yield loop
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        asyncio.set_event_loop(None)
+        server.close()
+
+
+class Replica:
+    """A replica as Envoy uses it."""
+
+    def __init__(self, pool: Pool, bound: Bound) -> None:
+        self.pool, self.bound = pool, bound
+        self._log = accesslog.Collector([pool.account])
+
+    async def lean(self, request_id: str, seconds: float) -> None:
+        exchange = Exchange(self.pool.context)
+        said = await converse(exchange, headers("lean", {"x-request-id": request_id}), body(BODY))
+        exchange.close()
+        told = next(answer.dynamic_metadata for answer in said if answer.HasField("dynamic_metadata"))
+        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
+        for name, value in told.fields.items():
+            entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
+        await self._runs(entry, seconds)
+
+    async def standard(self, request_id: str, seconds: float) -> None:
+        exchange = Exchange(self.pool.context)
+        await converse(exchange, headers("standard", {"x-request-id": request_id}), body(BODY))
+        await asyncio.sleep(seconds)
+        await converse(exchange, response_headers(200), response_body(b"{}", ended=True))
+        exchange.close()
+
+    async def http(self, request_id: str, seconds: float) -> None:
+        assert self.bound.http is not None
+        connection = Connection(*await asyncio.open_connection(*self.bound.http.split(":")))
+        connection.send(check(x_request_id=request_id))
+        reply = await connection.reply()
+        await connection.close()
+        assert reply.status == 200, reply
+        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
+        told = entry.common_properties.metadata.filter_metadata[accesslog.EXT_AUTHZ]
+        told.update(
+            {name: reply.headers[name] for name in accesslog.METADATA_HEADERS if name in reply.headers}
+        )
+        await self._runs(entry, seconds)
+
+    async def _runs(self, entry: Any, seconds: float) -> None:
+        """The access log's entries of a request that runs so long."""
+        every_s = self.pool.settings.leases.access_log_interval
+        while seconds > every_s:
+            await asyncio.sleep(every_s)
+            seconds -= every_s
+            entry.common_properties.access_log_type = "DownstreamPeriodic"
+            self._tell(entry)
+        await asyncio.sleep(seconds)
+        entry.common_properties.access_log_type = "DownstreamEnd"
+        entry.response.response_code.value = 200
+        self._tell(entry)
+
+    def _tell(self, entry: Any) -> None:
+        message = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]})
+        self._log.on_message(message.SerializeToString())
+
+
+class Fleet:
+    def __init__(self, replicas: Sequence[Replica], mode: str) -> None:
+        self.replicas = replicas
+        self._mode = mode
+        self._ids = itertools.count(1)
+        self._random = random.Random(1)
+        self.served = 0
+
+    async def ask(self, seconds: float) -> None:
+        """One request, which its server takes so long for."""
+        replica = self._random.choice(self.replicas)
+        await getattr(replica, self._mode)(f"request-{next(self._ids)}", seconds)
+        self.served += 1
+
+    async def burst(self, count: int, seconds: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                tasks.create_task(self.ask(seconds))
+
+
+@contextlib.asynccontextmanager
+async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -> AsyncIterator[Fleet]:
+    """`replicas` replicas before two model servers; they must not end by themselves."""
+    made: list[Pool] = []
+
+    class Made(Pool):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(serve, "Pool", Made)
+        async with contextlib.AsyncExitStack() as stack:
+            pages = [await stack.enter_async_context(serving()) for _ in range(2)]
+            for page in pages:
+                page.answer = answered(_NO_LOAD)
+            tree = {
+                "extproc": {"drain_grace": "0s"},
+                "discovery": {"static": [{"address": page.address} for page in pages]},
+                "http": {"listen": "127.0.0.1:0" if mode == "http" else None},
+                **config,
+                "redis": {**config.get("redis", {}), "url": url},
+            }
+            bound = [await stack.enter_async_context(served_here(tree)) for _ in range(replicas)]
+            for pool in made:
+                await pool.parts.membership.known()
+            yield Fleet([Replica(*pair) for pair in zip(made, bound, strict=True)], mode)
