@@ -5,11 +5,15 @@ BIN := $(VENV)/bin
 ARGS ?=
 # The fleet stops with `make`, also when the signal is for `make` alone.
 DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent.py $$PPID SIGTERM
+# Benches and long tests use what tests have around a real API server, and attacks.
+WITH_TESTS = PYTHONPATH=tests:tests/fleet:tests/faults:tests/kubernetes
+BENCH = $(WITH_TESTS) $(BIN)/python -m bench
+LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
 # A fleet starts ten Python processes: each would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-benefit bench-fairness bench-lifecycle bench-chaos bench-refill bench-targets bench-versions bench-sizing bench-starts bench-cluster-changes bench-beside-go bench-large-pool bench-pools compose-test load-tools vllm hostile faults pulses soak lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-large-pool long chaos hostile compose-test vllm faults lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -66,72 +70,47 @@ format: $(VENV)/.installed ## apply ruff's formatting and safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed ## measure against the constant picker in the same run; writes bench/results/
-	$(BIN)/python -m bench.overhead $(ARGS)
+bench: $(VENV)/.installed ## what a request costs (ARGS='--beside ../other': another checkout too)
+	$(BENCH).overhead $(ARGS)
+
+bench-beside-go: $(VENV)/.installed ## the same beside the Go picker (ARGS='--go FILE')
+	$(BENCH).overhead $(ARGS)
 
 bench-fairness: $(VENV)/.installed ## is the one queue fair? 1 to 8 replicas, one queue each as control (ARGS=--quick)
-	$(BIN)/python -m bench.fairness $(ARGS)
+	$(BENCH).fairness $(ARGS)
 
 bench-benefit: $(VENV)/.installed ## does the queue help? simulated model servers at 60 to 200 % of their capacity
-	$(BIN)/python -m bench.benefit $(ARGS)
+	$(BENCH).benefit $(ARGS)
 
-bench-lifecycle: $(VENV)/.installed ## what a request costs Redis, up to a million queued (ARGS=--quick)
-	$(BIN)/python -m bench.lifecycle $(ARGS)
-
-bench-chaos: $(VENV)/.installed ## audit 200 000 requests among kills, cancels and live changes
-	$(BIN)/python -m bench.chaos $(ARGS)
+bench-lifecycle: $(VENV)/.installed ## what a request and a fleet cost Redis, up to a million queued (ARGS=--quick)
+	$(BENCH).lifecycle $(ARGS)
 
 bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS=--taken)
-	$(BIN)/python -m bench.refill $(ARGS)
-
-bench-sizing: $(VENV)/.installed ## how much of a Valkey a fleet takes; 50 whole replicas (ARGS='--whole 0')
-	$(BIN)/python -m bench.sizing $(ARGS)
+	$(BENCH).refill $(ARGS)
 
 bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets of specification 000
-	$(BIN)/python -m bench.targets $(ARGS)
-
-bench-starts: $(VENV)/.installed ## from the start of a replica to ready: 20 starts, median and p95
-	$(BIN)/python -m bench.starts $(ARGS)
-
-bench-cluster-changes: $(VENV)/.installed ## how soon changes of a cluster are in force (ARGS='--go FILE': beside a Go picker)
-	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
-	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.cluster_changes $(ARGS)
-
-bench-beside-go: $(VENV)/.installed ## what a request costs beside the Go picker (ARGS='--go FILE')
-	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
-	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.beside_go $(ARGS)
+	$(BENCH).targets $(ARGS)
 
 bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost, beside 10 (ARGS='--only pick')
-	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS \
-	  && PYTHONPATH=tests/kubernetes:tests/faults $(BIN)/python -m bench.large_pool $(ARGS)
+	$(BENCH).large_pool $(ARGS)
 
-bench-pools: $(VENV)/.installed ## does a flood of one pool harm another of the same fleet?
-	$(BIN)/python -m bench.pools $(ARGS)
+long: $(VENV)/.installed ## a long test: chaos, soak, pulses, cluster-changes, load-tools, … (ARGS='soak --minutes 2')
+	@$(LONG) $(ARGS)
 
-bench-versions: $(VENV)/.installed ## what a request costs beside another checkout (ARGS=../earlier)
-	$(BIN)/python -m bench.versions $(ARGS)
+chaos: $(VENV)/.installed ## long test: audit 200 000 requests among kills, cancels and live changes
+	@$(LONG) chaos $(ARGS)
 
-compose-test: $(VENV)/.installed ## the real Dockerfile and compose file on Docker or podman, under load (ARGS=--once)
-	bash .ci/containers $(VENV)/containers
-	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.compose --tools $(VENV)/containers $(ARGS)
+hostile: $(VENV)/.installed ## long test: every attack at once, honest clients beside them (ARGS='--minutes 1')
+	@$(LONG) hostile $(ARGS)
 
-load-tools: $(VENV)/.installed ## Locust, GuideLLM, AIPerf, inference-perf: two tenants, a running fleet (installs 7 GB once)
-	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.load_tools $(ARGS)
+compose-test: $(VENV)/.installed ## long test: the Dockerfile and compose file on Docker or podman (ARGS=--once)
+	@$(LONG) compose $(ARGS)
 
-vllm: $(VENV)/.installed ## real vLLM servers on the CPU behind the fleet (installs 6 GB once, outside .venv)
-	@exec $(DIE_WITH_MAKE) $(BIN)/python -m bench.vllm $(ARGS)
-
-hostile: $(VENV)/.installed ## every attack at once for ten minutes, honest clients beside them (ARGS='--minutes 1')
-	PYTHONPATH=tests/fleet $(BIN)/python -m bench.hostile $(ARGS)
+vllm: $(VENV)/.installed ## long test: real vLLM servers on the CPU behind the fleet (installs 6 GB once)
+	@$(LONG) vllm $(ARGS)
 
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
 	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
-
-pulses: $(VENV)/.installed ## stop and continue replicas and Valkey at random (ARGS='calm 1 2')
-	PYTHONPATH=tests/faults $(BIN)/python -m bench.pulses $(ARGS)
-
-soak: $(VENV)/.installed ## an hour of steady load in standard, lean and http: memory, keys, drift (ARGS='--minutes 2')
-	$(BIN)/python -m bench.soak $(ARGS)
 
 lock: $(VENV)/.installed ## write the versions in use to requirements.lock, and with hashes to deploy/images/*.lock
 	$(BIN)/pip freeze --exclude-editable > requirements.lock

@@ -13,19 +13,17 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
-from bench.overhead.stack import Variant, stack
+from bench.rig.fleet import picker_up
 from bench.rig.http import Client, ModelServer, model_server
-from bench.rig.machine import describe_machine
-from bench.rig.page import options_parser, percentile, table, write_page
+from bench.rig.parts import fleet_config, plain_envoy
+from bench.rig.report import describe_run, options_parser, percentile, table, write_page
 from picker_fleet.errors import PickerError
 from picker_tools.local_fleet.parts import MODES
 
@@ -153,26 +151,24 @@ def _taken_cores() -> Iterator[None]:
 
 async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
     """A reading of each variant in each round, by name; `none` is without a picker."""
-    variants = [Variant("none", "lean", "none")]
-    variants += [
-        Variant(f"{mode}, {count}", mode, replicas=count, bound=_PLACES)
-        for mode in MODES
-        if mode in modes
-        for count in replicas
-    ]
-    found: dict[str, list[Reading]] = {variant.name: [] for variant in variants}
+    variants = [(mode, count) for mode in MODES if mode in modes for count in replicas]
+    found: dict[str, list[Reading]] = {"none": [], **{f"{mode}, {count}": [] for mode, count in variants}}
     for number in range(rounds):
-        for variant in variants:
-            print(f"round {number + 1} of {rounds}: {variant.name}", file=sys.stderr)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+        times = Times()
+        async with (
+            model_server(partial(_ModelServer, times)) as address,
+            plain_envoy([address]) as envoy,
+        ):
+            found["none"].append(await _reading(envoy.url, times, refill=False))
+        for mode, count in variants:
             times = Times()
-            with tempfile.TemporaryDirectory(prefix="picker-refill-") as folder:
-                async with (
-                    model_server(partial(_ModelServer, times)) as address,
-                    stack(variant, [address], Path(folder)) as it,
-                ):
-                    found[variant.name].append(
-                        await _reading(it.url, times, refill=variant.kind == "replica")
-                    )
+            options = ("--replicas", str(count), "--endpoints", "0", "--mode", mode)
+            async with (
+                model_server(partial(_ModelServer, times)) as address,
+                picker_up(fleet_config([address], bound=_PLACES), *options) as fleet,
+            ):
+                found[f"{mode}, {count}"].append(await _reading(fleet.url, times, refill=True))
     return found
 
 
@@ -205,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
     parser.add_argument("--taken", action="store_true", help="with a busy process for each core")
     args = parser.parse_args(arguments)
-    made = describe_machine("bench.refill", arguments)
+    about = describe_run(" ".join(["python -m bench.refill", *arguments]))
     try:
         with _taken_cores() if args.taken else contextlib.nullcontext():
             found = uvloop.run(measure(args.rounds, args.modes, args.replicas))
@@ -218,9 +214,9 @@ def main(arguments: Sequence[str]) -> int:
     cores = "every core taken by a busy process" if args.taken else "calm"
     page = (
         "# How long a freed place stays empty\n\n"
-        f"`{made.command}`, {made.date}, {made.cores} cores, load {made.load:.2f} at the start, {cores}. "
-        f"{args.rounds} rounds, new processes each. One model server with {_PLACES} places and "
-        f"{_WAITING} requests that wait. `refill`: from the last byte of an answer at the model server to "
+        f"{about} Cores: {cores}. {args.rounds} rounds, new processes each. One model server "
+        f"with {_PLACES} places and {_WAITING} requests that wait. `refill`: from the last byte of an answer "
+        "at the model server to "
         "the first byte of the next request there. `added`: from client to server for a request that does "
         "not wait, less the same without a picker. A client pauses for 5 to 20 ms before its next request: "
         "else that takes the cores just when the place is filled, which a request that does not wait is "

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.load import SMALL_BYTES, Driver, Load
-from bench.rig.machine import cpu_ns, describe_machine
-from bench.rig.page import T_95, interval, options_parser, percentile, table, write_page
+from bench.rig.report import describe_run, interval, options_parser, percentile, table, write_page
 from bench.rig.server import Server, arrival, server
-from bench.soak import Fleet, running_fleet
 from picker_fleet.config import parse
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state.keys import Keys
@@ -114,23 +113,22 @@ class Pass:
     p99_ms: float
 
 
-async def _pass(fleet: Fleet, driver: Driver, clients: int, requests: int) -> Pass:
+async def _pass(fleet: RunningFleet, driver: Driver, clients: int, requests: int) -> Pass:
     await driver.prepare(Load(fleet.url, clients, requests, tokens=1, prompt_bytes=SMALL_BYTES))
     await asyncio.sleep(_TAIL_S)
-    pids = [fleet.process("server").pid, *(replica.pid for replica in fleet.replicas)]
-    before = cpu_ns(pids)
+    before = sum(fleet.cpu_us()[:2])
     outcome = await driver.go()
     await asyncio.sleep(_TAIL_S)
-    cpu_us = (cpu_ns(pids) - before) / 1000 / requests
+    cpu_us = (sum(fleet.cpu_us()[:2]) - before) / requests
     p50, p99 = (percentile(outcome.last_us, share) / 1000 for share in (0.5, 0.99))
     return Pass(requests / outcome.seconds, cpu_us, p50, p99)
 
 
-async def _set_policy(fleet: Fleet, policy: str) -> None:
+async def _set_policy(fleet: RunningFleet, policy: str) -> None:
     await fleet.change({"fair_request_queue": {"ordering": policy}})
 
 
-async def _concurrent(fleet: Fleet) -> Row:
+async def _concurrent(fleet: RunningFleet) -> Row:
     """A thousand clients of one workload at once: its counts are exact afterwards."""
     await _set_policy(fleet, "workload-aware")
     context = json.dumps({"workload_id": "concurrent", "criticality": 3})
@@ -151,7 +149,7 @@ async def _fleet_rows(rounds: int) -> list[Row]:
     passes: dict[tuple[str, str], list[Pass]] = {
         (kind, p): [] for kind in ("busy", "calm") for p in _POLICIES
     }
-    async with running_fleet(_CONFIG, _SIZE) as fleet, Driver.started() as driver:
+    async with picker_up(_CONFIG, *_SIZE) as fleet, Driver.started() as driver:
         for number in range(rounds):
             first, second = _POLICIES[:: 1 if number % 2 else -1]
             for policy in (first, second, second, first):
@@ -212,16 +210,16 @@ _WORDS = {True: "met", False: "**missed**", None: "not shown"}
 
 
 def _page(rows: Sequence[Row], rounds: int) -> str:
-    here = describe_machine("bench.targets", sys.argv[1:])
     cells = [[row.target, _WORDS[row.met], row.measured] for row in rows]
     return f"""\
 # The targets of specification 000
 
-`{here.command}`, {here.date}, {here.cores} cores, load average {here.load:.1f}. `workload-aware` beside
-`fcfs`, {rounds} rounds of two passes of either on one fleet (2 replicas, 4 simulated model servers,
-`lean`), changed live between them. Ratios are geometric means of the rounds with their 95 % intervals; a
-target is met if the whole interval meets it. With {_BUSY} clients two thirds of the requests wait for their
-turn, with {_CALM} none does.
+{describe_run(" ".join(["python -m bench.targets", *sys.argv[1:]]))}
+
+`workload-aware` beside `fcfs`, {rounds} rounds of two passes of either on one fleet (2 replicas, 4 simulated
+model servers, `lean`), changed live between them. Ratios are geometric means of the rounds with their 95 %
+intervals; a target is met if the whole interval meets it. With {_BUSY} clients two thirds of the requests
+wait for their turn, with {_CALM} none does.
 
 {table(["target", "", "measured"], cells)}
 
@@ -231,7 +229,7 @@ An hour without a leak: [soak.md](soak.md).
 
 def main() -> int:
     parser = options_parser("python -m bench.targets")
-    parser.add_argument("--rounds", type=int, default=20, choices=sorted(T_95), help="of four passes")
+    parser.add_argument("--rounds", type=int, default=20, help="of four passes")
     options = parser.parse_args()
     with server() as it:
         rows = _score(it)

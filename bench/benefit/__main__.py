@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from bench.benefit import simulation
 from bench.benefit.policies import CRITICALITY
 from bench.benefit.simulation import CHAT_LOAD, DEADLINE_S, KINDS, POLICIES, SERVERS, Figures
-from bench.rig.page import options_parser, percentile, table, write_page
+from bench.rig.report import options_parser, percentile, table, write_page
 
 _LOADS = (0.6, 0.9, 1.2, 2.0)
 _IN_FLIGHT = (8, 16, 24, 32, 36, 40, 48, 64, 128, 256)

@@ -6,7 +6,7 @@ import sys
 from bench.fairness import report, suite
 from bench.fairness.fleet import RunFailed, running
 from bench.fairness.suite import Plan, Results
-from bench.rig.page import options_parser, write_page
+from bench.rig.report import options_parser, write_page
 from picker_fleet.errors import PickerError
 
 

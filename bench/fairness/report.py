@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from bench.fairness.readings import Weights
 from bench.fairness.scenarios import TOKENS, WEIGHTS
 from bench.fairness.suite import GUARD_SHARE, Claim, Plan, Results
-from bench.rig.page import table
+from bench.rig.report import table
 
 _HOW = """\
 Replicas are processes of their own (store, gate, membership, wake-ups, as in production) on one Valkey; each

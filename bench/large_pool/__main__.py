@@ -34,8 +34,7 @@ from seat import Seat
 from bench.large_pool.child import address
 from bench.large_pool.hits import Hits, measure_hits
 from bench.rig.http import Client
-from bench.rig.machine import Machine, cpu_ns, describe_machine
-from bench.rig.page import interval, options_parser, table, write_page
+from bench.rig.report import cpu_ns, describe_run, interval, options_parser, table, write_page
 from picker_tools.local_fleet.network import free_port, until
 from picker_tools.local_fleet.processes import picker_command
 
@@ -303,7 +302,7 @@ def faults(found: Found) -> list[str]:
     return missed
 
 
-def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
+def page(found: Found, about: str, options: argparse.Namespace) -> str:
     small, large = options.small, options.large
     parts_found = {"at rest": found.rest, "a request": found.costs, "prefix hits": found.hits}
     missing = ", ".join(name for name, part in parts_found.items() if not part)
@@ -311,8 +310,7 @@ def page(found: Found, here: Machine, options: argparse.Namespace) -> str:
     verdict += f" (not measured: {missing})" if missing else ""
     parts = [
         f"# A pool of {large} pods\n\n"
-        f"`{here.command}`, {here.date}, {here.cores} cores ({here.processor}), load {here.load:.1f} before "
-        f"the run. A real API server, Valkey and Envoy; pools of {small} and {large} pods with {_REPLICAS} "
+        f"{about} A real API server, Valkey and Envoy; pools of {small} and {large} pods with {_REPLICAS} "
         "replicas each, by the flags of a chart.\n\n"
         f"Wanted: a replica at rest takes at most {_MOST_AT_REST:g} % of a core without scraping while a "
         "tenth of the pods is replaced each minute; a request costs at most "
@@ -371,7 +369,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
     options = parser.parse_args(arguments)
     shown = [f"--seconds {options.seconds:g}", f"--requests {options.requests}"]
-    here = describe_machine("bench.large_pool", shown)
+    about = describe_run(" ".join(["python -m bench.large_pool", *shown]))
     kept = options.out / "large-pool.json"
     found = Found()
     with contextlib.suppress(FileNotFoundError):
@@ -382,7 +380,7 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
             asyncio.run(measure(Path(folder), server, found, options))
     kept.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    write_page(options.out / "large-pool.md", page(found, here, options))
+    write_page(options.out / "large-pool.md", page(found, about, options))
     return 1 if faults(found) else 0
 
 

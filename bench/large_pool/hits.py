@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from bench.rig.page import percentile
+from bench.rig.report import percentile
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Band, Endpoint, InferenceRequest, Workload

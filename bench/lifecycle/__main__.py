@@ -11,8 +11,7 @@ from statistics import median
 
 from bench.lifecycle.replay import Baseline, LifecycleCost, baseline, measure_lifecycle, upkeep_us
 from bench.lifecycle.workload import BATCH, MANY, Size, Workload
-from bench.rig.machine import describe_machine
-from bench.rig.page import options_parser, table, write_page
+from bench.rig.report import describe_run, options_parser, table, write_page
 from bench.rig.server import Server, server
 from picker_fleet.state.batching import MAX_BATCH
 
@@ -145,7 +144,7 @@ def main() -> int:
     requests, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
     if options.quick:
         requests, most, total, crowd = 1600, 100_000, 20_000, 5000
-    here = describe_machine("bench.lifecycle", sys.argv[1:])
+    about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
     started = time.monotonic()
     with server(options.server) as redis_server:
         kind = redis_server.kind
@@ -163,7 +162,7 @@ def main() -> int:
     text = f"""\
 # What a request costs Redis
 
-`{here.command}`, {here.date}, {kind}, {here.cores} cores, load {here.load:.2f} before. A request is
+{about} On {kind}. A request is
 admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue keeps its
 length; recorded once, replayed as fast as the server takes it. Server CPU, medians of {_ROUNDS}. The
 baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN), in server CPU as well, while

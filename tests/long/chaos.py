@@ -1,0 +1,206 @@
+"""Replicas are killed and started, clients leave, settings change, and the audit of it all finds no fault.
+
+Requests of a killed replica are sent to others, the fleet is paused and requests are evicted. The decision
+log of the run must not show one broken promise.
+"""
+
+import argparse
+import asyncio
+import random
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from bench.fairness.scenarios import Job
+from bench.rig.child import Child
+from bench.rig.report import table
+from bench.rig.server import server
+from long.chaos_replica import POOL, change, configuration
+from long.findings import Findings
+from picker_fleet.state.connection import FailureDetector, PauseDetector
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.store import Store
+from picker_fleet.telemetry.metrics import Metrics
+from picker_tools.audit.log import ENDS
+from picker_tools.local_fleet.network import LOOPBACK
+from picker_tools.local_fleet.processes import picker_command
+
+_AUDIT_S = 1800.0
+_READY_S = 30.0
+_ENDS_S = 60.0
+_KILL_EVERY_S = (2.0, 5.0)
+_CHANGE_EVERY_S = (0.2, 1.0)
+_PAUSE_S = 0.3
+_ADOPTED = 0.8  # of a killed replica's requests; the clients of the rest have left
+_CHUNK = 2000
+_LOOK_S = 0.05
+_CALL_S = 5.0
+_RECORDS = f"epp:{{{POOL}}}:requests"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=200_000)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    with server() as redis:
+        began = time.monotonic()
+        actions = asyncio.run(_chaos(redis.port, options))
+        lasted_s = time.monotonic() - began
+        url = f"redis://{LOOPBACK}:{redis.port}/0"
+        audit = subprocess.run(
+            picker_command("audit", "--redis", url, "--pool", POOL),
+            capture_output=True, text=True, check=False, timeout=_AUDIT_S,
+        )  # fmt: skip
+    findings.add(
+        f"{options.replicas} replicas, {lasted_s:.0f} s, until nothing was left: {actions.kills} killed "
+        f"(SIGKILL) and replaced, {actions.sent_again} of their requests sent to another, {actions.changes} "
+        f"live changes, {actions.pauses} pauses, {actions.evictions} evictions by the operator."
+    )
+    events = [[event, str(times)] for event, times in actions.events.most_common()]
+    findings.add(table(["event", "times"], events))
+    findings.add(f"`picker audit`:\n\n```\n{audit.stdout.rstrip()}\n```")
+    findings.check("the audit finds no broken promise", not audit.returncode, audit.stderr.strip()[-500:])
+
+
+@dataclass(slots=True)
+class Actions:
+    """What was done to the fleet, and how many entries its log has, by event."""
+
+    kills: int = 0
+    sent_again: int = 0
+    changes: int = 0
+    pauses: int = 0
+    evictions: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+
+
+class ChaosRun:
+    """A run. When `run` has returned, its decision log is complete."""
+
+    def __init__(self, port: int, seed: int, replicas: int) -> None:
+        self._url = f"redis://{LOOPBACK}:{port}/0"
+        self._redis = Redis(host=LOOPBACK, port=port, decode_responses=True, socket_timeout=_CALL_S)
+        self._dice = random.Random(seed)
+        self._size = replicas
+        self._names = (f"replica-{number}" for number in range(1_000_000))
+        self._children: list[Child] = []
+        self._open: dict[str, str] = {}  # request -> owner, as far as the log has been read
+        self._last = "-"
+        self._ending = False
+        self.actions = Actions()
+        self._store = Store(
+            self._url, pool=POOL, replica="operator", failure_detector=FailureDetector(_CALL_S, _CALL_S),
+            pause_detector=PauseDetector(), connect_timeout_s=_CALL_S, metrics=Metrics(),
+            on_notification=lambda what, request_id: None, on_dequeued=lambda tried, done: None,
+            on_adopted=lambda: None, on_unavailable=lambda cause, why: None,
+        )  # fmt: skip
+
+    async def run(self, requests: int) -> None:
+        """Run until `requests` are admitted, then until the fleet is at rest."""
+        try:
+            for _ in range(self._size):
+                self._children.append(await self._start_replica())
+            async with asyncio.TaskGroup() as tasks:
+                actions = [
+                    tasks.create_task(action)
+                    for action in (self._store.run(), self._kill(), self._change(), self._evict())
+                ]
+                while self._admitted() < requests:
+                    await self._read()
+                self._ending = True  # a kill in progress first starts the replacement, which must end too
+                for action in actions[2:]:
+                    action.cancel()
+                await asyncio.wait(actions[1:])
+                await self._store.set_live_config({"paused": None}, {})
+                await self._wait_for_rest()
+                actions[0].cancel()
+        finally:
+            await asyncio.gather(*(child.kill() for child in self._children))
+            await self._redis.aclose()
+
+    async def _start_replica(self) -> Child:
+        child = await Child.started(next(self._names), "long.chaos_replica")
+        child.send(Job(child.name, configuration(self._url), (), (0.0, 0.0), child.name).written())
+        await child.expect("ready", _READY_S)
+        return child
+
+    def _admitted(self) -> int:
+        events = self.actions.events
+        return events["queued"] + events["bypassed"]
+
+    async def _read(self) -> None:
+        answer = await self._redis.xrange(Keys.of(POOL).log, min=self._last, count=_CHUNK)
+        if len(answer) < _CHUNK:
+            await asyncio.sleep(_LOOK_S)
+        for at, entry in answer:
+            self._last = f"({at}"
+            event, request = entry["event"], entry["request"]
+            self.actions.events[event] += 1
+            if event in ENDS:
+                self._open.pop(request, None)
+            elif request:
+                self._open[request] = entry["owner"]
+
+    async def _wait_for_rest(self) -> None:
+        """Let clients finish, and leases and graces run out, until nothing is left."""
+        for child in self._children:
+            child.send("end")
+        async with asyncio.TaskGroup() as tasks:
+            for child in self._children:
+                tasks.create_task(child.expect("done", _ENDS_S))
+        try:
+            async with asyncio.timeout(_ENDS_S):
+                while self._open or await self._redis.hlen(_RECORDS):
+                    await self._read()
+        except TimeoutError:
+            left = await self._redis.hkeys(_RECORDS)
+            raise RuntimeError(
+                f"never at rest: {len(self._open)} open by the log, {list(self._open.items())[:5]};"
+                f" {len(left)} by the records, {left[:5]}"
+            ) from None
+        await self._read()
+
+    async def _kill(self) -> None:
+        while True:
+            await asyncio.sleep(self._dice.uniform(*_KILL_EVERY_S))
+            if self._ending:
+                return
+            killed = self._children.pop(self._dice.randrange(len(self._children)))
+            await killed.kill()
+            self.actions.kills += 1
+            for request in [request for request, owner in self._open.items() if owner == killed.name]:
+                if self._dice.random() < _ADOPTED:
+                    self._dice.choice(self._children).send(f"adopt {request}")
+                    self.actions.sent_again += 1
+            self._children.append(await self._start_replica())
+
+    async def _change(self) -> None:
+        while True:
+            await asyncio.sleep(self._dice.uniform(*_CHANGE_EVERY_S))
+            if self._dice.random() < 0.1:
+                await self._store.set_live_config({"paused": 1}, {})
+                await asyncio.sleep(_PAUSE_S)
+                await self._store.set_live_config({"paused": None}, {})
+                self.actions.pauses += 1
+            else:
+                await self._store.set_live_config(change(self._dice), {})
+                self.actions.changes += 1
+
+    async def _evict(self) -> None:
+        while True:
+            await asyncio.sleep(self._dice.uniform(0.1, 0.5))
+            if self._open:
+                request = self._dice.choice(list(self._open))
+                self.actions.evictions += await self._store.evict(request) == "evicted"
+
+
+async def _chaos(port: int, options: argparse.Namespace) -> Actions:
+    run = ChaosRun(port, options.seed, options.replicas)
+    await run.run(options.requests)
+    return run.actions

@@ -1,0 +1,178 @@
+"""The compose fleet from outside: through Envoy's listeners and the engine."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from long.compose.engine import Engine
+from picker_tools.load.client_history import ClientRecord
+from picker_tools.local_fleet.network import until
+
+REQUESTS = "http://127.0.0.1:8080"
+ADMIN = "http://127.0.0.1:8081"
+LOCUST = "http://127.0.0.1:8089"
+PROMETHEUS = "http://127.0.0.1:9090"
+_WAIT_S = 90.0
+_READS = 5
+
+
+class Broken(Exception):
+    """The fleet does not do what it should; the message says what."""
+
+
+class Fleet:
+    """Waits and questions; every wait ends with Broken after a minute and a half."""
+
+    def __init__(self, engine: Engine, client: httpx.AsyncClient, token: str) -> None:
+        self.engine = engine
+        self._client = client
+        self._token = token
+
+    async def state(self) -> dict[str, Any]:
+        """/api/v1/state through the listener for operators; empty while nobody answers."""
+        try:
+            answer = await self._client.get(f"{ADMIN}/api/v1/state")
+        except httpx.HTTPError:
+            return {}
+        state: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+        return state
+
+    async def until_state(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until the state fulfils `condition`."""
+        state: dict[str, Any] = {}
+
+        async def fulfilled() -> bool:
+            nonlocal state
+            state = await self.state()
+            return bool(state) and condition(state)
+
+        try:
+            await self.until(what, fulfilled)
+        except Broken as fault:
+            kept = {
+                key: state.get(key) for key in ("replicas", "ready_backends", "stock", "queued", "degraded")
+            }
+            raise Broken(f"{fault}; the state: {kept}") from None
+
+    async def until_live(self, count: int) -> None:
+        """Wait until the fleet has `count` live replicas and Envoy sends to as many."""
+        await self.until_state(f"{count} live replicas", lambda state: len(state["replicas"]) == count)
+
+        async def known() -> bool:
+            return await self.healthy_pickers() == count
+
+        await self.until(f"Envoy finds {count} replicas", known)
+
+    async def healthy_pickers(self) -> int:
+        """How many replicas Envoy's admin page shows as healthy."""
+        envoy = self.engine.containers("envoy")[0]
+        read = (
+            "import urllib.request as u;"
+            "print(u.urlopen('http://127.0.0.1:9901/clusters', timeout=5).read().decode())"
+        )
+        page = await asyncio.to_thread(self.engine.run, "exec", envoy, "python", "-c", read)
+        return len(re.findall(r"(?m)^picker::[^:]+:\d+::health_flags::healthy$", page))
+
+    async def until(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
+        if not await until(condition, within_s=_WAIT_S, pause_s=0.2):
+            raise Broken(f"not within {_WAIT_S:g} s: {what}")
+
+    async def admin_api(self) -> str:
+        """Reads every page, checks who may change something, and has `picker top` show the fleet."""
+        for path in ("state", "flows", "queue", "inflight", "workloads", "endpoints", "replicas", "config"):
+            answer = await self._read(f"{ADMIN}/api/v1/{path}")
+            if answer.status_code != 200:
+                raise Broken(f"/api/v1/{path} answers {answer.status_code}: {answer.text[:200]}")
+        if "<html" not in (await self._client.get(f"{ADMIN}/")).text:
+            raise Broken("no dashboard at /")
+        async with self._client.stream("GET", f"{ADMIN}/api/v1/events") as events:
+            first = [line async for line in _lines(events, 2)]
+        if "event: snapshot" not in first:
+            raise Broken(f"the stream of events begins with {first}")
+        token = {"authorization": f"Bearer {self._token}"}
+        for change, headers, status in (("pause", {}, 401), ("pause", token, 200), ("resume", token, 200)):
+            done = await self._client.post(f"{ADMIN}/api/v1/{change}", headers=headers)
+            if done.status_code != status:
+                raise Broken(f"{change} answers {done.status_code}, not {status}: {done.text[:200]}")
+        command = (sys.executable, "-m", "picker_fleet.cli", "top", "--admin", ADMIN, "--once")
+        top = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+        if top.returncode:
+            raise Broken(f"picker top: {top.stderr}")
+        return "8 pages, dashboard, events, a change with the token (401 without), picker top"
+
+    async def _read(self, url: str) -> httpx.Response:
+        """The answer; asked again, as `retry-after` says, while Redis does not answer the replica in time."""
+        for _ in range(_READS):
+            answer = await self._client.get(url)
+            if answer.status_code != 503 or "retry-after" not in answer.headers:
+                break
+            await asyncio.sleep(float(answer.headers["retry-after"]))
+        return answer
+
+    async def prometheus(self, expected: Counter[str]) -> str:
+        """Wait until Prometheus scrapes what `expected` counts by job."""
+        up: Counter[str] = Counter()
+
+        async def scraped() -> bool:
+            answer = await self._client.get(f"{PROMETHEUS}/api/v1/query", params={"query": "up == 1"})
+            up.clear()
+            up.update(row["metric"]["job"] for row in answer.json()["data"]["result"])
+            return up == expected
+
+        try:
+            await self.until(f"Prometheus scrapes {dict(expected)}", scraped)
+        except Broken as fault:
+            raise Broken(f"{fault}; it scrapes {dict(up)}") from None
+        return ", ".join(f"{count} {job}" for job, count in sorted(up.items()))
+
+    async def locust(self, requests: int) -> str:
+        """Load by Locust's page until it has `requests`."""
+        users = {"user_count": 8, "spawn_rate": 8, "user_classes": "NoisyNeighbourUser"}
+        begun = await self._client.post(f"{LOCUST}/swarm", data=users | {"host": "http://envoy:8080"})
+        if not begun.json()["success"]:
+            raise Broken(f"Locust: {begun.text[:200]}")
+        page: dict[str, Any] = {}
+
+        async def enough() -> bool:
+            nonlocal page
+            page = (await self._client.get(f"{LOCUST}/stats/requests")).json()
+            return sum(_of_tenants(page).values()) >= requests
+
+        await self.until(f"{requests} requests by Locust", enough)
+        await self._client.post(f"{LOCUST}/stop")
+        if page["errors"]:
+            raise Broken(f"Locust: {page['errors'][:3]}")
+        return ", ".join(f"{count} of {name}" for name, count in sorted(_of_tenants(page).items()))
+
+
+async def _lines(answer: httpx.Response, count: int) -> AsyncIterator[str]:
+    """The first `count` lines that are not empty."""
+    async for line in answer.aiter_lines():
+        if line:
+            yield line
+            count -= 1
+        if not count:
+            return
+
+
+def _of_tenants(page: dict[str, Any]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for row in page["stats"]:
+        if row["name"] != "Aggregated" and row["method"] != "TTFT":
+            counts[row["name"]] += row["num_requests"]
+    return counts
+
+
+def is_allowed(record: ClientRecord, outage: tuple[float, float]) -> bool:
+    """Whether G8 allows that the request was not served: refused while Redis was away (times of the client's
+    clock), with its reason and the time to come again.
+    """
+    began_s, ended_s = outage
+    meanwhile = record.sent_s <= ended_s and record.done_s >= began_s
+    return meanwhile and record.status == 503 and bool(record.reason and record.retry_after)

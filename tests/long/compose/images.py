@@ -1,0 +1,164 @@
+"""The images of the compose file: those that are not built here, and what is asked of those that are."""
+
+import hashlib
+import json
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from long.compose.engine import BASE, Engine, EngineFault, command
+
+REDIS = "docker.io/library/redis:7.2-alpine"
+PROMETHEUS = "docker.io/prom/prometheus:v2.53.5"
+USER = "10001:10001"
+MOST_ABOVE_BASE_BYTES = 120_000_000  # of the image picker
+_OWN = "/opt/picker"
+_SBOM = f"{_OWN}/sbom.cdx.json"
+_NO_TOOLS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "as", "make"}
+_NO_PACKAGES = {"pip", "setuptools", "ensurepip"}
+
+# Debian's program under the official image's name; the entry points add what the official ones do.
+_STAND_INS = {
+    REDIS: f"""
+        FROM {BASE}
+        RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null
+        RUN printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /entry && chmod 755 /entry
+        RUN mkdir -p /data
+        WORKDIR /data
+        ENTRYPOINT ["/entry"]
+    """,
+    PROMETHEUS: f"""
+        FROM {BASE}
+        RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus wget >/dev/null
+        RUN mkdir -p /prometheus
+        ENTRYPOINT ["/usr/bin/prometheus"]
+    """,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file, folder or link of an image; `digest` is of a file's content or a link's target."""
+
+    path: str
+    kind: str
+    mode: int
+    owner: tuple[int, int]
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What was found of one image; `faults` in words, none if all is as it should be."""
+
+    above_base_bytes: int
+    packages: int
+    faults: tuple[str, ...]
+
+
+def fetch_or_make(engine: Engine, name: str) -> str:
+    """Have the image `name` here: from before, from its registry, or made from Debian. Says which."""
+    if _has(engine, name):
+        return "was here"
+    try:
+        engine.run("pull", "--quiet", name, within_s=300)
+        return "pulled"
+    except (EngineFault, subprocess.TimeoutExpired):
+        if not engine.is_podman:
+            raise
+    if name == BASE:
+        command(str(Path(__file__).with_name("base-image.sh")), BASE)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "Containerfile"
+            file.write_text("\n".join(line.strip() for line in _STAND_INS[name].strip().splitlines()))
+            engine.run("build", "--isolation", "chroot", "-t", name, "-f", str(file), folder)
+    return "made from Debian, since no registry answers"
+
+
+def entries(engine: Engine, image: str) -> Iterator[Entry]:
+    """Everything in `image`, by path."""
+    container = engine.run("create", image, "true").split()[-1]
+    try:
+        with (
+            subprocess.Popen((engine.program, "export", container), stdout=subprocess.PIPE) as export,
+            tarfile.open(fileobj=export.stdout, mode="r|") as tar,
+        ):
+            for member in tar:
+                content = tar.extractfile(member) if member.isfile() else None
+                digest = hashlib.sha256(content.read()).hexdigest() if content else member.linkname
+                yield Entry(
+                    f"/{member.name.removeprefix('./').strip('/')}",
+                    member.type.decode("latin-1"),
+                    member.mode,
+                    (member.uid, member.gid),
+                    member.size,
+                    digest,
+                )
+    finally:
+        engine.run("rm", "--force", container)
+
+
+def differences(engine: Engine, one: str, other: str) -> list[str]:
+    """Paths whose content, mode, owner or kind differs between two images; times do not count."""
+    trees = [{each.path: each for each in entries(engine, image)} for image in (one, other)]
+    paths = trees[0].keys() | trees[1].keys()
+    return sorted(path for path in paths if trees[0].get(path) != trees[1].get(path))
+
+
+def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
+    """Whether `image` is as docs/deployment.md says; `is_small` of the image of a replica."""
+    faults = []
+    config = json.loads(engine.run("inspect", "--format", "{{json .Config}}", image))
+    if config.get("User") != USER:
+        faults.append(f"its user is {config.get('User')!r}")
+    above = _size_bytes(engine, image) - _size_bytes(engine, BASE)
+    if is_small and above > MOST_ABOVE_BASE_BYTES:
+        faults.append(f"{above / 1e6:.0f} MB above the base")
+    packages = set()
+    for each in entries(engine, image):
+        path = PurePosixPath(each.path)
+        if path.name in _NO_TOOLS and path.parent.name in ("bin", "sbin"):
+            faults.append(f"a tool to build or install: {path}")
+        if path.parent.name in ("site-packages", "dist-packages", "python3.11") and path.name in _NO_PACKAGES:
+            faults.append(f"a package to install others: {path}")
+        if not path.is_relative_to(_OWN):
+            continue
+        if path.name in ("test", "tests") and each.kind == tarfile.DIRTYPE.decode():
+            faults.append(f"tests: {path}")
+        if each.owner != (0, 0) or (each.mode & 0o022 and each.kind != tarfile.SYMTYPE.decode()):
+            faults.append(f"others than root may change {path}")
+        if path.suffix == ".dist-info":
+            packages.add(path.stem.rpartition("-")[0].lower().replace("-", "_").replace(".", "_"))
+    listed = _listed(engine, image)
+    if listed != packages:
+        faults.append(f"the SBOM and the packages differ: {', '.join(sorted(listed ^ packages))}")
+    return Quality(above, len(packages), tuple(faults))
+
+
+def _listed(engine: Engine, image: str) -> set[str]:
+    """Names of the packages in the image's SBOM, as folders spell them."""
+    read = f"print(open({_SBOM!r}).read())"
+    text = engine.run("run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", read)
+    bom = json.loads(text)
+    components = [*bom["components"], bom["metadata"]["component"]]
+    has_hashes = all(each.get("hashes") or each.get("externalReferences") for each in components)
+    if bom["bomFormat"] != "CycloneDX" or not has_hashes:
+        raise EngineFault(f"{image}: {_SBOM} is no CycloneDX with hashes")
+    return {each["name"].lower().replace("-", "_").replace(".", "_") for each in components}
+
+
+def _has(engine: Engine, name: str) -> bool:
+    try:
+        engine.run("image", "inspect", name)
+    except EngineFault:
+        return False
+    return True
+
+
+def _size_bytes(engine: Engine, image: str) -> int:
+    return int(engine.run("image", "inspect", "--format", "{{.Size}}", image))

@@ -1,0 +1,34 @@
+"""What a long test found: checks that held or did not, and the figures beside them."""
+
+from bench.rig.report import describe_run, table
+
+
+class Findings:
+    """Collects checks, each printed at once, and parts of the report."""
+
+    def __init__(self, command: str) -> None:
+        self._about = describe_run(command)
+        self._checks: list[list[str]] = []
+        self._parts: list[str] = []
+        self._failed = 0
+
+    @property
+    def all_held(self) -> bool:
+        """Whether there was a check, and none failed."""
+        return bool(self._checks) and not self._failed
+
+    def check(self, what: str, held: bool, seen: str = "") -> None:
+        self._failed += not held
+        self._checks.append([what, "yes" if held else "**no**", seen.replace("|", "/").replace("\n", " ")])
+        print(f"{'held' if held else 'DID NOT HOLD'}: {what}{f': {seen}' if seen else ''}", flush=True)
+
+    def add(self, text: str) -> None:
+        """A part of the report, as Markdown."""
+        self._parts.append(text.strip())
+
+    def text(self, title: str) -> str:
+        """The report as Markdown; its last line is the verdict."""
+        count = len(self._checks)
+        verdict = f"All {count} checks held." if self.all_held else f"{self._failed} of {count} did not hold."
+        checks = table(["check", "held", "seen"], self._checks)
+        return "\n\n".join([f"# {title}", self._about, *self._parts, checks, verdict]) + "\n"

@@ -1,0 +1,48 @@
+"""Every attack of docs/security.md at once, and honest clients beside them.
+
+Three replicas, four simulators, two hostile model servers, Valkey, and Envoy with flows by API key; fleet,
+attackers and honest clients share one machine (tests/fleet/hostile_fleet.py).
+"""
+
+import argparse
+import asyncio
+
+from hostile_fleet import ClientTimes, attack_fleet, limit_mib
+
+from bench.rig.report import percentile, table
+from long.findings import Findings
+
+_MOST = 1.5  # times the calm p99 that the p99 under attack may be
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--calm-minutes", type=float, default=2.0)
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
+    report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=15.0, **times))
+    ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
+    faults = report.faults()
+    findings.check("nobody but attackers saw a fault", not faults, "; ".join(faults[:10]))
+    findings.check(f"p99 is at most {_MOST} times the calm one", ratio <= _MOST, f"{ratio:.2f}")
+    clients = [_row("calm, before and after", report.calm), _row("under attack", report.hostile)]
+    findings.add(table(["honest clients", "requests", "failed", "p50, s", "p99, s", "p99.9, s"], clients))
+    outcomes = [
+        [name, str(sum(each.values())), ", ".join(f"{what}: {n}" for what, n in sorted(each.items()))]
+        for name, each in report.outcomes.items()
+    ]
+    findings.add(table(["attack", "attempts", "how they ended"], outcomes))
+    memory = [
+        [name, f"{peak:.0f}", str(limit)]
+        for name, peak in report.peaks_mib.items()
+        if (limit := limit_mib(name)) is not None
+    ]
+    findings.add(table(["process", "most memory, MiB", "its limit"], memory))
+    findings.add("At rest, " + ", ".join(f"{name} is {count:g}" for name, count in report.left.items()) + ".")
+
+
+def _row(name: str, seen: ClientTimes) -> list[str]:
+    times = [f"{percentile(seen.last_s, share):.3f}" for share in (0.5, 0.99, 0.999)]
+    return [name, str(len(seen.last_s) + len(seen.failed)), str(len(seen.failed)), *times]

