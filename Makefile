@@ -85,7 +85,7 @@ bench-benefit: $(VENV)/.installed ## does the queue help? simulated model server
 bench-lifecycle: $(VENV)/.installed ## what a request and a fleet cost Redis, up to a million queued (ARGS=--quick)
 	$(BENCH).lifecycle $(ARGS)
 
-bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS=--taken)
+bench-refill: $(VENV)/.installed ## how long a freed place stays empty, in each mode (ARGS='--modes lean')
 	$(BENCH).refill $(ARGS)
 
 bench-targets: $(VENV)/.installed ## workload-aware beside fcfs, by the targets of specification 000

@@ -6,15 +6,12 @@ The client and the model server are in this process: one clock times both. Write
 """
 
 import asyncio
-import contextlib
 import itertools
-import multiprocessing
-import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -131,24 +128,6 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
     return Reading(way_us, refill_us)
 
 
-def _spin() -> None:
-    while True:
-        pass
-
-
-@contextlib.contextmanager
-def _taken_cores() -> Iterator[None]:
-    """A busy process for each core, as model servers on the same host."""
-    hogs = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(os.cpu_count() or 1)]
-    for hog in hogs:
-        hog.start()
-    try:
-        yield
-    finally:
-        for hog in hogs:
-            hog.kill()
-
-
 async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
     """A reading of each variant in each round, by name; `none` is without a picker."""
     variants = [(mode, count) for mode in MODES if mode in modes for count in replicas]
@@ -199,22 +178,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--replicas", nargs="+", type=int, default=(1, 3))
-    parser.add_argument("--taken", action="store_true", help="with a busy process for each core")
     args = parser.parse_args(arguments)
     about = describe_run(" ".join(["python -m bench.refill", *arguments]))
     try:
-        with _taken_cores() if args.taken else contextlib.nullcontext():
-            found = uvloop.run(measure(args.rounds, args.modes, args.replicas))
+        found = uvloop.run(measure(args.rounds, args.modes, args.replicas))
     except (PickerError, OSError, ExceptionGroup) as fault:
         print(*getattr(fault, "exceptions", (fault,)), file=sys.stderr)
         return 1
     head = ["mode", "replicas"]
     for share, limit in (("p50", _P50_LIMIT), ("p99", _P99_LIMIT)):
         head += [f"added {share}, ms", f"refill {share}, ms", f"ratio (≤ {limit:g})", ""]
-    cores = "every core taken by a busy process" if args.taken else "calm"
     page = (
         "# How long a freed place stays empty\n\n"
-        f"{about} Cores: {cores}. {args.rounds} rounds, new processes each. One model server "
+        f"{about} {args.rounds} rounds, new processes each. One model server "
         f"with {_PLACES} places and {_WAITING} requests that wait. `refill`: from the last byte of an answer "
         "at the model server to "
         "the first byte of the next request there. `added`: from client to server for a request that does "
@@ -223,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
         "spared. "
         f"Medians over the rounds.\n\n{table(head, rows(found))}\n"
     )
-    write_page(args.out / f"refill{'-taken' * args.taken}.md", page)
+    write_page(args.out / "refill.md", page)
     return 0
 
 

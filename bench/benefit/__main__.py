@@ -1,13 +1,9 @@
-"""`python -m bench.benefit`: does the queue help? Writes bench/results/benefit.md and its picture."""
+"""`python -m bench.benefit`: does the queue help? Writes benefit.md."""
 
 import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from bench.benefit import simulation
 from bench.benefit.policies import CRITICALITY
@@ -71,11 +67,10 @@ def main(arguments: Sequence[str]) -> int:
         for each in _IN_FLIGHT
     }
     page = _HOW.format(seeds=", ".join(map(str, seeds)), capacity=capacity, bound=bound)
-    parts = [page, "![Time to first token and fairness by load](benefit.svg)", _READ]
+    parts = [page, _READ]
     parts += [f"## At {load:.0%} of the capacity\n\n{_at_load(runs, load)}" for load in _LOADS]
     parts.append(f"## The bound\n\n{_of_bounds(curve, bounds)}")
     write_page(args.out / "benefit.md", "\n\n".join(part.strip() for part in parts) + "\n")
-    _draw(runs, args.out / "benefit.svg")
     return 0
 
 
@@ -134,29 +129,6 @@ First the servers alone, with always that many requests at each; then weighted-f
         chat = [_quantiles(run.waits_s("chat") for run in found), _in_time(found, "chat")]
         rows.append([*alone, *queued, *chat, f"{_mean(found, 'jain'):.3f}"])
     return f"{text}\n\n{table(head, rows)}"
-
-
-def _draw(runs: Runs, file: Path) -> None:
-    mpl.use("agg")
-    mpl.rcParams["svg.hashsalt"] = "benefit"
-    mpl.rcParams["svg.fonttype"] = "none"
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    wait, fair = figure.subplots(1, 2)
-    colours = ("#c2410c", "#e08a5b", "#9aa5b1", "#2563a8", "#0f766e", "#7c3aed")
-    for policy, colour in zip(POLICIES, colours, strict=True):
-        loads = [100 * load for load in _LOADS]
-        found = [runs[policy, load] for load in _LOADS]
-        wait.plot(loads, [_wait(each, "chat", 0.95) for each in found], "o-", color=colour, markersize=3)
-        jains = [_mean(each, "jain") for each in found]
-        fair.plot(loads, jains, "o-", color=colour, markersize=3, label=policy)
-    wait.set_yscale("log")
-    wait.set_title("chat: TTFT, p95, s", fontsize=10)
-    fair.set_title("Jain's index of the tenants' shares", fontsize=10)
-    fair.legend(frameon=False, fontsize=7)
-    for axes in (wait, fair):
-        axes.set_xlabel("load, % of the capacity")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m bench.fairness`: measure, write a page and its picture; exit 1 if a claim does not hold."""
+"""`python -m bench.fairness`: measure and write a page; exit status 1 if a claim does not hold."""
 
 import asyncio
 import sys
@@ -22,12 +22,9 @@ def main() -> int:
         print(fault, file=sys.stderr)
         return 1
     claims = suite.claims(results)
-    options.out.mkdir(parents=True, exist_ok=True)
-    page = options.out / ("fairness-quick.md" if options.quick else "fairness.md")
-    picture = page.with_name(f"{page.stem}-weights.png")
-    report.draw(plan, results, picture)
     command = " ".join(["python -m bench.fairness", *sys.argv[1:]])
-    write_page(page, report.markdown(command, plan, results, claims, picture.name))
+    page = options.out / ("fairness-quick.md" if options.quick else "fairness.md")
+    write_page(page, report.markdown(command, plan, results, claims))
     return 0 if all(claim.met for claim in claims) else 1
 
 

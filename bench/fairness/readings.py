@@ -37,12 +37,6 @@ class Weights(Intervals):
     """`shares` are of weight-normalised service, 1 a fair one."""
 
     shares: Mapping[str, float]
-    dispatches: int
-
-    @property
-    def widest(self) -> float:
-        """The largest gap by its bound."""
-        return max((gap.widest / gap.bound for gap in self.gaps), default=0.0)
 
     @property
     def jain(self) -> float:
@@ -70,7 +64,6 @@ class Trickle(Intervals):
 
     trickle_ms: float
     bulk_ms: float
-    served: int
     overload: float
 
     @property
@@ -80,43 +73,33 @@ class Trickle(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Starvation(Reading):
-    """Of the criticality-1 workload: `demand` is arrivals by all dispatches. Waits are parts of the TTL."""
+    """Of the criticality-1 workload: `demand` is arrivals by all dispatches, `highest` wait by the TTL."""
 
     demand: float
-    served: int
     expired: int
     highest: float
-    others_highest: float
 
 
 @dataclass(frozen=True, slots=True)
 class Bands(Reading):
     order: measures.Order
-    wait_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Reading):
-    """Real and estimated tokens of each flow's dispatched requests, and how far estimates were off."""
+    """Real tokens of each flow's dispatched requests."""
 
     served: Mapping[str, float]
-    estimated: Mapping[str, float]
-    guesses: Sequence[float]
 
     @property
     def min_by_max(self) -> float:
         return measures.min_by_max(self.served.get(name, 0.0) for name in TOKENS)
 
-    @property
-    def estimated_min_by_max(self) -> float:
-        """Of the estimates: what equal charges would have left equal, had nothing been corrected."""
-        return measures.min_by_max(self.estimated.get(name, 0.0) for name in TOKENS)
-
 
 def weights(replicas: int, seed: int, entries: Sequence[Entry]) -> Weights:
     window = measures.window(entries, WEIGHTS.keys(), source_of)
     shares = measures.normalised(window.served, WEIGHTS)
-    return Weights(replicas, seed, measures.gaps(entries), shares, window.grants)
+    return Weights(replicas, seed, measures.gaps(entries), shares)
 
 
 def split_part(entries: Sequence[Entry]) -> float:
@@ -129,27 +112,22 @@ def trickle(replicas: int, seed: int, entries: Sequence[Entry]) -> Trickle:
     found, bulk = (measures.waits_ms(entries, name, source_of) for name in ("trickle", "bulk"))
     arrived = sum(entry.event in ("queued", "bypassed", "refused") for entry in entries)
     overload = arrived / (len(found) + len(bulk))
-    return Trickle(replicas, seed, measures.gaps(entries), mean(found), mean(bulk), len(found), overload)
+    return Trickle(replicas, seed, measures.gaps(entries), mean(found), mean(bulk), overload)
 
 
 def starvation(replicas: int, seed: int, entries: Sequence[Entry], ttl_s: float) -> Starvation:
     low, high = (measures.events(entries, name, source_of) for name in ("low", "high"))
-    highest = [measures.highest_wait_ms(entries, name, source_of) / ttl_s / 1000 for name in ("low", "high")]
+    highest = measures.highest_wait_ms(entries, "low", source_of) / ttl_s / 1000
     demand = (low["queued"] + low["bypassed"]) / (low["granted"] + high["granted"])
-    return Starvation(replicas, seed, demand, low["granted"] + low["bypassed"], low["expired"], *highest)
+    return Starvation(replicas, seed, demand, low["expired"], highest)
 
 
 def bands(replicas: int, seed: int, entries: Sequence[Entry]) -> Bands:
-    names = ("critical", "default", "sheddable")
-    waits = {name: mean(measures.waits_ms(entries, name, source_of)) for name in names}
-    return Bands(replicas, seed, measures.order(entries), waits)
+    return Bands(replicas, seed, measures.order(entries))
 
 
 def tokens(replicas: int, seed: int, entries: Sequence[Entry]) -> Tokens:
     def real(entry: Entry) -> int:
         return TOKENS[source_of(entry.request)]
 
-    served = measures.window(entries, TOKENS.keys(), source_of, real).served
-    estimated = measures.window(entries, TOKENS.keys(), source_of).served
-    guesses = [entry.cost / real(entry) for entry in entries if entry.event == "granted"]
-    return Tokens(replicas, seed, served, estimated, guesses)
+    return Tokens(replicas, seed, measures.window(entries, TOKENS.keys(), source_of, real).served)

@@ -1,6 +1,5 @@
-"""`make bench-large-pool`: what 1000 pods cost a replica, beside 10; writes bench/results/large-pool.md.
-
-`ARGS='--only PART'` measures one part and keeps the others of bench/results/large-pool.json.
+"""What 1000 pods of an InferencePool cost a replica, beside 10; writes large-pool.md, with `--only PART` just
+prints.
 
 A real API server, two InferencePools of one namespace, each with a Valkey, two replicas by the flags of a
 chart and an Envoy as gateways configure it. The model servers are sockets at as many addresses of the
@@ -11,7 +10,6 @@ this process, the prefix hits of looking at a part of the endpoints beside those
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import random
@@ -25,27 +23,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
 from api_server import NAMESPACE, PODS, ApiServer
 from api_server import started as started_api
 from redis_servers import redis_server
 from seat import Seat
 
-from bench.large_pool.child import address
+from bench.large_pool.child import address, start_servers
 from bench.large_pool.hits import Hits, measure_hits
 from bench.rig.http import Client
 from bench.rig.report import cpu_ns, describe_run, interval, options_parser, table, write_page
-from picker_tools.local_fleet.network import free_port, until
+from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
-SMALL, LARGE = 10, 1000
 _REPLICAS = 2
 _REPLACED_S = 600.0  # a tenth each minute: every pod within this time
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
 _SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # what prompts begin with; characters of their own
 _READY_S = 120.0
-_PAIRS = 12
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
 
@@ -109,14 +104,7 @@ async def opened(
     seat = Seat(here, valkey.url, free_port(), tls=True)
     stack.push_async_callback(seat.close)
     pool = Pool(name, size, first, seat, valkey.process.pid)
-    port, count = str(seat.port), str(first + size + 50)
-    seat.spawn("servers", [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count])
-    log = here / "servers.log"
-
-    async def listening() -> bool:
-        return "listening" in log.read_text()
-
-    assert await until(listening, within_s=_READY_S), log.read_text()
+    await start_servers(seat, first + size + 50)
     server.put_pool(name, [seat.port], {"app": name})
     pool.pods = [pool.new_pod(address(first + n)) for n in range(size)]
     pool.free = [address(first + size + n) for n in range(50)]
@@ -146,7 +134,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
 
 def without_scraping(*arguments: str) -> list[str]:
     """As `picker_command`."""
-    return [sys.executable, "-P", "-m", "bench.large_pool.child", "replica", *arguments]
+    return [sys.executable, "-m", "bench.large_pool.child", "replica", *arguments]
 
 
 _RIGHTS = {
@@ -249,7 +237,6 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
         small = await opened(stack, folder, server, "small", options.small, 0)
         large = await opened(stack, folder, server, "large", options.large, options.small + 50)
         if options.only in (None, "rest"):
-            found.rest = {}
             for scraping in (True, False):
                 for pool in (small, large):
                     await start_replicas(pool, server, scraping=scraping)
@@ -275,8 +262,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
             clients = Clients(dice)
             for pool in (small, large):
                 await clients.run(pool, options.requests)
-            found.costs = []
-            for number in range(_PAIRS):
+            for number in range(options.rounds):
                 pair = {}
                 for pool in (small, large) if number % 2 else (large, small):
                     pair[pool.name] = await cost(pool, clients, options.requests, idle[pool.name])
@@ -304,35 +290,26 @@ def faults(found: Found) -> list[str]:
 
 def page(found: Found, about: str, options: argparse.Namespace) -> str:
     small, large = options.small, options.large
-    parts_found = {"at rest": found.rest, "a request": found.costs, "prefix hits": found.hits}
-    missing = ", ".join(name for name, part in parts_found.items() if not part)
-    verdict = "; ".join(faults(found)) or "everything holds"
-    verdict += f" (not measured: {missing})" if missing else ""
     parts = [
-        f"# A pool of {large} pods\n\n"
-        f"{about} A real API server, Valkey and Envoy; pools of {small} and {large} pods with {_REPLICAS} "
-        "replicas each, by the flags of a chart.\n\n"
+        f"# A pool of {large} pods\n\n{about}\n\nA real API server, Valkey and Envoy; pools of {small} and "
+        f"{large} pods with {_REPLICAS} replicas each, by the flags of a chart.\n\n"
         f"Wanted: a replica at rest takes at most {_MOST_AT_REST:g} % of a core without scraping while a "
         "tenth of the pods is replaced each minute; a request costs at most "
         f"{_MOST_OF_A_PICK:g} times what it costs in the small pool; at least {_LEAST_HITS:g} of the "
         "prefix hits of looking at all endpoints; one list and one watch of each kind a replica. "
-        f"Here: {verdict}."
+        f"Here: {'; '.join(faults(found)) or 'everything holds'}."
     ]
     if found.rest:
         rows = [
-            [name, *(f"{value:.2f}" for value in at_rest.replicas), f"{at_rest.valkey:.2f}"]
+            [name, *(f"{value:.2f}" for value in (*at_rest.replicas, at_rest.valkey))]
             for name, at_rest in found.rest.items()
         ]
-        head = ["pool", "publishing or other replica", "the other", "Valkey"]
+        calls = ", ".join(f"{count} × {call}" for call, count in sorted(found.calls.items()))
         parts.append(
             f"## At rest\n\nPer cent of a core in {options.seconds:g} s, without a request. `replaced`: a "
-            "tenth of the pods in each minute, one after the other.\n\n" + table(head, rows)
-        )
-    if found.calls:
-        calls = [[call, str(count)] for call, count in sorted(found.calls.items())]
-        parts.append(
-            "## Calls of the API server\n\nOf one replica from its start, through pods that were replaced, "
-            "by the audit log.\n\n" + table(["call", "begun"], calls)
+            "tenth of the pods in each minute, one after the other. Calls of one replica to the API server "
+            f"until then: {calls}.\n\n"
+            + table(["pool", "publishing or other replica", "the other", "Valkey"], rows)
         )
     if found.costs:
         rows = []
@@ -344,8 +321,8 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
             "## A request\n\nCPU in microseconds, without what is used at rest: means of "
             f"{len(found.costs)} rounds of {options.requests} requests in each pool, in turns; "
             f"{_CONNECTIONS} connections; prompts of {len(_SHARED) + _OWN} characters that begin alike; "
-            "`standard`, TLS, the scorers of a chart's flags. The ratio is that of a round: geometric mean, "
-            "and its 95 % interval.\n\n" + table(["CPU of", f"{small} pods", f"{large} pods", "ratio"], rows)
+            "`standard`, TLS, the scorers of a chart's flags. Ratio of a round: geometric mean, 95 % "
+            "interval.\n\n" + table(["CPU of", f"{small} pods", f"{large} pods", "ratio"], rows)
         )
     if found.hits:
         rows = [
@@ -362,25 +339,24 @@ def page(found: Found, about: str, options: argparse.Namespace) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = options_parser("make bench-large-pool")
-    parser.add_argument("--small", type=int, default=SMALL)
-    parser.add_argument("--large", type=int, default=LARGE)
+    parser.add_argument("--small", type=int, default=10)
+    parser.add_argument("--large", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="at rest")
     parser.add_argument("--requests", type=int, default=1500, help="of each pool and round")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=("rest", "pick", "hits"))
     options = parser.parse_args(arguments)
-    shown = [f"--seconds {options.seconds:g}", f"--requests {options.requests}"]
-    about = describe_run(" ".join(["python -m bench.large_pool", *shown]))
-    kept = options.out / "large-pool.json"
+    about = describe_run(" ".join(["python -m bench.large_pool", *arguments]))
     found = Found()
-    with contextlib.suppress(FileNotFoundError):
-        found = msgspec.json.decode(kept.read_bytes(), type=Found)
     if options.only in (None, "hits"):
         found.hits = measure_hits(options.large)
     if options.only != "hits":
         with tempfile.TemporaryDirectory() as folder, started_api(Path(folder) / "cluster") as server:
             asyncio.run(measure(Path(folder), server, found, options))
-    kept.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    write_page(options.out / "large-pool.md", page(found, about, options))
+    if options.only:
+        print(page(found, about, options))
+    else:
+        write_page(options.out / "large-pool.md", page(found, about, options))
     return 1 if faults(found) else 0
 
 

@@ -1,18 +1,23 @@
 """The processes of the bench that are no part of the product.
 
-`python -m bench.large_pool.child servers PORT COUNT`: model servers at COUNT addresses, all on one port, in
-one process; prints a line once they listen. `… replica serve …` is `picker serve` without scraping.
+`python -m bench.large_pool.child servers PORT COUNT [PAGE]`: model servers at COUNT addresses, all on one
+port, in one process, with the page of metrics in the file PAGE; prints a line once they listen.
+`… replica serve …` is `picker serve` without scraping.
 """
 
 import asyncio
 import sys
+from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from bench.rig.http import ModelServer
 from picker_fleet import cli
 from picker_fleet.endpoints.scraping import ScrapingTask
+from picker_tools.local_fleet.network import until
 
+_READY_S = 120.0
 _PAGE = b"""vllm:num_requests_running{model_name="llama"} 1.0
 vllm:num_requests_waiting{model_name="llama"} 0.0
 vllm:kv_cache_usage_perc{model_name="llama"} 0.25
@@ -33,12 +38,24 @@ class _Server(ModelServer):
         super().__init__(lambda: 0.0)
 
 
-async def _serve(port: int, count: int) -> None:
+async def _serve(port: str, count: str) -> None:
     loop = asyncio.get_running_loop()
-    for number in range(count):
+    for number in range(int(count)):
         await loop.create_server(_Server, address(number), port, backlog=16)
     print("listening", flush=True)
     await asyncio.Event().wait()
+
+
+async def start_servers(seat: Any, count: int, *page: str) -> None:
+    """Start so many as a process of `seat` (tests/kubernetes/seat.py); returns once all listen."""
+    command = [sys.executable, "-m", "bench.large_pool.child", "servers", str(seat.port), str(count), *page]
+    seat.spawn("servers", command)
+    log = seat.folder / "servers.log"
+
+    async def listening() -> bool:
+        return "listening" in log.read_text()
+
+    assert await until(listening, within_s=_READY_S), log.read_text()
 
 
 async def _no_scraping(_: ScrapingTask) -> None:
@@ -48,7 +65,9 @@ async def _no_scraping(_: ScrapingTask) -> None:
 def main() -> int:
     what, *arguments = sys.argv[1:]
     if what == "servers":
-        uvloop.run(_serve(*map(int, arguments)))
+        for page in arguments[2:]:
+            _Server.page = Path(page).read_bytes()
+        uvloop.run(_serve(*arguments[:2]))
         return 0
     ScrapingTask.run = _no_scraping  # type: ignore[method-assign]
     return cli.main(arguments)

@@ -1,15 +1,14 @@
-"""What a request costs Redis: writes bench/results/lifecycle.md, lifecycle-NAME.md for another server than
-the embedded Valkey. Exit 1 if a limit is not met. `make bench-lifecycle`.
+"""What a request and a fleet cost Redis: writes lifecycle.md and sizing.md, or prints for another server than
+the embedded Valkey. Exit status 1 if a limit is not met. `make bench-lifecycle`.
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-from bench.lifecycle.replay import Baseline, LifecycleCost, baseline, measure_lifecycle, upkeep_us
+from bench.lifecycle.fleets import measure_fleets
+from bench.lifecycle.replay import LifecycleCost, baseline, measure_lifecycle, upkeep_us
 from bench.lifecycle.workload import BATCH, MANY, Size, Workload
 from bench.rig.report import describe_run, options_parser, table, write_page
 from bench.rig.server import Server, server
@@ -53,7 +52,7 @@ def _sizes(most: int) -> dict[str, Size]:
 
 
 def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
-    baselines: list[Baseline] = []
+    baselines: list[float] = []
     costs: dict[str, float] = {}
     longest = 0.0
     yield from _beside_baseline(redis_server, requests // 2, baselines)
@@ -77,14 +76,13 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
             yield Row(f"growth to {name}", growth, _GROWTH, "")
         for kind, us in found[0].upkeep_us.items():
             yield Row(f"{name}: longest of {kind}", us, _LONGEST_US, "us")
-    yield Row("the baseline", median(each.us for each in baselines), float("inf"), "us")
-    yield Row("the baseline by the clock", median(each.clock_us for each in baselines), float("inf"), "us")
+    yield Row("the baseline", median(baselines), float("inf"), "us")
     for name, cost in costs.items():
         yield Row(f"a request: {name}", cost, float("inf"), "us")
     yield Row("the longest call of these", longest, _LONGEST_US, "us")
 
 
-def _beside_baseline(redis_server: Server, requests: int, baselines: list[Baseline]) -> Iterator[Row]:
+def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]) -> Iterator[Row]:
     """Many short runs of both in turns, in the server's CPU: the clock would also count other processes."""
     steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
@@ -94,11 +92,11 @@ def _beside_baseline(redis_server: Server, requests: int, baselines: list[Baseli
             found[what].append(measure_lifecycle(redis_server, _SMALL, requests, seed, placed=placed).us)
     for what, us in found.items():
         # The machine's speed varies by two from second to second; noise only adds, so the least is compared.
-        least = min(us) / min(each.us for each in baselines)
+        least = min(us) / min(baselines)
         yield Row(
             f"{what}, in calls of the baseline: the least of {_ROUNDS_BESIDE_BASELINE}", least, _BASELINES, ""
         )
-        yield Row("the same of medians", median(us) / median(each.us for each in baselines), _BASELINES, "")
+        yield Row("the same of medians", median(us) / median(baselines), _BASELINES, "")
 
 
 def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
@@ -138,48 +136,63 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
+    parser.add_argument("--only", choices=("requests", "fleets"), help="one of the two pages")
     about = "redis-server or valkey-server to measure instead of the embedded one"
     parser.add_argument("--server", metavar="PATH", help=about)
     options = parser.parse_args()
-    requests, most, total, crowd = 8000, 1_000_000, 1_000_000, 50_000
-    if options.quick:
-        requests, most, total, crowd = 1600, 100_000, 20_000, 5000
     about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
-    started = time.monotonic()
+    met, pages = True, {}
     with server(options.server) as redis_server:
-        kind = redis_server.kind
-        rows = [
-            *_measure(redis_server, requests, most),
-            *_upkeep(redis_server, crowd),
-            *_thousand_workloads(redis_server),
-            _keys_left(redis_server, total),
-        ]
+        about += f" On {redis_server.kind}."
+        if options.only != "fleets":
+            rows = list(_all_rows(redis_server, quick=options.quick))
+            met, pages["lifecycle"] = all(row.met for row in rows), _page(about, rows)
+        if options.only != "requests":
+            fits, text = measure_fleets(redis_server)
+            met, pages["sizing"] = (
+                met and fits,
+                f"# How much of a Valkey a fleet takes\n\n{about}\n\n{text}\n",
+            )
+    for name, page in pages.items():
+        if options.server or options.quick:
+            print(page)
+        else:
+            write_page(options.out / f"{name}.md", page)
+    return 0 if met else 1
+
+
+def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:
+    requests, most, ended, crowd = 8000, 1_000_000, 1_000_000, 50_000
+    if quick:
+        requests, most, ended, crowd = 1600, 100_000, 20_000, 5000
+    yield from _measure(redis_server, requests, most)
+    yield from _upkeep(redis_server, crowd)
+    yield from _thousand_workloads(redis_server)
+    yield _keys_left(redis_server, ended)
+
+
+def _page(about: str, rows: list[Row]) -> str:
     cells = []
     for row in rows:
         limit = "" if row.limit == float("inf") else f"{row.limit:g} {row.unit}".strip()
         met = "" if not limit else "yes" if row.met else "**no**"
         cells.append([row.what, f"{row.measured:.4g} {row.unit}", limit, met])
-    text = f"""\
+    return f"""\
 # What a request costs Redis
 
-{about} On {kind}. A request is
-admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue keeps its
-length; recorded once, replayed as fast as the server takes it. Server CPU, medians of {_ROUNDS}. The
-baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN), in server CPU as well, while
-`redis-benchmark` calls it as fast as it can; a request is compared with it by {_ROUNDS_BESIDE_BASELINE}
-short runs of each, in turns. By the clock (by the rate of `redis-benchmark`) a baseline takes longer on a
-machine with other processes. Everything is done twice, three times for large sizes; the shortest time of a
-call counts: in server CPU where it fills the queue and in upkeep, else by the slow log, which also counts
-the time that other processes had the core. Upkeep: sweeps that find {MANY} requests overdue, expired, with
-ended leases, or those of a silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue;
-live changes of policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`. The
-run took {time.monotonic() - started:.0f} s.
+{about}
+
+A request is admitted, waits, is granted, placed, acknowledged and settled, {BATCH} a call, while the queue
+keeps its length; recorded once, replayed as fast as the server takes it. Server CPU, medians of {_ROUNDS}.
+The baseline is a call of a script of three writes (ZADD, HINCRBY, ZPOPMIN) by `redis-benchmark`; a request is
+compared with it by {_ROUNDS_BESIDE_BASELINE} short runs of each, in turns. Everything is done twice, three
+times for large sizes; the shortest time of a call counts: in server CPU where it fills the queue and in
+upkeep, else by the slow log. Upkeep: sweeps that find {MANY} requests overdue, expired, with ended leases, or
+those of a silent replica; {MAX_BATCH} arrivals a call that preempt under a full queue; live changes of
+policy. Many of all: 10 000 flows, 10 000 workloads, 500 endpoints, `workload-aware`.
 
 {table(["what", "measured", "limit", "met"], cells)}
 """
-    name = f"lifecycle-{Path(options.server).name}.md" if options.server else "lifecycle.md"
-    write_page(options.out / name, text)
-    return 0 if all(row.met for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Measures requests at one size: recorded commands are replayed as fast as the server takes them."""
 
-import csv
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,11 +22,12 @@ redis.call('ZPOPMIN', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCost:
-    """Of one request: server CPU in microseconds, bytes while queued, bytes of the workload registry in them.
-    The longest call of all requests, and of each kind of upkeep.
+    """Of one request: server CPU in microseconds, calls, bytes while queued, of them bytes of the workload
+    registry. The longest call of all requests, and of each kind of upkeep.
     """
 
     us: float
+    calls: float
     queued_bytes: float
     registry_bytes: float
     longest_us: float
@@ -52,8 +52,8 @@ def measure_lifecycle(
         state = Workload(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
         server.forget_slow()  # the slow log is not part of what is stored
-        bytes_each = (server.memory_bytes() - state.empty_bytes) / size.queued
-        registry_each = state.registry_bytes() / size.queued
+        bytes_each = (server.memory_bytes() - state.empty_bytes) / max(1, size.queued)
+        registry_each = state.registry_bytes() / max(1, size.queued)
         state.run(warm_up)
         if round == 0:  # record, replay in the next round
             state.recording = recording
@@ -66,7 +66,8 @@ def measure_lifecycle(
         longest.append(filling_us | server.slow_us())
         kinds.append(_upkeep_calls(state) if with_upkeep else {})
     upkeep_us = {kind: _longest(*(made[kind] for made in kinds)) for kind in kinds[0]}
-    return LifecycleCost(cpu_us / requests, bytes_each, registry_each, _longest(*longest), upkeep_us)
+    calls = len(recording) / requests
+    return LifecycleCost(cpu_us / requests, calls, bytes_each, registry_each, _longest(*longest), upkeep_us)
 
 
 def upkeep_us(server: Server, size: Size, seed: int) -> dict[str, float]:
@@ -89,18 +90,8 @@ def _longest(*rounds: dict[int, float]) -> float:
     return max((min(made[call] for made in rounds) for call in common), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """One call of the baseline in microseconds: server CPU, and by the clock (one by the rate of
-    `redis-benchmark`), which includes other processes.
-    """
-
-    us: float
-    clock_us: float
-
-
-def baseline(server: Server, calls: int) -> Baseline:
-    """The baseline while `redis-benchmark` calls it as fast as it can.
+def baseline(server: Server, calls: int) -> float:
+    """Server CPU in microseconds of a call of the baseline, which `redis-benchmark` makes.
 
     RuntimeError if the program is missing (Debian: redis-tools) or fails.
     """
@@ -111,16 +102,13 @@ def baseline(server: Server, calls: int) -> Baseline:
     sha = server.client.script_load(_THREE_WRITES)
     before = server.cpu_us()
     output = subprocess.run(
-        [program, "-p", str(server.port), "-n", str(calls), "-r", "1000000", "--csv",
+        [program, "-p", str(server.port), "-n", str(calls), "-r", "1000000", "-q",
          "EVALSHA", sha, "2", "{bench}z", "{bench}h", "1", "member-__rand_int__"],
         capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
     )  # fmt: skip
-    cpu_us = server.cpu_us() - before
-    try:
-        *_, row = csv.reader(output.stdout.splitlines())
-        return Baseline(cpu_us / calls, 1e6 / float(row[1]))
-    except (ValueError, IndexError, ZeroDivisionError):
-        raise RuntimeError(f"redis-benchmark failed: {output.stderr or output.stdout}") from None
+    if output.returncode:
+        raise RuntimeError(f"redis-benchmark failed: {output.stderr or output.stdout}")
+    return (server.cpu_us() - before) / calls
 
 
 def _play(server: Server, commands: Sequence[bytes]) -> None:

@@ -14,7 +14,8 @@ from bench.rig.server import NEVER_MS, ScriptPool, Server, arrival, granted_ids
 from picker_fleet.state.batching import MAX_BATCH
 
 BATCH = 16  # requests a call
-IN_FLIGHT = 4 * BATCH
+_IN_FLIGHT = 4 * BATCH
+_PLENTY = 100_000
 _FILL = 64
 _GRACE_MS = 60_000
 _OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
@@ -22,14 +23,15 @@ _OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the shared state has while requests are measured."""
+    """How much the shared state has while requests are measured, `batch` a call. With nothing queued there is
+    room for every request."""
 
     queued: int = 1000
     flows: int = 10
     workloads: int = 10
     endpoints: int = 4
     ordering: str = "fcfs"
-    wait_signal: str = "request"
+    batch: int = BATCH
 
     @property
     def large(self) -> bool:
@@ -57,16 +59,17 @@ class Workload(ScriptPool):
         server.forget()
         for replica in (_OWNER, "silent"):
             self.call("heartbeat", replica, "{}", NEVER_MS)
-        self.publish(size.endpoints, IN_FLIGHT, ordering=size.ordering, wait_signal=size.wait_signal)
+        self.publish(size.endpoints, _IN_FLIGHT if size.queued else _PLENTY, ordering=size.ordering)
         self.empty_bytes = server.memory_bytes()
-        self._running.extend(self.admit(IN_FLIGHT, _FILL))
+        self._running.extend(self.admit(_IN_FLIGHT, _FILL))
         self.admit(size.queued, _FILL)
 
     def run(self, requests: int) -> None:
         """Run `requests` more requests: as many arrive as end, so the queue keeps its length."""
-        for _ in range(requests // BATCH):
-            self.admit(BATCH, BATCH)
-            self._go_on(self.settle([self._running.popleft() for _ in range(BATCH)])[1])
+        batch = self._size.batch
+        for _ in range(requests // batch):
+            self._running.extend(self.admit(batch, batch))
+            self._go_on(self.settle([self._running.popleft() for _ in range(batch)])[1])
 
     def sweep(self, most: int | None = None) -> None:
         """Sweep until nothing is left to do, or `most` times."""

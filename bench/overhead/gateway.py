@@ -16,7 +16,6 @@ import json
 import random
 import statistics
 import string
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from pathlib import Path
 from api_server import NAMESPACE, ApiServer
 from seat import APP, Seat, opened, publish
 
-from bench.large_pool.child import address
+from bench.large_pool.child import address, start_servers
 from bench.rig.http import Client
 from bench.rig.report import cpu_ns, percentile
 from picker_tools.local_fleet.network import until
@@ -97,6 +96,7 @@ def put_pods(cluster: ApiServer, endpoints: Sequence[str], pool: str) -> None:
 
 
 _HUNDRED = 100
+_PAGE = Path(__file__).parents[2] / "tests" / "data" / "vllm.prom"
 _SETTLE_S, _REST_S = 5.0, 10.0
 _PER_S, _SENT_S = 20, 15
 _BODIES = 40  # each another text: a client's own prompt
@@ -172,15 +172,7 @@ async def _at_rate(url: str, bodies: Sequence[bytes]) -> list[float]:
     return took_ms
 
 
-@contextlib.asynccontextmanager
-async def hundred_endpoints(seat: Seat) -> AsyncIterator[list[str]]:
-    """100 model servers that answer at once, at addresses of their own (bench/large_pool/child.py)."""
-    port, count = str(seat.port), str(_HUNDRED)
-    seat.spawn("servers", [sys.executable, "-P", "-m", "bench.large_pool.child", "servers", port, count])
-    log = seat.folder / "servers.log"
-
-    async def listening() -> bool:
-        return "listening" in log.read_text()
-
-    assert await until(listening, within_s=_SERVING_S), log.read_text()
-    yield [f"{address(number)}:{port}" for number in range(_HUNDRED)]
+async def hundred_endpoints(seat: Seat) -> list[str]:
+    """100 model servers that answer at once, at addresses of their own, with a page of metrics as vLLM's."""
+    await start_servers(seat, _HUNDRED, str(_PAGE))
+    return [f"{address(number)}:{seat.port}" for number in range(_HUNDRED)]
