@@ -101,7 +101,7 @@ async def opened(
     here = folder / name
     here.mkdir()
     valkey = stack.enter_context(redis_server(here / "valkey"))
-    seat = Seat(here, valkey.url, free_port(), tls=True)
+    seat = Seat(here, valkey, free_port(), tls=True)
     stack.push_async_callback(seat.close)
     pool = Pool(name, size, first, seat, valkey.process.pid)
     await start_servers(seat, first + size + 50)

@@ -17,10 +17,10 @@ class Findings:
         """Whether there was a check, and none failed."""
         return bool(self._checks) and not self._failed
 
-    def check(self, what: str, held: bool, seen: str = "") -> None:
-        self._failed += not held
-        self._checks.append([what, "yes" if held else "**no**", seen.replace("|", "/").replace("\n", " ")])
-        print(f"{'held' if held else 'DID NOT HOLD'}: {what}{f': {seen}' if seen else ''}", flush=True)
+    def check(self, what: str, passed: bool, seen: str = "") -> None:
+        self._failed += not passed
+        self._checks.append([what, "yes" if passed else "**no**", seen.replace("|", "/").replace("\n", " ")])
+        print(f"{'held' if passed else 'DID NOT HOLD'}: {what}{f': {seen}' if seen else ''}", flush=True)
 
     def add(self, text: str) -> None:
         """A part of the report, as Markdown."""

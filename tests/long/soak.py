@@ -77,10 +77,12 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
     modes = options.modes.split(",")
     for mode, (readings, counts) in zip(modes, asyncio.run(soak_all(modes)), strict=True):
-        _judge(mode, readings, counts, findings)
+        _check_growth(mode, readings, counts, findings)
 
 
-def _judge(mode: str, readings: Sequence[_Reading], counts: Mapping[str, int], findings: Findings) -> None:
+def _check_growth(
+    mode: str, readings: Sequence[_Reading], counts: Mapping[str, int], findings: Findings
+) -> None:
     for what, name in _SIZES:
         grew = _growth(readings, what)
         findings.check(
