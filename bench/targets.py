@@ -22,7 +22,7 @@ from picker_fleet.config import parse
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import Library
-from picker_tools.load.client_history import ClientRequest, send_request
+from picker_tools.load.generator import Request, send_request
 
 _POLICIES = ("fcfs", "workload-aware")
 _WORKLOADS, _SCORES = 1000, 200_000
@@ -132,7 +132,7 @@ async def _concurrent(fleet: RunningFleet) -> Row:
     """A thousand clients of one workload at once: its counts are exact afterwards."""
     await _set_policy(fleet, "workload-aware")
     context = json.dumps({"workload_id": "concurrent", "criticality": 3})
-    one = ClientRequest("hello", 1, headers=(("x-workload-context", context),))
+    one = Request("hello", 1, headers=(("x-workload-context", context),))
     records = await asyncio.gather(*(send_request(fleet.url, one) for _ in range(_CONCURRENT)))
     served = sum(record.served for record in records)
     await fleet.wait_for_rest(30)

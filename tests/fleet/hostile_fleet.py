@@ -8,8 +8,8 @@ it, with the flow by API key (deploy/examples); attackers have a key.
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -27,8 +27,7 @@ from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
 
 from picker_fleet.allowlist import FAIRNESS_ID
 from picker_fleet.config import parse
-from picker_tools.load.client import Client, Exchange, HttpRequest
-from picker_tools.load.generator import COMPLETIONS
+from picker_tools.load.generator import Answer, Request, open_loop
 from picker_tools.local_fleet.envoy import Envoy
 from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
@@ -139,7 +138,6 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[tuple[
             await supervisor.stop(parts, _GRACE_S)
 
 
-_PATIENCE_S = 30.0
 _TOKENS = 16
 
 
@@ -151,46 +149,26 @@ class ClientTimes:
     last_s: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    def add(self, exchange: Exchange, streamed: bool) -> None:
-        whole = exchange.tokens == _TOKENS and (exchange.is_done or not streamed)
-        if exchange.fault or exchange.status != 200 or not whole:
-            self.failed.append(exchange.fault or f"{exchange.status} {exchange.tail[:200]!r}")
-            return
-        self.first_s.append((exchange.first_at or exchange.last_at) - exchange.sent_at)
-        self.last_s.append(exchange.last_at - exchange.sent_at)
+    def add(self, answer: Answer) -> None:
+        if answer.served:
+            self.first_s.append(answer.first_s or answer.took_s)
+            self.last_s.append(answer.took_s)
+        else:
+            self.failed.append(f"{answer.outcome} {answer.text}")
 
 
-def _http_request(number: int) -> HttpRequest:
-    streamed = number % 2 == 0
-    body: dict[str, object] = {"model": MODEL, "prompt": f"question {number}", "max_tokens": _TOKENS}
-    if streamed:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+def _make_request(_: random.Random, number: int) -> Request:
     headers = (("authorization", f"Bearer {HONEST}"),)
-    return HttpRequest(COMPLETIONS, headers, json.dumps(body).encode(), streamed, _TOKENS)
+    return Request(f"question {number}", _TOKENS, number % 2 == 0, headers=headers, model=MODEL)
 
 
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
     """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
-
-    async def one(number: int) -> None:
-        request = _http_request(number)
-        times.add(await client.send(request, within_s=_PATIENCE_S), request.streamed)
-
-    async def paced(group: asyncio.TaskGroup) -> None:
-        clock = asyncio.get_running_loop().time
-        begun_s = clock()
-        for number in itertools.count():
-            group.create_task(one(number))
-            await asyncio.sleep(begun_s + (number + 1) / per_s - clock())
-
-    with Client(f"http://{envoy}") as client:
-        async with asyncio.TaskGroup() as group:
-            pacing = group.create_task(paced(group))
-            try:
-                yield
-            finally:
-                pacing.cancel()
+    async with open_loop(f"http://{envoy}", per_s, _make_request, keep=True) as load:
+        yield
+    for answer in load.history:
+        times.add(answer)
 
 
 _CALL_S = 10.0

@@ -54,7 +54,7 @@ def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> 
     kept = ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")
     assert {found[name] for name in kept} == {"held"}
     assert "broken" not in found.values()
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert "![waits](waits.svg)" in (tmp_path / "report.md").read_text()
     children = psutil.Process().children(recursive=True)
     assert [child for child in children if "picker-load-" in str(child.cmdline())] == []
 
@@ -62,7 +62,7 @@ def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> 
 def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
     status, said = load("replica-crash", "--duration", "4", report=tmp_path)
     found, summary = verdicts(tmp_path), summary_of(tmp_path)
-    assert summary["faults"]["kills"]
+    assert summary["kills"]
     assert found["at-rest"] == found["G6"] == "held"
     unserved = sum(source["sent"] - source["served"] for source in summary["sources"].values())
     assert (status, unserved) == (0, 0), said
@@ -82,9 +82,9 @@ def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
 
 
 def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp_path: Path) -> None:
-    status, said = load("priority-overload", "--state-file", str(here.state_file), report=tmp_path)
+    status, said = load("starvation", "--state-file", str(here.state_file), report=tmp_path)
     assert status == 2
-    assert "needs a fleet with an objective 'critical', an objective 'sheddable'" in said
+    assert "needs a fleet with an objective 'sheddable', fair_request_queue.ordering: workload-aware" in said
 
 
 def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
@@ -114,12 +114,11 @@ def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     status, said = run(
         *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
-        *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "MultiTurnUser"),
+        *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "DemoUser"),
     )
-    # Requests of both are served, none fails, and the first bytes are timed.
+    # Requests of both are served, and none fails.
     assert status == 0, said
     with (tmp_path / "stats_stats.csv").open() as stats:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(stats)}
     assert int(rows["", "Aggregated"]["Failure Count"]) == 0, said
-    assert all(int(rows["POST", name]["Request Count"]) > 0 for name in ("client-1", "talk"))
-    assert float(rows["TTFT", "client-1"]["Average Response Time"]) > 0
+    assert all(int(rows["POST", name]["Request Count"]) > 0 for name in ("client-1", "noisy"))

@@ -15,7 +15,7 @@ from fleet_load import at_rest, metric
 from redis_servers import Server, redis_server
 from whole_fleet import Fleet, exact_bounds, running
 
-from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop
+from picker_tools.load.generator import Load, Request, closed_loop
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Three = tuple[Fleet, Server, CountingServers]
@@ -28,16 +28,16 @@ LEASE_S = 15.0
 PRIORITIES = (7, -3)
 
 
-def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[ClosedLoop]:
+def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[Load]:
     """Clients that send the next request when they are answered, or REFUSED_S after a refusal."""
     return closed_loop(here.url, clients=clients, make_request=_one_token, pause_s=REFUSED_S)
 
 
-def _one_token(_: Any, number: int) -> ClientRequest:
-    return ClientRequest(f"request {number}", 1)
+def _one_token(_: Any, number: int) -> Request:
+    return Request(f"request {number}", 1)
 
 
-def statuses(load: ClosedLoop) -> set[int]:
+def statuses(load: Load) -> set[int]:
     return {record.status for record in load.history}
 
 
@@ -156,7 +156,7 @@ async def test_without_redis_every_replica_admits_within_the_last_bound(three: T
             within_s=60,
             what="an admission by every replica",
         )
-        refused = await here.eventually(lambda: load.failed, within_s=60, what="a refusal")
+        refused = await here.eventually(lambda: load.unserved, within_s=60, what="a refusal")
         assert {record.status for record in refused} == {503}
         assert all(int(record.retry_after) >= 1 for record in refused)
         for replica in range(3):

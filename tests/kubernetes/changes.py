@@ -13,7 +13,7 @@ from functools import partial
 from api_server import ApiServer
 from seat import APP, READY_S, Seat
 
-from picker_tools.load.client_history import ClosedLoop
+from picker_tools.load.generator import Load
 
 HOSTS = ("127.0.0.61", "127.0.0.62", "127.0.0.63")
 OTHER_HOST = "127.0.0.64"
@@ -81,7 +81,7 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
         former = [until_out(seat, load, each) for each in (first, third)]
         await measure("an edited pool is in force", edit, until_in(seat, OTHER_HOST), *former)
         await load.wait_for_served(50)
-    found.errors = [f"{each.status} {each.fault} {each.reason}" for each in load.failed]
+    found.errors = [f"{each.status} {each.fault} {each.reason}" for each in load.unserved]
     began_s = time.monotonic()
     await asyncio.to_thread(cluster.put_pool, "llm", [seat.port], {"app": "nobody"})
     await seat.until_answered(503)
@@ -89,12 +89,12 @@ async def change_everything(cluster: ApiServer, seat: Seat, away_s: float) -> Fo
     return found
 
 
-async def until_out(seat: Seat, load: ClosedLoop, host: str) -> float:
+async def until_out(seat: Seat, load: Load, host: str) -> float:
     """When a server ended its last request, by the clock of `time.monotonic`; others serve meanwhile."""
     last, last_s, end_s = await seat.received(host), time.monotonic(), time.monotonic() + READY_S
     served = load.served
     while time.monotonic() < last_s + _QUIET_S or load.served < served + 50:
-        assert time.monotonic() < end_s, f"{host} is still asked; errors: {load.failed[:3]}"
+        assert time.monotonic() < end_s, f"{host} is still asked; errors: {load.unserved[:3]}"
         await asyncio.sleep(_LOOK_S)
         if (now := await seat.received(host)) != last:
             last, last_s, served = now, time.monotonic(), load.served

@@ -24,7 +24,7 @@ from api_server import ApiServer
 from google.protobuf.struct_pb2 import ListValue, Value
 from redis_servers import Server, redis_server
 
-from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop
+from picker_tools.load.generator import Load, Request, closed_loop
 from picker_tools.local_fleet import network
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.processes import envoy_binary, picker_command
@@ -434,11 +434,11 @@ class Seat:
         """Wait until a request is answered so."""
         await until(self.ask, lambda answer: answer.status_code == status, what=f"an answer {status}")
 
-    def load(self, clients: int = 8, tokens: int = 4) -> AbstractAsyncContextManager[ClosedLoop]:
+    def load(self, clients: int = 8, tokens: int = 4) -> AbstractAsyncContextManager[Load]:
         """Closed loops of `clients` while the context is open."""
         assert self.gateway is not None
         url = str(self.gateway.base_url).rstrip("/")
-        return closed_loop(url, clients=clients, make_request=lambda _, __: ClientRequest("hi", tokens))
+        return closed_loop(url, clients=clients, make_request=lambda _, __: Request("hi", tokens))
 
     async def received(self, address: str) -> float:
         """The requests that a model server has ended."""

@@ -44,6 +44,6 @@ async def test_a_rolling_update_of_the_replicas_loses_no_request(empty: ApiServe
             await progress(20)
         assert [picker.process.poll() for picker in serving] == [None, None]
         await until(running, lambda count: count > 0, what="dashboards that see requests run")
-    assert short.failed == []
-    assert long.failed == []
+    assert short.unserved == []
+    assert long.unserved == []
     await until(running, lambda count: count == 0, what="dashboards that see none run")

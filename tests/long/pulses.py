@@ -19,7 +19,7 @@ import psutil
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.report import percentile, table
 from long.findings import Findings
-from picker_tools.load.client_history import ClientRequest, closed_loop
+from picker_tools.load.generator import Request, closed_loop
 
 _PAUSE_S = (0.1, 1.5)  # since the last stop ended
 _STOP_S = (0.05, 0.6)
@@ -115,7 +115,7 @@ async def _run(seed: int | None, lasts_s: float) -> _Run:
     waited_s = [record.took_s for record in load.history]
     return _Run(
         sum(record.served for record in within) / lasts_s,
-        len(load.failed),
+        len(load.unserved),
         percentile(waited_s, 0.5),
         percentile(waited_s, 0.99),
         max(waited_s),
@@ -165,5 +165,5 @@ async def _departures(fleet: RunningFleet) -> int:
     return int(await fleet.counted("epp_failover_transitions_total", to="local"))
 
 
-def _make_request(dice: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"request {number} ", _TOKENS, streamed=number % 2 == 0)
+def _make_request(dice: random.Random, number: int) -> Request:
+    return Request(f"request {number} ", _TOKENS, streamed=number % 2 == 0)

@@ -27,7 +27,7 @@ from redis.asyncio import Redis
 from bench.rig.fleet import RunningFleet, picker_up
 from bench.rig.report import table
 from long.findings import Findings
-from picker_tools.load.client_history import LONGEST_BODY_BYTES, ClientRequest, closed_loop, mixed_request
+from picker_tools.load.generator import LONGEST_BODY_BYTES, Request, closed_loop, mixed_request
 
 _INSIDE = Path(__file__).parent / "inside"
 _CALL_S = 10.0
@@ -136,8 +136,8 @@ async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, in
             async with closed_loop(fleet.url, seed=part, make_request=_make_request, **pace) as load:
                 await asyncio.sleep(max(0.0, began + lasts_s * (part + 1) / parts - time.monotonic()))
             left = sum(record.left for record in load.history)
-            counts.update(asked=len(load.history), served=load.served, left=left, failed=len(load.failed))
-            for record in load.failed:
+            counts.update(asked=len(load.history), served=load.served, left=left, failed=len(load.unserved))
+            for record in load.unserved:
                 print(mode, record, flush=True)
             with contextlib.suppress(TimeoutError):  # the reading shows what remains
                 await fleet.wait_for_rest(_REST_WITHIN_S)
@@ -170,11 +170,11 @@ def _objects(pid: int) -> int:
         return int(one.recv(64))
 
 
-def _long_request(_: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"{number} ", 1, pad_bytes=LONGEST_BODY_BYTES - 500)
+def _long_request(_: random.Random, number: int) -> Request:
+    return Request(f"{number} ", 1, pad_bytes=LONGEST_BODY_BYTES - 500)
 
 
-def _make_request(dice: random.Random, number: int) -> ClientRequest:
+def _make_request(dice: random.Random, number: int) -> Request:
     """A mixed request; one client in ten hangs up."""
     request = mixed_request(dice, number)
     return replace(request, leaves_s=dice.uniform(0, 0.4) if dice.random() < 0.1 else None)

@@ -5,11 +5,10 @@ from typing import Any
 
 from picker_tools.audit.auditor import audit
 from picker_tools.load.checks import Promise, check_promises
-from picker_tools.load.client import Answer
-from picker_tools.load.generator import LoadRates
+from picker_tools.load.fleet import Target
+from picker_tools.load.generator import Answer, Request
 from picker_tools.load.result import LogAudit, RunResult, Sample
 from picker_tools.load.scenarios import SCENARIOS, Plan, Scenario
-from picker_tools.load.target import Target
 
 PER_SOURCE = 40
 
@@ -17,17 +16,17 @@ PER_SOURCE = 40
 def answer(source: str, number: int = 0, **fields: Any) -> Answer:
     """A served stream; `fields` replace its own."""
     good = Answer(
-        source=source, number=number, turn=0, streamed=True, prompt_bytes=300, asked_tokens=16,
-        due_s=0.5 * number, sent_s=0.5 * number, head_s=0.1, first_s=0.1, last_s=0.3, status=200, reason="",
-        retry_after_s=None, served_by="127.0.0.1:9000", tokens=16, answers=1, fault="",
+        Request("p", 16, streamed=True), source=source, number=number,
+        due_s=0.5 * number, sent_s=0.5 * number, head_s=0.1,
+        first_s=0.1, took_s=0.3, status=200, tokens=16, endpoint="127.0.0.1:9000",
     )  # fmt: skip
     return replace(good, **fields)
 
 
 def refusal(source: str, number: int = 0, **fields: Any) -> Answer:
     """A refusal at once because the queue is full."""
-    refused = {"status": 503, "reason": "rejected-saturated", "retry_after_s": 2.0, "tokens": None}
-    return answer(source, number, **{**refused, "first_s": 0.01, "last_s": 0.01, **fields})
+    refused = {"status": 503, "reason": "rejected-saturated", "retry_after": "2", "tokens": None}
+    return answer(source, number, **{**refused, "first_s": 0.01, "took_s": 0.01, **fields})
 
 
 def sample(at_s: float, **fields: Any) -> Sample:
@@ -46,15 +45,11 @@ def rest(at_s: float) -> Sample:
 def run(scenario: str | Scenario = "steady", **fields: Any) -> RunResult:
     """A good run of 20 s; `fields` replace its own. `sent` follows from the answers."""
     found = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
-    answers = tuple(
-        answer(source.name, number, asked_tokens=source.answer_tokens, tokens=source.answer_tokens)
-        for source in found.sources
-        for number in range(PER_SOURCE)
-    )
+    answers = tuple(answer(source.name, number) for source in found.sources for number in range(PER_SOURCE))
     good = RunResult(
         plan=Plan(found, duration_s=20.0, seed=1, max_requests=20_000),
         target=Target("http://127.0.0.1:8080", "llama", ("",) * 3, ("",) * 4, mode="lean", own=True),
-        rates=LoadRates(tuple(2.0 for _ in found.sources), capacity_per_s=33.0),
+        capacity_per_s=33.0,
         wall_s=1_700_000_000.0,
         sent=len(answers),
         answers=answers,

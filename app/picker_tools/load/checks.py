@@ -3,20 +3,17 @@
 `picker load` calls `check_promises`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from picker_fleet.bands import NAMED, Band
-from picker_tools.load.client import Answer, Kind
+from picker_fleet.bands import Band
+from picker_tools.load.generator import Answer, Kind, mean, quantile
 from picker_tools.load.result import (
     SHARED_AGAIN_S,
     RunResult,
     fair,
     latest_before,
-    mean,
-    quantile,
     violations,
 )
 from picker_tools.load.scenarios import Source
@@ -73,15 +70,11 @@ _FEW = 20  # answers that the check of an objective needs
 
 
 def one_answer(run: RunResult) -> Finding:
-    cases: list[object] = [
-        answer for answer in run.answers if not answer.left and (answer.fault or answer.answers != 1)
-    ]
+    cases: list[object] = [answer for answer in run.answers if answer.fault]
     if run.sent != len(run.answers):
         cases.append(f"{run.sent} requests were sent and {len(run.answers)} ended")
     if run.surplus_answers:
         cases.append(f"{run.surplus_answers} answers came beyond one a request")
-    short = [each for each in run.answers if run.target.own and _is_short(each)]
-    cases += [f"{answer}: {answer.tokens} tokens of {answer.asked_tokens}" for answer in short]
     left = sum(answer.left for answer in run.answers)
     return kept_unless(
         cases, f"{run.sent} requests, {len(run.answers) - left} answers" + (f", {left} left" if left else "")
@@ -93,10 +86,10 @@ def refusals_explained(run: RunResult) -> Finding:
     if not refused:
         return unknown("nothing was refused")
     bad = [
-        f"{answer} (retry-after {answer.retry_after_s}, reason {answer.reason or 'none'})"
+        f"{answer} (retry-after {answer.retry_after or 'none'}, reason {answer.reason or 'none'})"
         for answer in refused
         # A refusal without Redis needs no reason of the shared queue.
-        if answer.retry_after_s is None or (not answer.reason and not _overlaps_outage(run, answer))
+        if not answer.retry_after.isdecimal() or (not answer.reason and not _overlaps_outage(run, answer))
     ]
     return kept_unless(bad, f"{len(refused)} refusals")
 
@@ -104,8 +97,8 @@ def refusals_explained(run: RunResult) -> Finding:
 def deadline_kept(run: RunResult) -> Finding:
     ttl_s = {source.name: source.ttl_s for source in run.sources}
     refused = [answer for answer in run.answers if answer.kind is Kind.REFUSED]
-    late = [answer for answer in refused if answer.last_s > ttl_s[answer.source] + _LATE_S]
-    waits = max((answer.last_s for answer in refused), default=0.0)
+    late = [answer for answer in refused if answer.took_s > ttl_s[answer.source] + _LATE_S]
+    waits = max((answer.took_s for answer in refused), default=0.0)
     if not refused:
         return unknown("every request was served; whether past its TTL, the decision log tells (G5)")
     expired = sum(answer.reason == EXPIRED for answer in refused)
@@ -155,15 +148,13 @@ def load_as_planned(run: RunResult) -> Finding:
 
 
 def objective_ttft(run: RunResult) -> Finding:
-    ttft = [
-        each.first_s for each in run.answers if each.kind is Kind.SERVED and each.streamed and each.first_s
-    ]
+    ttft = [each.first_s for each in run.answers if each.served and each.request.streamed and each.first_s]
     return _objective(ttft, run.plan.slo_ttft_p95_s or 0.0)
 
 
 def objective_latency(run: RunResult) -> Finding:
     return _objective(
-        [answer.last_s for answer in run.answers if answer.kind is Kind.SERVED],
+        [answer.took_s for answer in run.answers if answer.served],
         run.plan.slo_latency_p95_s or 0.0,
     )
 
@@ -217,19 +208,14 @@ def _objective(seconds: list[float], limit_s: float) -> Finding:
     return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
 
 
-def _is_short(answer: Answer) -> bool:
-    return answer.kind is Kind.SERVED and answer.tokens != answer.asked_tokens
-
-
 def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
-    return run.disturbed(answer.sent_s + answer.last_s, RECOUNTED_S)
+    return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
 
 
 _NEAR = 0.9  # of its fair share a flow must get,
 _EDGE = 3  # less so many requests, which may wait when counting begins or ends
 _SHORTER = 0.25  # of the other's mean wait: the most that a client within its share waits
 _AT_ONCE_S = 1.0  # a later refusal is of a request that was admitted and preempted
-_STAY = 0.6  # of repeated turns go to an endpoint of an earlier one
 _GOES_ON = 0.5  # of the throughput with Redis is kept without it (G8)
 _OVER_S = 1.0  # after Redis is away, until calls in flight have failed
 
@@ -238,7 +224,7 @@ def no_errors(run: RunResult) -> Finding:
     if run.scenario.fault.kills_replicas and run.target.mode == "standard":
         return unknown("in standard mode the answers that a killed replica passes on are cut (G7)")
     answers = [answer for answer in run.answers if not answer.left]
-    bad = [answer for answer in answers if answer.kind is not Kind.SERVED]
+    bad = [answer for answer in answers if not answer.served]
     return kept_unless(bad, f"{len(answers) - len(bad)} of {len(answers)} requests were served")
 
 
@@ -266,21 +252,6 @@ def overloaded(run: RunResult) -> Finding:
     )
 
 
-def queue_drains(run: RunResult) -> Finding:
-    wave = next((source.wave for source in run.sources if source.wave), None)
-    if wave is None or not run.samples:
-        return unknown("the queue was not seen")
-    peaks: list[int] = []
-    stuck: list[str] = []
-    for number in range(int(run.plan.duration_s // wave.period_s)):
-        begin_s, end_s = number * wave.period_s, (number + 1) * wave.period_s
-        seen = [each.total_queued for each in run.samples if begin_s <= each.at_s < end_s]
-        peaks.append(max(seen, default=0))
-        if seen and min(seen[seen.index(peaks[-1]) :]) > 0:
-            stuck.append(f"burst {number + 1}: {seen[-1]} were still queued when the next began")
-    return kept_unless(stuck, f"{len(peaks)} bursts; the longest queue of each was {peaks}")
-
-
 def keeps_share(name: str) -> Callable[[RunResult], Finding]:
     """Source `name` gets about its fair share."""
 
@@ -291,8 +262,7 @@ def keeps_share(name: str) -> Callable[[RunResult], Finding]:
         if due <= 0:
             return unknown(f"{name} asked for nothing")
         text = f"{name} had {service[flow] / total:.1%} of the service; its fair share was {due / total:.1%}"
-        largest = max((run.cost(answer) for answer in run.answers_of(_source(run, name))), default=0.0)
-        return kept_if(service[flow] >= _NEAR * due - _EDGE * largest, text)
+        return kept_if(service[flow] >= _NEAR * due - _EDGE, text)
 
     return check
 
@@ -318,29 +288,12 @@ def not_refused(name: str) -> Callable[[RunResult], Finding]:
 
     def check(run: RunResult) -> Finding:
         mine = [answer for answer in run.answers_of(_source(run, name)) if not answer.left]
-        bad = [answer for answer in mine if answer.kind is not Kind.SERVED]
+        bad = [answer for answer in mine if not answer.served]
         others = sum(each.kind is Kind.REFUSED and each.source != name for each in run.answers)
         text = f"{len(mine)} {name} requests, {len(bad)} not served; {others} of others were refused"
         return kept_unless(bad, text) if mine else unknown(f"no {name} requests")
 
     return check
-
-
-def waits_by_band(run: RunResult) -> Finding:
-    queue = overloaded(run)
-    if queue.verdict is not Verdict.KEPT:
-        return unknown(queue.evidence)
-    waits = {
-        band: mean([wait for source in run.sources if source.band is band for wait in _lengths(run, source)])
-        for band in NAMED
-    }
-    unseen = [band.name for band, wait in waits.items() if math.isnan(wait)]
-    if unseen:
-        return unknown(f"nobody of {', '.join(unseen)} was seen to wait and be served")
-    text = ", ".join(f"{band.name} {wait:.3f} s" for band, wait in waits.items())
-    pairs = zip(waits.values(), list(waits.values())[1:], strict=False)
-    wrong = [f"{higher:.3f} s before {lower:.3f} s" for higher, lower in pairs if higher > lower]
-    return kept_unless(wrong, f"mean waits: {text}")
 
 
 def low_not_starved(run: RunResult) -> Finding:
@@ -350,7 +303,7 @@ def low_not_starved(run: RunResult) -> Finding:
     text: list[str] = []
     for source in low:
         answers = run.answers_of(source)
-        served = sum(answer.kind is Kind.SERVED for answer in answers)
+        served = sum(answer.served for answer in answers)
         cases += [each for each in answers if each.kind is Kind.FAILED or each.reason == EXPIRED]
         longest = max(_lengths(run, source), default=0.0)
         refused = [each for each in answers if each.kind is Kind.REFUSED and each.reason != EXPIRED]
@@ -393,7 +346,7 @@ def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
     """Answers that began between two moments, a second; None if no request was sent between them."""
     if not any(from_s <= each.sent_s < to_s for each in run.answers):
         return None
-    served = [each for each in run.answers if each.kind is Kind.SERVED]
+    served = [each for each in run.answers if each.served]
     return sum(from_s <= each.sent_s + (each.head_s or 0) < to_s for each in served) / (to_s - from_s)
 
 
@@ -435,48 +388,14 @@ def shared_again(run: RunResult) -> Finding:
     )
 
 
-def turns_stay(run: RunResult) -> Finding:
-    places: dict[tuple[str, int], set[str]] = {}
-    repeated = stayed = 0
-    visited = 0  # endpoints of earlier turns, summed over repeated turns
-    for answer in sorted(run.answers, key=lambda each: each.turn):
-        if answer.kind is not Kind.SERVED or not answer.served_by:
-            continue
-        been = places.setdefault((answer.source, answer.number), set())
-        repeated += bool(been)
-        visited += len(been)
-        stayed += answer.served_by in been
-        been.add(answer.served_by)
-    if not repeated:
-        return unknown("no conversation had a second turn, or endpoints do not say who they are")
-    endpoints = len({place for been in places.values() for place in been})
-    if endpoints < 2:
-        return unknown("there is one endpoint only")
-    text = (
-        f"{stayed} of {repeated} later turns ({stayed / repeated:.0%}) went where an earlier one had been; "
-    )
-    chance = visited / endpoints / repeated
-    return kept_if(
-        stayed >= max(_STAY, (1 + chance) / 2) * repeated,
-        f"{text}{endpoints} endpoints, of which chance finds one in {chance:.0%}",
-    )
-
-
 SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
     "no-errors": ("every request is served", no_errors),
-    "no-errors-but-overload": ("no request fails; what cannot be served is refused", only_overload),
     "only-overload-errors": ("no request fails; what cannot be served is refused", only_overload),
     "nothing-expires": ("no request waits past its TTL", nothing_expires),
     "overloaded": ("the load was more than the fleet could serve", overloaded),
-    "queue-drains": ("the queue is empty again before the next burst", queue_drains),
     "quiet-share": ("the quiet client has what it asks for, up to its fair share", keeps_share("quiet")),
     "quiet-wait": ("the quiet client does not wait for the noisy one", waits_less("quiet", "noisy")),
     "quiet-not-refused": ("the quiet client is never refused", not_refused("quiet")),
-    "critical-not-refused": (
-        "critical requests are not refused while lower ones are served",
-        not_refused("critical"),
-    ),
-    "waits-by-band": ("a higher band waits less than a lower one", waits_by_band),
     "low-not-starved": ("who is let in at the lowest rank is served within its TTL", low_not_starved),
     "urgent-first": (
         "of one flow, the workload of the highest criticality waits far less",
@@ -486,8 +405,6 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
         "of workloads alike in criticality, one that asks seldom waits far less",
         waits_less("quiet", "busy-1"),
     ),
-    "short-share": ("short prompts have their fair share of tokens", keeps_share("short")),
-    "short-wait": ("short prompts do not wait for long ones", waits_less("short", "long")),
     "faults-happened": ("the fleet was harmed as planned", faults_were_injected),
     "outage-serves": ("without Redis the fleet goes on serving (G8)", outage_serves),
     "outage-bound": (
@@ -495,7 +412,6 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
         outage_bound,
     ),
     "shared-again": ("within 5 s of Redis's return the fleet shares again (G8)", shared_again),
-    "turns-stay": ("a conversation's turns go where its earlier ones are cached", turns_stay),
 }
 
 

@@ -12,15 +12,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from picker_fleet.errors import ConfigError
 from picker_tools.arguments import decimal, whole_number
-from picker_tools.load import target as targets
-from picker_tools.load.checks import Verdict, check_promises
-from picker_tools.load.client import Kind
-from picker_tools.load.generator import Counts
-from picker_tools.load.recording import Recording
+from picker_tools.load import fleet as fleets
+from picker_tools.load.checks import check_promises
+from picker_tools.load.fleet import OwnFleet, Size, Target
+from picker_tools.load.generator import Kind, Load
 from picker_tools.load.result import RunResult, Sample
 from picker_tools.load.scenarios import SCENARIOS, Plan
 from picker_tools.load.session import Session
-from picker_tools.load.target import OwnFleet, Size, Target, stop_shielded
 from picker_tools.local_fleet.parts import MODES
 from picker_tools.local_fleet.processes import first_error, logs_folder, on_signal
 
@@ -28,51 +26,32 @@ _LINE_EVERY_S = 2.0
 
 
 class ProgressView:
-    """`say` prints a line, `show` the progress of the load towards `duration_s`, on a terminal as a `bar`.
-    `recording` gets all lines."""
+    """`say` prints a line, `show` the progress of the load towards `duration_s`, on a terminal as a `bar`."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
         self._next_s = 0.0
-        self.recording = Recording()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self.bar = Progress(
-            *columns,
-            TextColumn("{task.fields[status]}"),
-            console=Console(highlight=False, emoji=False),
-            disable=not sys.stdout.isatty(),
+            *columns, console=Console(highlight=False, emoji=False), disable=not sys.stdout.isatty()
         )
-        self._task = self.bar.add_task("load", total=duration_s, status="", visible=False)
+        self._task = self.bar.add_task("load", total=duration_s, visible=False)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
-        self.recording.line(text)
         self.bar.console.print(text, markup=False, soft_wrap=True)
 
-    def show(self, now_s: float, counts: Counts, state: Sample | None) -> None:
-        status = _status_text(counts, state)
-        if now_s >= self._next_s:
-            self._next_s = now_s + _LINE_EVERY_S
-            line = f"{now_s:5.1f} s  {status}"
-            if self.bar.disable:
-                self.say(line)
-            else:
-                self.recording.line(line)
-        self.bar.update(
-            self._task,
-            completed=min(now_s, self._duration_s),
-            description="last answers, rest" if now_s > self._duration_s else "load",
-            status=status,
-            visible=True,
-        )
-
-
-def _status_text(counts: Counts, state: Sample | None) -> str:
-    parts = [f"sent {counts.sent}", f"open {counts.open}"]
-    parts += [f"{kind.value} {count}" for kind, count in counts.ended.items() if count or kind is Kind.SERVED]
-    if state is not None:
-        parts.append(f"stock {state.stock:g}/{state.upper:g}, queued {state.total_queued}")
-    return "  ".join(parts)
+    def show(self, load: Load, state: Sample | None) -> None:
+        parts = [f"sent {load.sent}", f"open {load.open}", f"served {load.served}"]
+        parts += [f"{kind.value} {count}" for kind, count in load.ended.items() if kind is not Kind.SERVED]
+        if state is not None:
+            parts.append(f"stock {state.stock:g}/{state.upper:g}, queued {state.total_queued}")
+        status = "  ".join(parts)
+        if self.bar.disable and load.now_s >= self._next_s:
+            self._next_s = load.now_s + _LINE_EVERY_S
+            self.say(f"{load.now_s:5.1f} s  {status}")
+        done_s = min(load.now_s, self._duration_s)
+        self.bar.update(self._task, completed=done_s, description=status, visible=True)
 
 
 _INTERRUPTED = 130
@@ -87,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"scenarios:\n{lines}\n\nexit status: 0 promises held, 1 one is broken, 2 bad usage"
     add("scenario", choices=SCENARIOS, metavar="SCENARIO", help=", ".join(SCENARIOS))
-    add("--target", metavar="URL", help=f"a fleet's Envoy (default: {targets.DEFAULT_URL} if it answers)")
+    add("--target", metavar="URL", help=f"a fleet's Envoy (default: {fleets.DEFAULT_URL} if it answers)")
     add("--admin", metavar="URL", help="the admin API of a replica of it, to see stock and queue")
     add("--state-file", type=Path, metavar="FILE", help="what its `picker up --state-file` has written")
     add("--allow-remote", action="store_true", help="a target that is not on this machine's loopback")
@@ -103,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
     add("--slo-latency", type=_SECONDS, metavar="S", help="promise: 95 %% of answers within S seconds")
-    add("--record", type=Path, metavar="FILE", help="also write the run's lines as an SVG that plays them")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
 
 
@@ -136,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         evidence = uvloop.run(_run(args, plan, folder, shown))
     if evidence is None:
         return _INTERRUPTED
-    return _report(evidence, report, shown.recording, args.record)
+    return _report(evidence, report)
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
@@ -182,7 +160,7 @@ async def _load(
         return evidence
     finally:
         on_signal(fleet.kill)
-        await stop_shielded(fleet)
+        await fleets.stop_shielded(fleet)
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
@@ -199,34 +177,30 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
             f"{plan.scenario.name} has to {plan.scenario.fault}, and does so to a fleet of its own only: "
             "leave --target, --state-file and --admin out"
         )
-    if plan.scenario.own_fleet_only or own or not (given or await targets.default_fleet_answers()):
+    if plan.scenario.own_fleet_only or own or not (given or await fleets.default_fleet_answers()):
         if args.admin:
             raise ConfigError("--admin needs --target: the Envoy of the fleet that the load is to go to")
         return None
     url, admin, allow = args.target, args.admin, args.allow_remote
     if url is None and args.state_file is not None:
-        url = targets.url_from_state_file(args.state_file)
+        url = fleets.url_from_state_file(args.state_file)
     if url is None:
-        url, admin = targets.DEFAULT_URL, admin or targets.DEFAULT_ADMIN
-    url = targets.check_url(url, "--target", allow_remote=allow)
-    admin = targets.check_url(admin, "--admin", allow_remote=allow) if admin else None
-    found = await targets.found(url, admin=admin, state_file=args.state_file, allow_remote=allow)
-    await targets.check_needs(found, plan.scenario)
+        url, admin = fleets.DEFAULT_URL, admin or fleets.DEFAULT_ADMIN
+    url = fleets.check_url(url, "--target", allow_remote=allow)
+    admin = fleets.check_url(admin, "--admin", allow_remote=allow) if admin else None
+    found = await fleets.found(url, admin=admin, state_file=args.state_file, allow_remote=allow)
+    await fleets.check_needs(found, plan.scenario)
     return found
 
 
-def _report(evidence: RunResult, report: Path, recording: Recording, record: Path | None) -> int:
-    """Write the report and the recording, print the verdicts; the exit status."""
-    from picker_tools.load import report as reports
+def _report(evidence: RunResult, report: Path) -> int:
+    """Write the report, print the verdicts; the exit status."""
+    from picker_tools.load import report as reports  # matplotlib takes long to import
 
     promises = check_promises(evidence)
     reports.write(evidence, promises, report)
-    reports.show(evidence, promises)
-    if record is not None:
-        recording.line("\n".join(reports.lines(promises)))
-        recording.write(record)
-        print(f"recording: {record}", flush=True)
-    print(f"report: {report / 'report.html'}", flush=True)
-    if any(promise.verdict is Verdict.BROKEN for promise in promises):
+    reports.show(promises)
+    print(f"report: {report / 'report.md'}", flush=True)
+    if reports.any_broken(promises):
         return 1
     return _INTERRUPTED if evidence.interrupted else 0

@@ -1,262 +1,544 @@
-"""The open-loop load generator: each source's rate, its Poisson arrivals, its requests, and their sending.
+"""The load generator: an HTTP/1.1 client on the event loop, closed and open loops of requests, and a record
+of each answer.
 
-Arrivals depend on the seed alone, never on the fleet's answers: a slow fleet does not reduce the load.
-A `Session` runs one `LoadGenerator`.
+`picker load`, the fault suite, the long tests and the benches send their load with it. It costs little CPU,
+so that the load does not slow the fleet on the same machine.
+
+A closed loop has a fixed number of clients, each of which sends its next request after its last answer: a
+slow fleet gets less load. An open loop sends each request at a planned time, whatever the fleet answers.
 """
 
 import asyncio
+import itertools
 import math
+import random
+import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import merge
-from itertools import islice
-from random import Random
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Self, cast
+from urllib.parse import urlsplit
 
+import httptools
 import orjson
 
-from picker_tools.load.client import Answer, Client, HttpRequest, Kind, answer_of
-from picker_tools.load.scenarios import Conversation, Plan, Scenario, Source, Wave
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-_WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
-
-
-def completion_request(source: Source, model: str, number: int, seed: int) -> HttpRequest:
-    """Request `number` of `source`. Each prompt is unique."""
-    chance = Random(f"{seed}/{source.name}/{number}")
-    streamed = chance.random() < source.streamed
-    prompt = f"{source.name} {number} {_text(source, chance)}"
-    return _request(COMPLETIONS, source, model, streamed, prompt=prompt)
-
-
-def conversation_turn(
-    source: Source, model: str, history: Sequence[str], chance: Random
-) -> tuple[HttpRequest, str]:
-    """The next request of a conversation after the messages of `history`, and the user's new message."""
-    streamed = chance.random() < source.streamed
-    message = _text(source, chance)
-    roles = ("user", "assistant")
-    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate((*history, message))]
-    return _request(CHAT, source, model, streamed, messages=messages), message
-
-
-def _request(path: str, source: Source, model: str, streamed: bool, **prompt: Any) -> HttpRequest:
-    tree = {"model": model, **prompt, "max_tokens": source.answer_tokens, "stream": streamed}
-    return HttpRequest(path, request_headers(source), orjson.dumps(tree), streamed, source.answer_tokens)
-
-
-def request_headers(source: Source) -> tuple[tuple[str, str], ...]:
-    """The headers of docs/protocol.md for `source`."""
-    sent = [
-        ("x-gateway-inference-fairness-id", source.flow),
-        ("x-llm-d-inference-ttl", f"{source.ttl_s:g}s"),
-    ]
-    if source.objective:
-        sent.append(("x-gateway-inference-objective", source.objective))
-    if source.workload:
-        context = {"workload_id": source.workload, "criticality": source.criticality}
-        sent.append(("x-workload-context", orjson.dumps(context).decode()))
-    return tuple(sent)
-
-
-def _text(source: Source, chance: Random) -> str:
-    low, high = source.prompt_bytes
-    size = round(math.exp(chance.uniform(math.log(low), math.log(high))))
-    # A short random text, repeated: all random would cost more CPU than sending.
-    run = " ".join(chance.choices(_WORDS, k=64))
-    return (f"{run} " * (size // len(run) + 1))[:size]
+LONGEST_BODY_BYTES = 60_000  # what Envoy can send again to another replica
+HANGS_S = 90.0  # no answer takes longer unless it hangs
+_CONNECT_S = 5.0
+_SERVED_WITHIN_S = 120.0
+_REFUSED_PAUSE_S = 0.05
+_FLOWS = 6
+_TEXT_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRates:
-    """`rates_per_s`: each source's arrivals outside its wave. `capacity_per_s`: the rate of load 1."""
-
-    rates_per_s: tuple[float, ...]
-    capacity_per_s: float
-
-
-def rates_by_capacity(scenario: Scenario, lower: float, answers_s: Sequence[float]) -> LoadRates:
-    """For a fleet that dispatches while its stock is below `lower`, where an answer takes each source
-    `answers_s` seconds. Dispatch stops with the request that reaches the bound.
+class Request:
+    """A completion of `tokens` tokens. `pad_bytes` lengthen the prompt; the client hangs up after `leaves_s`
+    (None: never).
     """
-    return _load_rates(scenario, _alone_per_s(scenario, lower, answers_s))
+
+    prompt: str
+    tokens: int
+    streamed: bool = False
+    pad_bytes: int = 0
+    leaves_s: float | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    model: str = "llama"
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions"
+
+    def body(self) -> bytes:
+        prompt = self.prompt + "x" * self.pad_bytes
+        tree = {"model": self.model, "prompt": prompt, "max_tokens": self.tokens, "stream": self.streamed}
+        return orjson.dumps(tree)
+
+    def encode(self, host: str) -> bytes:
+        """The request as it is sent."""
+        body = self.body()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers)
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            f"{lines}content-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
 
-def rates_by_total(scenario: Scenario, rate_per_s: float, answers_s: Sequence[float]) -> LoadRates:
-    """`rate_per_s` requests in all, mixed by the sources' loads."""
-    each = _alone_per_s(scenario, 1e6, answers_s)
-    total = sum(source.load * rate for source, rate in zip(scenario.sources, each, strict=True))
-    return _load_rates(scenario, [rate * rate_per_s / total for rate in each])
+class Kind(StrEnum):
+    """How a request ended for its client."""
 
-
-def _load_rates(scenario: Scenario, alone_per_s: Sequence[float]) -> LoadRates:
-    rates = [source.load * rate for source, rate in zip(scenario.sources, alone_per_s, strict=True)]
-    capacity = sum(rates) / sum(source.load for source in scenario.sources)
-    arrivals = [
-        rate / (source.conversation.turns if source.conversation else 1)
-        for source, rate in zip(scenario.sources, rates, strict=True)
-    ]
-    return LoadRates(tuple(arrivals), capacity)
-
-
-def _alone_per_s(scenario: Scenario, lower: float, answers_s: Sequence[float]) -> list[float]:
-    """The rate of each source if it were alone."""
-    return [
-        (lower / source.cost_tokens if scenario.in_tokens else math.ceil(lower)) / answer_s
-        for source, answer_s in zip(scenario.sources, answers_s, strict=True)
-    ]
+    SERVED = "served"  # a whole answer
+    REFUSED = "refused"  # 503 or 429
+    FAILED = "failed"  # anything else: an error, half an answer, none in time
+    LEFT = "left"  # the client hung up
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """Request (or conversation) `number` of the source with index `source`; `at_s` since the load began."""
+class Answer:
+    """A request as its client saw it. `sent_s` and `due_s` (the planned time) are of the monotonic clock;
+    other times are seconds since sending: `head_s` to the answer's head, `first_s` to the first byte of its
+    body (None: never), `took_s` to its end.
+
+    `source` and `number` are given by the sender. `status` is 0 if no answer began. `fault` says what is
+    wrong with an answer that is not whole. `text` is the beginning of the body, unless the request was
+    served. The other fields are from the answer's headers and body; `reason` is a refusal's.
+    """
+
+    request: Request
+    source: str
+    number: int
+    due_s: float
+    sent_s: float
+    head_s: float | None
+    first_s: float | None
+    took_s: float
+    status: int
+    fault: str = ""
+    left: bool = False
+    tokens: int | None = None
+    reason: str = ""
+    retry_after: str = ""
+    endpoint: str = ""
+    request_id: str = ""
+    text: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        if self.left:
+            return Kind.LEFT
+        if self.fault:
+            return Kind.FAILED
+        if self.status == 200:
+            return Kind.SERVED
+        return Kind.REFUSED if self.status in (429, 503) else Kind.FAILED
+
+    @property
+    def served(self) -> bool:
+        return self.kind is Kind.SERVED
+
+    @property
+    def unserved(self) -> bool:
+        """Whether the client waited and was not served."""
+        return self.kind in (Kind.REFUSED, Kind.FAILED)
+
+    @property
+    def done_s(self) -> float:
+        return self.sent_s + self.took_s
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a few words, to count by."""
+        if self.served or self.left:
+            return self.kind.value
+        return self.fault or f"{self.status} {self.reason or 'without a reason'}"
+
+    def __str__(self) -> str:
+        name, outcome = f"{self.source} #{self.number}", self.outcome
+        return f"{name}: sent at {self.sent_s:.3f} s, {outcome} after {self.took_s:.3f} s"
+
+
+_USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
+_CHOICE, _NO_TEXT = re.compile(rb'"choices":\s*\[\{'), re.compile(rb'"text":\s*""')
+_DONE = b"data: [DONE]"
+
+
+class _Exchange:
+    """An answer while it arrives. `over` is set at its end, good or bad."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_s = self.last_s = time.monotonic()
+        self.head_s: float | None = None
+        self.first_s: float | None = None
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.parts: list[bytes] = []
+        self.fault = ""
+        self.left = False
+
+    def end(self, fault: str = "", *, left: bool = False) -> None:
+        if not self.over.done():
+            self.last_s = time.monotonic()
+            self.fault, self.left = fault, left
+            self.over.set_result(None)
+
+    def leave(self) -> None:
+        """End it as the client's own decision."""
+        self.end(left=True)
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    def answer(
+        self, request: Request, source: str, number: int, due_s: float | None, *, exact: bool
+    ) -> Answer:
+        body = b"".join(self.parts)
+        tokens, fault = None, self.fault
+        if self.status == 200 and not fault and not self.left:
+            tokens = _tokens(body, streamed=request.streamed)
+            if request.streamed and not body.rstrip().endswith(_DONE):
+                fault = "a stream that ended without [DONE]"
+            elif exact and tokens != request.tokens:
+                fault = f"{tokens} tokens of {request.tokens} came"
+        sent_s = self.sent_s
+        return Answer(
+            request,
+            source,
+            number,
+            sent_s if due_s is None else due_s,
+            sent_s,
+            None if self.head_s is None else self.head_s - sent_s,
+            None if self.first_s is None else self.first_s - sent_s,
+            self.last_s - sent_s,
+            self.status,
+            fault,
+            self.left,
+            tokens,
+            self.header(b"x-llm-d-request-dropped-reason"),
+            self.header(b"retry-after"),
+            self.header(b"x-served-by"),
+            self.header(b"x-picker-request-id"),
+            "" if self.status == 200 and not fault else body[:_TEXT_BYTES].decode(errors="replace"),
+        )
+
+
+def _tokens(body: bytes, *, streamed: bool) -> int | None:
+    """How many tokens an answer has: events with text of a stream, else by its usage."""
+    if streamed:
+        return len(_CHOICE.findall(body)) - len(_NO_TEXT.findall(body))
+    usage = _USAGE.findall(body)
+    return int(usage[-1]) if usage else None
+
+
+class _Connection(asyncio.Protocol):
+    """Carries one request at a time; `surplus` is called for each answer beyond one a request."""
+
+    def __init__(self, surplus: Callable[[], None]) -> None:
+        self._surplus = surplus
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._exchange: _Exchange | None = None
+        self._began = self._whole = False  # the answer
+        self._closing = False
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the last answer is whole and the next request may be sent."""
+        return self._whole and not self._closing
+
+    def send(self, request: bytes, exchange: _Exchange) -> None:
+        """Write `request`; its answer arrives in `exchange`."""
+        self._exchange = exchange
+        self._began = self._whole = False
+        if self._transport is None or self._transport.is_closing():
+            self.close("the connection was closed before the request was sent")
+        else:
+            self._transport.write(request)
+
+    def hang_up(self) -> None:
+        """Close, as a client that leaves."""
+        if self._exchange is not None:
+            self._exchange.leave()
+        self.close()
+
+    def close(self, fault: str = "the connection was closed without a whole answer") -> None:
+        self._closing = True
+        if self._exchange is not None:
+            self._exchange.end(fault)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not typed as such
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as fault:
+            self.close(f"the answer is not HTTP: {fault}")
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.close()
+
+    def on_message_begin(self) -> None:
+        if self._exchange is None or self._began:
+            self._surplus()
+            self._closing = True
+        self._began = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None and not self._whole:
+            self._exchange.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None and not self._exchange.over.done():
+            self._exchange.status = self._parser.get_status_code()
+            self._exchange.head_s = time.monotonic()
+            if not self._parser.should_keep_alive():
+                self._closing = True
+
+    def on_body(self, part: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None or exchange.over.done():
+            return
+        if exchange.first_s is None:
+            exchange.first_s = time.monotonic()
+        exchange.parts.append(part)
+
+    def on_message_complete(self) -> None:
+        if self._exchange is not None and not self._whole:
+            assert self._transport is not None
+            self._whole = True
+            # Envoy closes a connection whose request it has answered and not read to its end.
+            self._closing |= bool(self._transport.get_write_buffer_size())
+            self._exchange.end()
+
+
+class Client:
+    """Clients of one `http://host:port`, with as many connections as there are open requests; close it with
+    `with`.
+
+    `keep`: a connection is used again. `exact`: an answer of other than the asked number of tokens is a
+    fault; other servers than simulators may end an answer early. One event loop.
+    """
+
+    def __init__(self, url: str, *, keep: bool = True, exact: bool = True) -> None:
+        parts = urlsplit(url)
+        self._host, self._port, self.address = parts.hostname or "", parts.port or 80, parts.netloc
+        self._keep, self._exact = keep, exact
+        self._idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
+        self._hung_up = False
+        self.surplus_answers = 0  # beyond one a request
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close all connections. Open requests end as left by their client."""
+        self._hung_up = True
+        for connection in list(self._all):
+            connection.hang_up()
+
+    async def get(self, path: str, *, within_s: float) -> tuple[int, bytes] | None:
+        """Status and body of the answer; None if none came."""
+        exchange = _Exchange()
+        request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n\r\n".encode()
+        await self._exchange(request, exchange, within_s)
+        return None if exchange.fault or exchange.left else (exchange.status, b"".join(exchange.parts))
+
+    async def send(
+        self,
+        request: Request,
+        *,
+        source: str = "",
+        number: int = 0,
+        due_s: float | None = None,
+        within_s: float = HANGS_S,
+    ) -> Answer:
+        """Send `request` and read the whole answer. Raises nothing but CancelledError.
+
+        After `within_s`, or when the client leaves, the connection is closed.
+        """
+        exchange = _Exchange()  # its time includes connecting
+        await self._exchange(request.encode(self.address), exchange, within_s, request.leaves_s)
+        return exchange.answer(request, source, number, due_s, exact=self._exact)
+
+    async def _exchange(
+        self, request: bytes, exchange: _Exchange, within_s: float, leaves_s: float | None = None
+    ) -> None:
+        """Send `request` and wait for the end of `exchange`, by the client itself after `leaves_s`."""
+        try:
+            connection = self._idle_connection() or await self._connect()
+        except (OSError, TimeoutError) as fault:
+            exchange.end(f"no connection: {str(fault) or f'not within {_CONNECT_S:g} s'}")
+            return
+        loop = asyncio.get_running_loop()
+        if leaves_s is None:
+            timer = loop.call_later(within_s, exchange.end, f"no whole answer within {within_s:g} s")
+        else:
+            timer = loop.call_later(leaves_s, exchange.leave)
+        try:
+            if self._hung_up:  # while this connected
+                exchange.leave()
+            else:
+                connection.send(request, exchange)
+            await exchange.over
+        finally:
+            timer.cancel()
+            if connection.reusable and self._keep:
+                self._idle.append(connection)
+            else:
+                connection.close()
+                self._all.discard(connection)
+
+    def _idle_connection(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+            self._all.discard(connection)
+        return None
+
+    async def _connect(self) -> _Connection:
+        make = partial(_Connection, self._count_surplus)
+        async with asyncio.timeout(_CONNECT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(make, self._host, self._port)
+        self._all.add(connection)
+        return connection
+
+    def _count_surplus(self) -> None:
+        self.surplus_answers += 1
+
+
+async def send_request(url: str, request: Request) -> Answer:
+    """Send `request` on its own connection."""
+    with Client(url) as client:
+        return await client.send(request)
+
+
+def flow_header(flow: str) -> tuple[tuple[str, str], ...]:
+    return (("x-gateway-inference-fairness-id", flow),)
+
+
+MakeRequest = Callable[[random.Random, int], Request]
+
+
+def mixed_request(dice: random.Random, number: int) -> Request:
+    """Short and medium answers, half of them streamed, six flows, a few bodies near the limit."""
+    return Request(
+        prompt=f"request {number} ",
+        tokens=dice.choice((1, 3, 10, 30)),
+        streamed=dice.random() < 0.5,
+        pad_bytes=dice.choice((0, 0, 200, 2000, LONGEST_BODY_BYTES - 500 if dice.random() < 0.2 else 0)),
+        headers=flow_header(f"flow-{dice.randrange(_FLOWS)}"),
+    )
+
+
+def requests_of_flows(flows: int) -> MakeRequest:
+    """Requests for one token, of `flows` flows in turn."""
+    return lambda _, number: Request(f"request {number}", 1, headers=flow_header(f"flow-{number % flows}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request of an open loop, due `at_s` after the loop began."""
 
     at_s: float
-    source: int
-    number: int
+    request: Request
+    source: str = ""
+    number: int = 0
 
 
-def arrivals(
-    sources: Sequence[Source],
-    rates_per_s: Sequence[float],
-    *,
-    duration_s: float,
-    max_requests: int,
-    seed: int,
-) -> list[Arrival]:
-    """All arrivals before `duration_s` in order, at most `max_requests`. `rates_per_s` are those
-    outside a wave."""
-    each = [
-        _arrivals_of(place, source, rate, duration_s, Random(f"{seed}/{source.name}"))
-        for place, (source, rate) in enumerate(zip(sources, rates_per_s, strict=True))
-    ]
-    return list(islice(merge(*each, key=lambda arrival: arrival.at_s), max_requests))
+def steady(per_s: float, make_request: MakeRequest, seed: int = 1) -> Iterator[Planned]:
+    """`per_s` requests a second at equal distances, without end."""
+    dice = random.Random(seed)
+    for number in itertools.count(1):
+        yield Planned((number - 1) / per_s, make_request(dice, number), number=number)
 
 
-def _arrivals_of(
-    place: int, source: Source, rate_per_s: float, duration_s: float, chance: Random
-) -> Iterator[Arrival]:
-    at_s, number = 0.0, 0
-    while rate_per_s > 0:
-        at_s = _next(at_s, rate_per_s, source.wave, chance.expovariate(1.0))
-        if at_s >= duration_s:
-            return
-        yield Arrival(at_s, place, number)
-        number += 1
+class Load:
+    """Requests of one `Client` in loops, and their answers in `history`, in the order in which they ended.
 
-
-def _next(at_s: float, rate_per_s: float, wave: Wave | None, need: float) -> float:
-    """The moment by which `need` more arrivals are expected after `at_s`.
-
-    With `need` exponential of mean 1 these moments are a Poisson process, whatever the rate does between.
+    `began_s` (monotonic) is the beginning of the last loop.
     """
-    if wave is None:
-        return at_s + need / rate_per_s
-    # Counted in half periods, so that a moment rounded to before an edge is not in the earlier half.
-    period, into_s = divmod(at_s, wave.period_s)
-    high = into_s < wave.high_s
-    while True:
-        rate = rate_per_s * (wave.factor if high else 1.0)
-        edge_s = period * wave.period_s + (wave.high_s if high else wave.period_s)
-        room = rate * (edge_s - at_s)
-        if need <= room:
-            return at_s + need / rate
-        need -= room
-        at_s = edge_s
-        period, high = (period, False) if high else (period + 1, True)
 
-
-_SERVICE_S = 60.0  # the client gives up after its TTL and this
-
-
-@dataclass(slots=True)
-class Counts:
-    """The state of the load, shown while it runs."""
-
-    sent: int = 0
-    open: int = 0
-    ended: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    answers: list[Answer] = field(default_factory=list)
-
-
-class LoadGenerator:
-    """One load. Its times count from `began`, by `perf_counter`."""
-
-    def __init__(self, client: Client, plan: Plan, model: str) -> None:
-        self._client, self._plan, self._model = client, plan, model
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._stopping = asyncio.Event()
-        self.began = time.perf_counter()
-        self.counts = Counts()
+        self._ended = asyncio.Event()
+        self.history: list[Answer] = []
+        self.sent = 0
+        self.ended = Counter[Kind]()
+        self.began_s = time.monotonic()
+
+    @property
+    def open(self) -> int:
+        """Requests that wait for the end of their answer."""
+        return self.sent - self.ended.total()
+
+    @property
+    def served(self) -> int:
+        return self.ended[Kind.SERVED]
+
+    @property
+    def unserved(self) -> list[Answer]:
+        """Those whose client waited and was not served."""
+        return [answer for answer in self.history if answer.unserved]
 
     @property
     def now_s(self) -> float:
         """Seconds since the load began."""
-        return time.perf_counter() - self.began
-
-    async def sleep_until(self, at_s: float) -> None:
-        await asyncio.sleep(max(0.0, at_s - self.now_s))
+        return time.monotonic() - self.began_s
 
     @property
     def is_stopped(self) -> bool:
         return self._stopping.is_set()
 
-    def stop(self) -> None:
-        """Send nothing more and hang up on what is open; `run` returns soon after."""
+    def finish(self) -> None:
+        """Send nothing more; the loops end with the last answer."""
         self._stopping.set()
+
+    def stop(self) -> None:
+        """Send nothing more and hang up on what is open."""
+        self.finish()
         self._client.hang_up()
 
-    async def run(self, arrivals: Sequence[Arrival]) -> None:
-        """Send each of `arrivals` when it is due; returns when the last answer is in."""
-        self.began = time.perf_counter()
+    async def wait_for_served(self, count: int) -> None:
+        """Wait until `count` more requests are served than now. Raises TimeoutError."""
+        goal = self.served + count
+        async with asyncio.timeout(_SERVED_WITHIN_S):
+            await self.wait_until(lambda: self.served >= goal)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds, which is asked whenever a request has ended."""
+        while not condition():
+            await self._ended.wait()
+
+    async def send_closed(
+        self,
+        clients: int,
+        make_request: MakeRequest,
+        *,
+        seed: int = 1,
+        requests: float = math.inf,
+        pause_s: float = _REFUSED_PAUSE_S,
+        think_s: float = 0.0,
+    ) -> None:
+        """A closed loop of `clients` until `requests` are answered, or until `finish`. A client that was not
+        served waits for `pause_s` before its next request, another one for `think_s`.
+        """
+        self.began_s, dice, numbers = time.monotonic(), random.Random(seed), itertools.count(1)
+
+        async def client() -> None:
+            while not self.is_stopped and (number := next(numbers)) <= requests:
+                answer = await self._send(Planned(self.now_s, make_request(dice, number), number=number))
+                if pause := pause_s if answer.unserved else think_s:
+                    await asyncio.sleep(pause)
+
         async with asyncio.TaskGroup() as tasks:
-            for arrival in arrivals:
-                if await self._stopped_within(arrival.at_s - self.now_s):
+            for _ in range(clients):
+                tasks.create_task(client())
+
+    async def send_open(self, plan: Iterable[Planned]) -> None:
+        """An open loop: send each request of `plan` when it is due, a late one at once, until `finish`."""
+        self.began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for planned in plan:
+                if await self.stopped_within(planned.at_s - self.now_s):
                     return
-                source = self._plan.scenario.sources[arrival.source]
-                if source.conversation is None:
-                    ask = completion_request(source, self._model, arrival.number, self._plan.seed)
-                    tasks.create_task(self._request(source, ask, arrival.number, 0, arrival.at_s))
-                else:
-                    tasks.create_task(self._converse(source, source.conversation, arrival))
-            await self._stopped_within(self._plan.duration_s - self.now_s)
+                tasks.create_task(self._send(planned))
 
-    async def _request(
-        self, source: Source, ask: HttpRequest, number: int, turn: int, due_s: float
-    ) -> Answer:
-        counts = self.counts
-        counts.sent += 1
-        counts.open += 1
-        exchange = await self._client.send(ask, within_s=source.ttl_s + _SERVICE_S)
-        answer = answer_of(
-            exchange, ask, source=source.name, number=number, turn=turn, due_s=due_s, began=self.began
-        )
-        counts.open -= 1
-        counts.ended[answer.kind] += 1
-        counts.answers.append(answer)
-        return answer
-
-    async def _converse(self, source: Source, conversation: Conversation, arrival: Arrival) -> None:
-        """Send each turn after the answer to the last and a pause, until the load ends."""
-        chance = Random(f"{self._plan.seed}/{source.name}/talk/{arrival.number}")
-        history: list[str] = []
-        due_s = arrival.at_s
-        for number in range(conversation.turns):
-            if due_s >= self._plan.duration_s or self.counts.sent >= self._plan.max_requests:
-                return
-            if await self._stopped_within(due_s - self.now_s):
-                return
-            ask, message = conversation_turn(source, self._model, history, chance)
-            answer = await self._request(source, ask, arrival.number, number, due_s)
-            if answer.kind is not Kind.SERVED:
-                return
-            history += [message, f"answer {number} of {answer.tokens} tokens"]
-            due_s = self.now_s + chance.expovariate(1 / conversation.think_s)
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        """Wait `seconds`, or until `stop`; whether it was called."""
+    async def stopped_within(self, seconds: float) -> bool:
+        """Wait `seconds`, or until `finish`; whether it was called."""
         if seconds > 0 and not self.is_stopped:
             try:
                 async with asyncio.timeout(seconds):
@@ -264,3 +546,81 @@ class LoadGenerator:
             except TimeoutError:
                 pass
         return self.is_stopped
+
+    async def _send(self, planned: Planned) -> Answer:
+        self.sent += 1
+        answer = await self._client.send(
+            planned.request,
+            source=planned.source,
+            number=planned.number,
+            due_s=self.began_s + planned.at_s,
+        )
+        self.ended[answer.kind] += 1
+        self.history.append(answer)
+        self._ended.set()  # wakes all who wait now
+        self._ended.clear()
+        return answer
+
+
+@asynccontextmanager
+async def closed_loop(
+    url: str,
+    *,
+    clients: int,
+    seed: int = 1,
+    make_request: MakeRequest = mixed_request,
+    pause_s: float = _REFUSED_PAUSE_S,
+    think_s: float = 0.0,
+) -> AsyncIterator[Load]:
+    """Run `clients` as `Load.send_closed` does, each request on a connection of its own, until the block ends
+    and each client has finished its last request.
+    """
+    with Client(url, keep=False) as client:
+        load = Load(client)
+        loop = load.send_closed(clients, make_request, seed=seed, pause_s=pause_s, think_s=think_s)
+        async with _during_block(load, loop):
+            yield load
+
+
+@asynccontextmanager
+async def open_loop(
+    url: str, per_s: float, make_request: MakeRequest, *, keep: bool = False
+) -> AsyncIterator[Load]:
+    """`per_s` requests a second until the block ends and each has been answered."""
+    with Client(url, keep=keep) as client:
+        load = Load(client)
+        async with _during_block(load, load.send_open(steady(per_s, make_request))):
+            yield load
+
+
+@asynccontextmanager
+async def _during_block(load: Load, loop: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(loop)
+        try:
+            yield
+        finally:
+            load.finish()
+
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest of `values` (sorted) that `part` of them do not exceed (nearest rank); NaN of none."""
+    if not values:
+        return math.nan
+    return values[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def quantiles(values: Iterable[float]) -> dict[str, float]:
+    """p50, p90, p95, p99 and max of `values`; empty if there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {f"p{100 * part:g}": quantile(ordered, part) for part in QUANTILES} | {"max": ordered[-1]}
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of none."""
+    return sum(values) / len(values) if values else math.nan

@@ -1,8 +1,7 @@
-"""Plots of a run as SVG for the report, in the colours of its page."""
+"""Plots of a run as SVG, for its report."""
 
 import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,11 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from picker_fleet.bands import NAMED, Band
-from picker_tools.load.client import Kind
-from picker_tools.load.result import RunResult, flow_shares, quantile
+from picker_tools.load.generator import Kind, quantile
+from picker_tools.load.result import RunResult, flow_shares
 
-# Placeholders for colours of the page, replaced in the finished SVG.
-_INK, _GRID = "#010203", "#040506"
 _SOURCES = ("#3b82f6", "#f59e0b", "#10b981", "#d946ef", "#8b5cf6", "#ef4444")
 _BANDS = {Band.CRITICAL: "#ef4444", Band.DEFAULT: "#3b82f6", Band.SHEDDABLE: "#94a3b8"}
 _KINDS = {Kind.SERVED: "#10b981", Kind.REFUSED: "#f59e0b", Kind.FAILED: "#ef4444", Kind.LEFT: "#94a3b8"}
@@ -25,12 +22,8 @@ _BINS = 40
 _APART = 3  # bins
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "font.family": "sans-serif",
+    "svg.hashsalt": "picker load",
     "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
@@ -38,51 +31,34 @@ _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": _GRID,
-    "ytick.color": _GRID,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
+    "grid.color": "#d6dbe2",
     "legend.frameon": False,
     "legend.fontsize": 8,
     "lines.linewidth": 1.4,
 }
-_FAMILY = re.compile(r"font-family:[^;\"]*|'DejaVu Sans'[^;\"]*sans-serif")
 
 
 def draw(run: RunResult) -> dict[str, str]:
     """SVG by name, in the order of the page; empty plots are left out."""
     painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
+        "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "stock": (_stock, bool(run.samples)),
         "queue": (_queue, any(not each.degraded for each in run.samples)),
         "outcomes": (_outcomes, bool(run.answers)),
-        "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(flow_shares(run))),
-        "first tokens": (_first_tokens, any(answer.first_s for answer in run.answers)),
-        "latency": (_latency, any(answer.kind is Kind.SERVED for answer in run.answers)),
+        "first-tokens": (_first_tokens, any(answer.first_s for answer in run.answers)),
+        "latency": (_latency, any(answer.served for answer in run.answers)),
     }
-    return {name: _svg(paint, run, name) for name, (paint, wanted) in painters.items() if wanted}
+    return {name: _svg(paint, run) for name, (paint, wanted) in painters.items() if wanted}
 
 
-def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult, name: str) -> str:
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult) -> str:
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, 3.0), layout="constrained")
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        paint(axes, run)
+        paint(figure.subplots(), run)
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'<svg ([^>]*?)width="[^"]*" ', r"<svg \1", text, count=1)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*" ', r"<svg \1", text, count=1)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = _FAMILY.sub(
-        lambda hit: "font-family: inherit" if hit[0].startswith("font-f") else "sans-serif", text
-    )
-    return text.replace(_INK, "currentColor").replace(_GRID, "var(--grid)")
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
 
 
 def _stock(axes: Axes, run: RunResult) -> None:
@@ -90,15 +66,12 @@ def _stock(axes: Axes, run: RunResult) -> None:
     # A replica without Redis reports an outdated stock, which is not drawn.
     stock = [math.nan if each.degraded else each.stock for each in run.samples]
     axes.step(at, stock, where="post", color=_SOURCES[0], label="stock")
-    for name, style, bounds in (
-        ("upper bound", {"color": _BOUND, "ls": "--"}, [each.upper for each in run.samples]),
-        ("lower bound", {"color": _INK, "ls": ":", "lw": 1}, [each.lower for each in run.samples]),
-    ):
-        axes.step(at, bounds, where="post", label=name, **style)
+    axes.step(at, [each.upper for each in run.samples], "--", where="post", color=_BOUND, label="upper bound")
+    axes.step(at, [each.lower for each in run.samples], "k:", where="post", lw=1, label="lower bound")
     if run.endpoint_samples:
         seen = [(each.at_s, each.requests) for each in run.endpoint_samples]
         axes.plot(*zip(*seen, strict=True), color=_SOURCES[2], lw=1, label="on endpoints")
-    axes.set_ylabel("tokens" if run.scenario.in_tokens else "requests")
+    axes.set_ylabel("requests")
     _over_time(axes, run, "Stock against its bounds")
 
 
@@ -148,7 +121,7 @@ def _waits(axes: Axes, run: RunResult) -> None:
             bins[spot + 1] = [math.nan]
         spots = sorted(bins)
         at = [(spot + 0.5) * width for spot in spots]
-        colour = _SOURCES[place % len(_SOURCES)]
+        colour = _SOURCES[place]
         middle, high = ([quantile(sorted(bins[spot]), part) for spot in spots] for part in (0.5, 0.95))
         axes.plot(at, middle, "o-", ms=2.5, color=colour, label=source.name)
         axes.fill_between(at, middle, high, color=colour, alpha=0.15, linewidth=0)
@@ -173,35 +146,24 @@ def _shares(axes: Axes, run: RunResult) -> None:
 
 
 def _first_tokens(axes: Axes, run: RunResult) -> None:
-    def seconds(name: str) -> list[float]:
-        answers = (each for each in run.answers if each.source == name and each.kind is Kind.SERVED)
-        return sorted(each.first_s for each in answers if each.streamed and each.first_s)
-
-    _percentiles(axes, run, seconds, "Time to first token, by percentile")
+    streams = [each for each in run.answers if each.served and each.request.streamed]
+    times = [(each.source, each.first_s) for each in streams if each.first_s]
+    _percentiles(axes, run, times, "Time to first token, by percentile")
 
 
 def _latency(axes: Axes, run: RunResult) -> None:
-    def seconds(name: str) -> list[float]:
-        return sorted(each.last_s for each in run.answers if each.source == name and each.kind is Kind.SERVED)
-
-    _percentiles(axes, run, seconds, "Time to the whole answer, by percentile")
+    times = [(each.source, each.took_s) for each in run.answers if each.served]
+    _percentiles(axes, run, times, "Time to the whole answer, by percentile")
 
 
-def _percentiles(axes: Axes, run: RunResult, seconds: Callable[[str], list[float]], title: str) -> None:
-    steps = [step / 100 for step in (*range(1, 100), 99.5, 100)]
+def _percentiles(axes: Axes, run: RunResult, times: list[tuple[str, float]], title: str) -> None:
+    steps = (*range(1, 100), 99.5, 100)
     for place, source in enumerate(run.sources):
-        values = seconds(source.name)
+        values = sorted(seconds for name, seconds in times if name == source.name)
         if values:
-            curve = [quantile(values, step) for step in steps]
-            colour = _SOURCES[place % len(_SOURCES)]
-            axes.plot([100 * step for step in steps], curve, color=colour, label=source.name)
+            curve = [quantile(values, step / 100) for step in steps]
+            axes.plot(steps, curve, color=_SOURCES[place], label=source.name)
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # Of the minor ticks those at 2 and 5 times a power of ten have labels.
-    axes.yaxis.set_minor_formatter(
-        lambda value, _: f"{value:g}" if f"{value:.5e}".startswith(("2.00000", "5.00000")) else ""
-    )
-    axes.tick_params(axis="y", which="minor", labelsize=8)
     axes.set_ylabel("seconds")
     axes.set_xlabel("percentile")
     axes.set_xticks([1, 25, 50, 75, 90, 99], ["1", "25", "50", "75", "90", "99"])

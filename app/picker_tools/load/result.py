@@ -4,78 +4,38 @@ A `Session` makes a `RunResult`.
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from picker_tools.audit.auditor import Auditor
 from picker_tools.audit.log import Entry, EntryError, LogStream, LogUnreadable
 from picker_tools.audit.report import Report
-from picker_tools.load.client import Answer, Kind
-from picker_tools.load.generator import LoadRates
-from picker_tools.load.scenarios import BYTES_PER_TOKEN, Plan, Scenario, Source
-from picker_tools.load.target import Target
-
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest of `values` (sorted) that `part` of them do not exceed (nearest rank); NaN of none."""
-    if not values:
-        return math.nan
-    return values[max(0, math.ceil(part * len(values)) - 1)]
-
-
-def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p95, p99 and max of `values`, in seconds as they come; empty if there are none."""
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    return {f"p{100 * part:g}": quantile(ordered, part) for part in QUANTILES} | {"max": ordered[-1]}
-
-
-def mean(values: Sequence[float]) -> float:
-    """NaN of none."""
-    return sum(values) / len(values) if values else math.nan
+from picker_tools.load.fleet import Target
+from picker_tools.load.generator import Answer
+from picker_tools.load.scenarios import Plan, Scenario, Source
 
 
 def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
-    """Each flow's fair part of `served`: the higher band first, in a band by weight, and no flow more
-    than its `demand` (weighted max-min fairness).
+    """Each flow's fair part of `served`: the higher band first, in a band alike, and no flow more than its
+    `demand` (max-min fairness).
     """
     due = dict.fromkeys(demand, 0.0)
     for band in sorted({source.band for source in sources}, key=lambda band: -band.priority):
-        weights = {source.flow: source.weight for source in sources if source.band == band}
-        got = _filled({flow: demand.get(flow, 0.0) for flow in weights}, weights, served)
-        due |= got
-        served -= sum(got.values())
+        flows = sorted({source.flow for source in sources if source.band == band}, key=demand.__getitem__)
+        for place, flow in enumerate(flows):
+            due[flow] = min(demand[flow], served / (len(flows) - place))
+            served -= due[flow]
     return due
-
-
-def _filled(demand: Mapping[str, float], weights: Mapping[str, float], amount: float) -> dict[str, float]:
-    """`amount` divided by weight, each flow up to its demand."""
-    got: dict[str, float] = {}
-    open_flows = set(demand)
-    while open_flows:
-        level = max(0.0, amount - sum(got.values())) / sum(weights[flow] for flow in open_flows)
-        full = {flow for flow in open_flows if demand[flow] <= level * weights[flow] * (1 + 1e-12)}
-        if not full:
-            return got | {flow: level * weights[flow] for flow in open_flows}
-        got |= {flow: demand[flow] for flow in full}
-        open_flows -= full
-    return got
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The dispatch of a request. Times are seconds of Redis's clock; `cost` is in the stock's unit."""
+    """The dispatch of a request. Times are seconds of Redis's clock."""
 
     at_s: float
     flow: str
-    band: int
     workload: str
-    cost: float
     wait_s: float
 
 
@@ -89,7 +49,7 @@ class LogAudit:
     why: str = ""
 
 
-def read(url: str, pool: str = "default") -> LogAudit:
+def read_log(url: str, pool: str = "default") -> LogAudit:
     """Audit all of the log that Redis has now. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
     events = Counter[str]()
@@ -130,9 +90,7 @@ def _turn(entry: Entry) -> Dispatch:
     return Dispatch(
         at_s=entry.time_us / 1e6,
         flow=entry.flow,
-        band=entry.band,
         workload=entry.workload,
-        cost=entry.cost,
         # `arrived` is the time of arrival in µs, or the number after the last one's: never less.
         wait_s=max(0.0, (entry.time_us - entry.arrived) / 1e6),
     )
@@ -214,7 +172,7 @@ class RunResult:
 
     plan: Plan
     target: Target
-    rates: LoadRates
+    capacity_per_s: float
     wall_s: float
     sent: int
     answers: tuple[Answer, ...]
@@ -260,40 +218,27 @@ class RunResult:
         return [
             (answer.sent_s + answer.first_s, answer.first_s)
             for answer in self.answers_of(source)
-            if answer.kind is Kind.SERVED and answer.streamed and answer.first_s is not None
+            if answer.served and answer.request.streamed and answer.first_s is not None
         ]
 
     def service(self) -> dict[str, float]:
-        """What each flow was served while the load was settled and the queue shared, in requests or tokens as
-        the fleet counts."""
+        """How many requests of each flow were served while the load was settled and the queue shared."""
         served = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
             if self.has_dispatches:
-                moments = [
-                    (dispatch.at_s - self.wall_s, dispatch.cost) for dispatch in self.dispatches_of(source)
-                ]
+                moments = [dispatch.at_s - self.wall_s for dispatch in self.dispatches_of(source)]
             else:
-                moments = [
-                    (answer.sent_s + (answer.first_s or 0.0), self.cost(answer))
-                    for answer in self.answers_of(source)
-                    if answer.kind is Kind.SERVED
-                ]
-            served[source.flow] += sum(cost for at_s, cost in moments if self._is_settled(at_s))
+                answers = (answer for answer in self.answers_of(source) if answer.served)
+                moments = [answer.sent_s + (answer.first_s or 0.0) for answer in answers]
+            served[source.flow] += sum(map(self._is_settled, moments))
         return served
 
     def demand(self) -> dict[str, float]:
-        """What each flow asked for in the same time, refused or not."""
+        """How many requests of each flow were sent in the same time, refused or not."""
         asked = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
-            answers = self.answers_of(source)
-            asked[source.flow] += sum(self.cost(each) for each in answers if self._is_settled(each.sent_s))
+            asked[source.flow] += sum(self._is_settled(each.sent_s) for each in self.answers_of(source))
         return asked
-
-    def cost(self, answer: Answer) -> float:
-        """What the fleet charges for the request: 1, or its estimated tokens."""
-        if not self.scenario.in_tokens:
-            return 1.0
-        return answer.prompt_bytes / BYTES_PER_TOKEN + answer.asked_tokens
 
     @property
     def outage(self) -> tuple[float, float] | None:
@@ -323,7 +268,7 @@ def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
 
 def flow_shares(run: RunResult) -> dict[str, dict[str, float]]:
     """Of each flow, while the load was settled and the queue shared: its part of the demand, of the service,
-    and what was fair."""
+    and its fair part."""
     service, demand = run.service(), run.demand()
     served, asked = sum(service.values()), sum(demand.values())
     due = fair(run.sources, demand, served)

@@ -1,55 +1,35 @@
-"""The scenarios of `picker load`: their sources, faults, and the promises a run must show. Pure data.
+"""The scenarios of `picker load`: their sources, faults, the promises a run must show, and what is sent when.
 
-`deploy/locust/locustfile.py` uses the same scenarios.
+`deploy/locust/locustfile.py` sends requests of the same sources.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import merge
+from itertools import islice
+from random import Random
 from typing import Any
 
+import orjson
+
 from picker_fleet.bands import Band
+from picker_tools.load.generator import Planned, Request
 
-BYTES_PER_TOKEN = 4  # as the fleet estimates a prompt
+_PROMPT_BYTES = (200, 400)
+_STREAMED = 0.8  # of the requests
+_WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast one of the scenario's own simulators is: what `picker sim` takes."""
-
-    ttft_ms: float = 60.0
-    itl_ms: float = 12.0
-
-    def answer_s(self, tokens: int) -> float:
-        """Seconds that an answer of `tokens` takes where nothing is in its way."""
-        return (self.ttft_ms + self.itl_ms * max(0, tokens - 1)) / 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """The rate is multiplied by `factor` for the first `high_s` of every `period_s`."""
-
-    period_s: float
-    high_s: float
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A source whose arrivals are conversations: so many turns, a pause of `think_s` (mean) between them."""
-
-    turns: int
-    think_s: float
+TTFT_MS, ITL_MS = 60.0, 12.0  # of the simulators of its own fleet
+ANSWER_TOKENS = 16
+ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # where nothing else is served
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One client population. `load` is its demand outside its wave, as a part of what the fleet can serve
-    (1: all of it).
+    """One client population. `load` is its demand as a part of what the fleet can serve (1: all).
 
-    `objective` '' sends none. `prompt_bytes` is a range; sizes are spread evenly over its logarithm.
-    `streamed` is the part of requests that ask for a stream.
+    `objective` '' sends none.
     """
 
     name: str
@@ -57,22 +37,9 @@ class Source:
     flow: str
     objective: str = ""
     band: Band = Band.DEFAULT
-    weight: float = 1.0
     workload: str = ""
     criticality: int = 3
-    prompt_bytes: tuple[int, int] = (200, 400)
-    answer_tokens: int = 16
-    streamed: float = 0.8
     ttl_s: float = 30.0
-    wave: Wave | None = None
-    conversation: Conversation | None = None
-
-    @property
-    def cost_tokens(self) -> float:
-        """About what a request of it is charged under `unit: tokens`, on average."""
-        low, high = self.prompt_bytes
-        mean_bytes = (high - low) / math.log(high / low) if high > low else low
-        return mean_bytes / BYTES_PER_TOKEN + self.answer_tokens
 
 
 class Fault(StrEnum):
@@ -108,16 +75,10 @@ class Scenario:
     needs: tuple[tuple[str, str], ...] = ()
     duration_s: float = 20.0
     fault: Fault = Fault.NONE
-    speed: Speed = Speed()
 
     @property
     def own_fleet_only(self) -> bool:
         return self.fault is not Fault.NONE
-
-    @property
-    def in_tokens(self) -> bool:
-        controller: Mapping[str, Any] = self.config.get("request_queue_controller", {})
-        return controller.get("unit") == "tokens"
 
     @property
     def objectives(self) -> frozenset[str]:
@@ -138,28 +99,22 @@ class Plan:
     slo_latency_p95_s: float | None = None
 
 
-# Three bands by header, for the scenarios that have to do with them.
-_OBJECTIVES: list[Mapping[str, Any]] = [
-    {"name": "critical", "criticality": "Critical"},
-    {"name": "sheddable", "criticality": "Sheddable"},
-]
 _LOW_TTL_S = 8.0
-_SHEDDABLE = Source("sheddable-1", 0.5, "sheddable-1", objective="sheddable", band=Band.SHEDDABLE)
 _NOISY_AND_QUIET = (Source("noisy", 1.5, "noisy"), Source("quiet", 0.2, "quiet"))
-
-
 _OUTAGE_PROMISES = (
     "faults-happened", "outage-serves", "outage-bound", "shared-again", "only-overload-errors",
 )  # fmt: skip
+_BY_WORKLOAD = (("fair_request_queue.ordering", "workload-aware"),)
 
 
-def _alike(load: float, wave: Wave | None = None) -> tuple[Source, ...]:
+def _alike(load: float) -> tuple[Source, ...]:
     """Four clients of equal weight and `load`."""
-    return tuple(Source(f"client-{n}", load, f"client-{n}", wave=wave) for n in range(1, 5))
+    return tuple(Source(f"client-{n}", load, f"client-{n}") for n in range(1, 5))
 
 
-def _scorers(weights: Mapping[str, float]) -> Mapping[str, Any]:
-    return {"scorers": [{"name": name, "weight": weight} for name, weight in weights.items()]}
+def _in_shared_flow(name: str, load: float, criticality: int, ttl_s: float = 30.0) -> Source:
+    """A workload of the flow `shared`."""
+    return Source(name, load, "shared", workload=name, criticality=criticality, ttl_s=ttl_s)
 
 
 _ALL = (
@@ -170,31 +125,10 @@ _ALL = (
         promises=("no-errors", "nothing-expires"),
     ),
     Scenario(
-        name="burst",
-        summary="Four ask for 40 % of what can be served, and for 1.5 s of every 6 s four times that.",
-        sources=_alike(0.1, Wave(period_s=6, high_s=1.5, factor=4)),
-        promises=("no-errors", "nothing-expires", "queue-drains"),
-    ),
-    Scenario(
         name="noisy-neighbour",
         summary="One client asks for 150 % of what can be served, a quiet one of the same weight for 20 %.",
         sources=_NOISY_AND_QUIET,
         promises=("overloaded", "quiet-share", "quiet-wait", "quiet-not-refused"),
-    ),
-    Scenario(
-        name="priority-overload",
-        summary="Critical 40 %, Default 40 % and Sheddable 100 % of what can be served, in a queue of 60.",
-        sources=(
-            Source("critical", 0.4, "critical", objective="critical", band=Band.CRITICAL),
-            Source("default", 0.4, "default"),
-            _SHEDDABLE,
-            replace(_SHEDDABLE, name="sheddable-2", flow="sheddable-2"),
-        ),
-        promises=("overloaded", "critical-not-refused", "waits-by-band"),
-        config={
-            "objectives": _OBJECTIVES,
-            "fair_request_queue": {"total_capacity": 60, "flow_capacity": 40},
-        },
     ),
     Scenario(
         name="starvation",
@@ -203,17 +137,17 @@ _ALL = (
             "waits below them. Together these are within the guard's tenth of the service."
         ),
         sources=(
-            Source("urgent-1", 0.7, "shared", workload="urgent-1", criticality=5),
-            Source("urgent-2", 0.7, "shared", workload="urgent-2", criticality=5),
-            Source("low", 0.04, "shared", workload="low", criticality=1, ttl_s=_LOW_TTL_S),
-            replace(_SHEDDABLE, name="sheddable", load=0.03, flow="background", ttl_s=_LOW_TTL_S),
+            _in_shared_flow("urgent-1", 0.7, 5),
+            _in_shared_flow("urgent-2", 0.7, 5),
+            _in_shared_flow("low", 0.04, 1, _LOW_TTL_S),
+            Source("sheddable", 0.03, "background", "sheddable", Band.SHEDDABLE, ttl_s=_LOW_TTL_S),
         ),
         promises=("overloaded", "low-not-starved"),
         config={
-            "objectives": _OBJECTIVES,
+            "objectives": [{"name": "sheddable", "criticality": "Sheddable"}],
             "fair_request_queue": {"ordering": "workload-aware", "flow_capacity": 100},
         },
-        needs=(("fair_request_queue.ordering", "workload-aware"),),
+        needs=_BY_WORKLOAD,
     ),
     Scenario(
         name="workload-aware",
@@ -222,10 +156,10 @@ _ALL = (
             "one of criticality 5, and one of 3 that asks seldom. Only the workload score tells them apart."
         ),
         sources=(
-            Source("urgent", 0.3, "shared", workload="urgent", criticality=5),
-            Source("quiet", 0.1, "shared", workload="quiet", criticality=3),
-            Source("busy-1", 0.45, "shared", workload="busy-1", criticality=3),
-            Source("busy-2", 0.45, "shared", workload="busy-2", criticality=3),
+            _in_shared_flow("urgent", 0.3, 5),
+            _in_shared_flow("quiet", 0.1, 3),
+            _in_shared_flow("busy-1", 0.45, 3),
+            _in_shared_flow("busy-2", 0.45, 3),
         ),
         promises=("overloaded", "urgent-first", "seldom-first"),
         config={
@@ -233,21 +167,7 @@ _ALL = (
             # A run is short, and small: what a workload asks for counts sooner, and for more.
             "workloads": {"rate_window": "10s", "rate_cap": 20},
         },
-        needs=(("fair_request_queue.ordering", "workload-aware"),),
-    ),
-    Scenario(
-        name="long-prompts",
-        summary="Prompts of 8 to 160 KB beside short ones, charged in tokens: 124 % of what can be served.",
-        sources=(
-            Source("long", 1.2, "long", prompt_bytes=(8_000, 160_000), answer_tokens=24),
-            Source("short", 0.04, "short", prompt_bytes=(200, 2_000)),
-        ),
-        promises=("overloaded", "no-errors-but-overload", "short-share", "short-wait"),
-        config={
-            "request_queue_controller": {"unit": "tokens", "watermark_per_backend": 16_000},
-            "scheduling": _scorers({"kv-cache": 1, "in-flight": 2}),
-        },
-        needs=(("request_queue_controller.unit", "tokens"),),
+        needs=_BY_WORKLOAD,
     ),
     Scenario(
         name="replica-crash",
@@ -275,24 +195,47 @@ _ALL = (
         duration_s=60.0,
         fault=Fault.KILL_AND_STOP,
     ),
-    Scenario(
-        name="multi-turn",
-        summary="Conversations of five turns, each with all said before: half of what can be served.",
-        sources=(
-            Source(
-                "talk",
-                0.5,
-                "talk",
-                prompt_bytes=(800, 1_600),
-                streamed=1.0,
-                conversation=Conversation(5, 1.0),
-            ),
-        ),
-        promises=("no-errors", "nothing-expires", "turns-stay"),
-        config={
-            "scheduling": _scorers({"prefix-affinity": 3, "in-flight": 1}),
-        },
-    ),
 )
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _ALL}
+
+
+def source_request(source: Source, model: str, number: int, seed: int) -> Request:
+    """Request `number` of `source`. Each prompt is unique."""
+    chance = Random(f"{seed}/{source.name}/{number}")
+    text = " ".join(chance.choices(_WORDS, k=80))[: chance.randint(*_PROMPT_BYTES)]
+    headers = [
+        ("x-gateway-inference-fairness-id", source.flow),
+        ("x-llm-d-inference-ttl", f"{source.ttl_s:g}s"),
+    ]
+    if source.objective:
+        headers.append(("x-gateway-inference-objective", source.objective))
+    if source.workload:
+        context = {"workload_id": source.workload, "criticality": source.criticality}
+        headers.append(("x-workload-context", orjson.dumps(context).decode()))
+    return Request(
+        f"{source.name} {number} {text}",
+        ANSWER_TOKENS,
+        streamed=chance.random() < _STREAMED,
+        headers=tuple(headers),
+        model=model,
+    )
+
+
+def planned(plan: Plan, capacity_per_s: float, model: str) -> Iterator[Planned]:
+    """All requests of a run, in order. Each source's arrivals are a Poisson process that depends on the seed
+    only.
+    """
+    sources = plan.scenario.sources
+    arrivals = merge(*(_arrivals(place, plan, capacity_per_s) for place in range(len(sources))))
+    for at_s, place, number in islice(arrivals, plan.max_requests):
+        source = sources[place]
+        yield Planned(at_s, source_request(source, model, number, plan.seed), source.name, number)
+
+
+def _arrivals(place: int, plan: Plan, capacity_per_s: float) -> Iterator[tuple[float, int, int]]:
+    source = plan.scenario.sources[place]
+    chance, at_s, number = Random(f"{plan.seed}/{source.name}"), 0.0, 0
+    while (at_s := at_s + chance.expovariate(source.load * capacity_per_s)) < plan.duration_s:
+        yield at_s, place, number
+        number += 1

@@ -1,34 +1,27 @@
 """One run: sends the load, injects the scenario's faults, and samples the fleet until it is at rest."""
 
 import asyncio
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from statistics import median
 
 from picker_fleet.errors import StartupError
-from picker_tools.load.client import Client
-from picker_tools.load.generator import (
-    Counts,
-    LoadGenerator,
-    LoadRates,
-    arrivals,
-    completion_request,
-    rates_by_capacity,
-    rates_by_total,
-)
+from picker_tools.load.fleet import OwnFleet, Target
+from picker_tools.load.generator import Client, Load
 from picker_tools.load.result import (
     EndpointSample,
     FaultsInjected,
     LogAudit,
     RunResult,
     Sample,
-    read,
+    read_log,
 )
-from picker_tools.load.scenarios import Fault, Plan
-from picker_tools.load.target import OwnFleet, Target
+from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
 from picker_tools.local_fleet.network import until
 
 # On average; never sooner than a part of it, so that each kill meets a fleet that has recovered.
@@ -105,13 +98,13 @@ class Sampler:
 
 _REST_S = 20.0  # a lease, and some for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_PROBES = 3  # requests of each source, one at a time, to learn how long an answer takes
+_PROBES = 3  # requests, one at a time, to learn how long an answer takes
 _PROBE_S = 30.0
 _LOG_S = 60.0
+_SHOW_S = 0.2
 
-
-# Seconds since the load began, counts, the latest state.
-Show = Callable[[float, Counts, Sample | None], None]
+# The load so far, and the latest state.
+Show = Callable[[Load, Sample | None], None]
 
 
 class Session:
@@ -127,13 +120,13 @@ class Session:
         self._fleet = fleet
         self._show = show
         self._say = say
-        self._generator: LoadGenerator | None = None
+        self._load: Load | None = None
 
     def stop(self) -> bool:
         """End the load now; False if it has not begun."""
-        if self._generator is None:
+        if self._load is None:
             return False
-        self._generator.stop()
+        self._load.stop()
         return True
 
     async def run(self) -> RunResult:
@@ -142,99 +135,85 @@ class Session:
         Raises:
             StartupError: the fleet does not answer as it must for the load to be planned.
         """
-        plan, scenario = self._plan, self._plan.scenario
-        rates = await self._rates()
-        planned = arrivals(
-            scenario.sources,
-            rates.rates_per_s,
-            duration_s=plan.duration_s,
-            max_requests=plan.max_requests,
-            seed=plan.seed,
-        )
+        plan, fault = self._plan, self._plan.scenario.fault
+        capacity_per_s = await self._capacity_per_s()
         load_average = os.getloadavg()[0]
         faults_injected = FaultsInjected()
-        with Client(self._target.url) as client:
-            generator = self._generator = LoadGenerator(client, plan, self._target.model)
-            endpoints = self._target.endpoints if scenario.fault.stops_redis else ()
-            sampler = Sampler(self._target.admins, endpoints, lambda: generator.now_s)
+        with Client(self._target.url, exact=self._target.own) as client:
+            load = self._load = Load(client)
+            endpoints = self._target.endpoints if fault.stops_redis else ()
+            sampler = Sampler(self._target.admins, endpoints, lambda: load.now_s)
             wall_s = time.time()
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(sampler.run()),
-                    tasks.create_task(self._show_on(generator, sampler)),
+                    tasks.create_task(self._show_on(load, sampler)),
                 ]
-                injecting = tasks.create_task(self._inject_faults(faults_injected, generator))
-                await generator.run(planned)
-                if generator.is_stopped:
+                injecting = tasks.create_task(self._inject_faults(faults_injected, load))
+                await load.send_open(planned(plan, capacity_per_s, self._target.model))
+                if await load.stopped_within(plan.duration_s - load.now_s):
                     injecting.cancel()
                 await asyncio.wait([injecting])
-                rest_within_s = _REST_LEFT_S if generator.is_stopped else _REST_S
-                rest = await self._rest(sampler, generator, rest_within_s)
+                rest_within_s = _REST_LEFT_S if load.is_stopped else _REST_S
+                rest = await self._rest(sampler, load, rest_within_s)
                 for task in background:
                     task.cancel()
-            log_audits = (*faults_injected.log_audits, *await self._log())
+            answers = (
+                replace(each, due_s=each.due_s - load.began_s, sent_s=each.sent_s - load.began_s)
+                for each in load.history
+            )
             return RunResult(
                 plan=plan,
                 target=self._target,
-                rates=rates,
+                capacity_per_s=capacity_per_s,
                 wall_s=wall_s,
-                sent=generator.counts.sent,
-                answers=tuple(sorted(generator.counts.answers, key=lambda answer: answer.sent_s)),
+                sent=load.sent,
+                answers=tuple(sorted(answers, key=lambda answer: answer.sent_s)),
                 surplus_answers=client.surplus_answers,
                 samples=tuple(sampler.samples),
                 endpoint_samples=tuple(sampler.endpoint_samples),
                 rest=rest,
                 rest_within_s=rest_within_s,
                 faults_injected=faults_injected,
-                log_audits=log_audits,
-                interrupted=generator.is_stopped,
+                log_audits=(*faults_injected.log_audits, *await self._log()),
+                interrupted=load.is_stopped,
                 load_average=load_average,
             )
 
-    async def _rates(self) -> LoadRates:
+    async def _capacity_per_s(self) -> float:
+        """Requests a second that the fleet can serve; dispatch stops with the one that reaches the lower
+        bound.
+        """
         plan = self._plan
-        if self._fleet is not None:
-            speed = plan.scenario.speed
-            answers_s = [speed.answer_s(source.answer_tokens) for source in plan.scenario.sources]
-            per = self._fleet.settings.request_queue_controller.lower_per_backend
-            lower = per * len(self._target.endpoints)
-        else:
-            answers_s = await self._probe()
-            state = await self._state()
-            lower = state.lower if state is not None else 0.0
         if plan.rate_per_s is not None:
-            return rates_by_total(plan.scenario, plan.rate_per_s, answers_s)
-        if lower <= 0:
+            return plan.rate_per_s / sum(source.load for source in plan.scenario.sources)
+        if self._fleet is not None:
+            per = self._fleet.settings.request_queue_controller.lower_per_backend
+            return math.ceil(per * len(self._target.endpoints)) / ANSWER_S
+        answer_s = await self._probe()
+        sampler = Sampler(self._target.admins, (), lambda: 0.0)
+        state = await sampler.take_sample()
+        sampler.close()
+        if state is None or state.lower <= 0:
             raise StartupError(
                 "what the fleet can serve is not known without its admin API: "
                 "give --admin URL, --state-file FILE or --rate N"
             )
-        return rates_by_capacity(plan.scenario, lower, answers_s)
+        return math.ceil(state.lower) / answer_s
 
-    async def _probe(self) -> list[float]:
-        """Measure how long an answer takes each source while nothing else is sent."""
-        found: list[float] = []
-        with Client(self._target.url) as client:
-            for source in self._plan.scenario.sources:
-                times: list[float] = []
-                for number in range(_PROBES):
-                    ask = completion_request(source, self._target.model, -1 - number, self._plan.seed)
-                    exchange = await client.send(ask, within_s=_PROBE_S)
-                    if exchange.status != 200 or exchange.fault:
-                        answer = f"{exchange.status} {exchange.tail[:200].decode(errors='replace')}"
-                        raise StartupError(f"a first request of {source.name} got {exchange.fault or answer}")
-                    times.append(exchange.last_at - exchange.sent_at)
-                found.append(median(times))
-        return found
+    async def _probe(self) -> float:
+        """Measure how long an answer takes while nothing else is sent."""
+        source, times = self._plan.scenario.sources[0], []
+        with Client(self._target.url, exact=False) as client:
+            for number in range(_PROBES):
+                request = source_request(source, self._target.model, -1 - number, self._plan.seed)
+                answer = await client.send(request, within_s=_PROBE_S)
+                if not answer.served:
+                    raise StartupError(f"a first request of {source.name}: {answer.outcome} {answer.text}")
+                times.append(answer.took_s)
+        return median(times)
 
-    async def _state(self) -> Sample | None:
-        sampler = Sampler(self._target.admins, (), lambda: 0.0)
-        try:
-            return await sampler.take_sample()
-        finally:
-            sampler.close()
-
-    async def _inject_faults(self, faults_injected: FaultsInjected, generator: LoadGenerator) -> None:
+    async def _inject_faults(self, faults_injected: FaultsInjected, load: Load) -> None:
         """Inject the scenario's fault while the load runs, and record it in `faults_injected`."""
         if self._fleet is None:
             return
@@ -248,40 +227,38 @@ class Session:
             kills = [(_FIRST_KILL_AT * duration_s, plan.seed % replicas)]
             outage_at, outage_for = _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR
         for at_s, number in kills:
-            await generator.sleep_until(at_s)
+            await asyncio.sleep(at_s - load.now_s)
             name = self._fleet.kill_replica(number)
             if name is not None:
-                faults_injected.kills.append((generator.now_s, name))
-                self._say(f"{generator.now_s:5.1f} s  kill -9 of {name}")
+                faults_injected.kills.append((load.now_s, name))
+                self._say(f"{load.now_s:5.1f} s  kill -9 of {name}")
         if fault.stops_redis:
-            await generator.sleep_until(outage_at * duration_s)
-            await self._stop_redis(faults_injected, generator, outage_for * duration_s)
+            await asyncio.sleep(outage_at * duration_s - load.now_s)
+            await self._stop_redis(faults_injected, load, outage_for * duration_s)
 
-    async def _stop_redis(
-        self, faults_injected: FaultsInjected, generator: LoadGenerator, lasts_s: float
-    ) -> None:
+    async def _stop_redis(self, faults_injected: FaultsInjected, load: Load, lasts_s: float) -> None:
         assert self._fleet is not None
-        faults_injected.log_audits.append(await asyncio.to_thread(read, self._target.redis))
-        began_s = generator.now_s
+        faults_injected.log_audits.append(await asyncio.to_thread(read_log, self._target.redis))
+        began_s = load.now_s
         await self._fleet.stop_redis()
         faults_injected.outages.append((began_s, None))
         what = "kill -9 of Redis: each replica serves alone, within its part of the bound"
-        self._say(f"{generator.now_s:5.1f} s  {what}")
+        self._say(f"{load.now_s:5.1f} s  {what}")
         try:
-            await generator.sleep_until(began_s + lasts_s)
+            await asyncio.sleep(began_s + lasts_s - load.now_s)
         finally:
             await self._fleet.start_redis()
-        faults_injected.outages[-1] = (began_s, generator.now_s)
+        faults_injected.outages[-1] = (began_s, load.now_s)
         what = "Redis is back, empty: the replicas fill it with what runs and waits"
-        self._say(f"{generator.now_s:5.1f} s  {what}")
+        self._say(f"{load.now_s:5.1f} s  {what}")
 
-    async def _show_on(self, generator: LoadGenerator, sampler: Sampler) -> None:
+    async def _show_on(self, load: Load, sampler: Sampler) -> None:
         while True:
-            self._show(generator.now_s, generator.counts, sampler.samples[-1] if sampler.samples else None)
-            await asyncio.sleep(0.2)
+            self._show(load, sampler.samples[-1] if sampler.samples else None)
+            await asyncio.sleep(_SHOW_S)
 
-    async def _rest(self, sampler: Sampler, generator: LoadGenerator, within_s: float) -> Sample | None:
-        since_s = generator.now_s
+    async def _rest(self, sampler: Sampler, load: Load, within_s: float) -> Sample | None:
+        since_s = load.now_s
 
         async def at_rest() -> Sample | None:
             if not sampler.samples or sampler.samples[-1].at_s <= since_s:
@@ -296,6 +273,6 @@ class Session:
             return ()
         try:
             async with asyncio.timeout(_LOG_S):
-                return (await asyncio.to_thread(read, self._target.redis),)
+                return (await asyncio.to_thread(read_log, self._target.redis),)
         except TimeoutError:
             return (LogAudit(None, why=f"the decision log could not be read within {_LOG_S:g} s"),)

@@ -13,7 +13,7 @@ from fleet_load import at_rest, total
 from whole_fleet import Fleet, exact_bounds
 
 from picker_fleet.state.keys import Keys
-from picker_tools.load.client_history import ClientRecord, ClientRequest, send_request
+from picker_tools.load.generator import Answer, Request, send_request
 
 LEASE_S = 3.0
 SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
@@ -109,9 +109,9 @@ async def _healthy(fleet: Fleet) -> int:
     return min(int(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def sent(fleet: Fleet, prompt: str, tokens: int, **how: Any) -> "asyncio.Task[ClientRecord]":
-    """A request on its way; `how` are ClientRequest's other fields."""
-    return asyncio.create_task(send_request(fleet.url, ClientRequest(prompt, tokens, **how)))
+def sent(fleet: Fleet, prompt: str, tokens: int, **how: Any) -> "asyncio.Task[Answer]":
+    """A request on its way; `how` are Request's other fields."""
+    return asyncio.create_task(send_request(fleet.url, Request(prompt, tokens, **how)))
 
 
 async def replace(fleet: Fleet, part: str, index: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -11,7 +11,7 @@ from counting_servers import CountingServers, counting_servers
 from fleet_load import at_rest, metric
 from whole_fleet import Fleet, exact_bounds
 
-from picker_tools.load.client_history import ClientRecord
+from picker_tools.load.generator import Answer
 
 REPLICAS = (0, 1, 2)
 LEASE_S = 15.0  # `leases.inflight`
@@ -63,9 +63,9 @@ async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
     assert servers.in_flight == 0
 
 
-def refused_with_retry_after(history: Iterable[ClientRecord]) -> list[ClientRecord]:
+def refused_with_retry_after(history: Iterable[Answer]) -> list[Answer]:
     """The refusals: 503 with a retry-after. AssertionError if a request has any other error."""
-    failed = [record for record in history if record.failed]
+    failed = [record for record in history if record.unserved]
     assert [record for record in failed if record.status != 503 or not record.retry_after] == []
     assert all(int(record.retry_after) >= 1 for record in failed)
     return failed

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from case_fleet import log_of
+from history import HistoryCheck, check_history, save_run
 from whole_fleet import Fleet
 
-from picker_tools.load.client_history import ClientRecord, ClosedLoop, HistoryCheck, check_history, save_run
+from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
 # How long model servers take to a first token where a case wants a full pool, however fast it turns. In the
@@ -39,8 +40,8 @@ class Case:
         """How many of something: the form of `make test`, or that of `make faults`."""
         return full if FULL else short
 
-    async def check(self, fleet: Fleet, history: Sequence[ClientRecord] = (), **rules: Any) -> HistoryCheck:
-        """`check_history` of the clients' records and the fleet's log, which must find no fault.
+    async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:
+        """`check_history` of the clients' answers and the fleet's log, which must find no fault.
 
         The full form saves both in bench/results/faults/, in place of the last run's, unless that one
         has faults.
@@ -57,10 +58,10 @@ class Case:
         assert found.faults == ()
         return found
 
-    def all_served(self, load: ClosedLoop) -> None:
+    def all_served(self, load: Load) -> None:
         """No client that waited may see an error."""
-        self.report(f"{len(load.failed)} errors in {len(load.history)} requests")
-        assert load.failed == []
+        self.report(f"{len(load.unserved)} errors in {len(load.history)} requests")
+        assert load.unserved == []
 
     def record(self, passed: bool) -> None:
         """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""

@@ -13,7 +13,7 @@ from fault_case import Case
 from fleet_load import Caller
 from whole_fleet import suspended
 
-from picker_tools.load.client_history import ClientRequest, ClosedLoop, closed_loop, mixed_request
+from picker_tools.load.generator import Kind, Load, Request, closed_loop, mixed_request
 
 ITL_S = 0.02
 AT_ONCE = 100
@@ -52,12 +52,8 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     await rests(here)
     baseline = await _open(here, case.mode)
     # Clients leave before they are placed, while queued, before the first byte, and during the answer.
-    load, stopping = ClosedLoop(here.url, 3, _fickle), asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(AT_ONCE):
-            tasks.create_task(load.run_client(stopping))
+    async with closed_loop(here.url, clients=AT_ONCE, seed=3, make_request=_fickle) as load:
         await load.wait_until(lambda: _left(load) >= count)
-        stopping.set()
     since = time.monotonic()
     await rests(here, within_s=5.0)
     # Every count is 0 long before a lease could end, and nothing stays connected.
@@ -120,15 +116,15 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
     await case.check(here, load.history)
 
 
-def _fickle(dice: random.Random, number: int) -> ClientRequest:
+def _fickle(dice: random.Random, number: int) -> Request:
     """A mixed request; three of four clients leave while it would be served."""
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
     return replace(request, tokens=60, leaves_s=leaves_s)
 
 
-def _left(load: ClosedLoop) -> int:
-    return sum(record.left for record in load.history)
+def _left(load: Load) -> int:
+    return load.ended[Kind.LEFT]
 
 
 async def _open(here: Any, mode: str) -> dict[str, int]:

@@ -16,7 +16,7 @@ import pytest
 from case_fleet import config, log_of, rests, sent
 from fault_case import Case
 
-from picker_tools.load.client_history import ClientRecord
+from picker_tools.load.generator import Answer
 
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
@@ -67,7 +67,7 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
     """The grants in order, then the expiries, by the number of the request."""
     blocking = sent(fleet, "blocking", 100_000, streamed=True, leaves_s=60.0)
     await fleet.until_state(stock=1, queued=0)
-    waiting: list[asyncio.Task[ClientRecord]] = []
+    waiting: list[asyncio.Task[Answer]] = []
     for number in range(count):
         # Three flows of unlike cost; every fourth request expires in the queue.
         headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]

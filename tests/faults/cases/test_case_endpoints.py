@@ -9,7 +9,7 @@ import pytest
 from case_fleet import config, log_of, replace, rests
 from fault_case import TTFT_MS, Case
 
-from picker_tools.load.client_history import ClientRequest, ClosedLoop, MakeRequest, closed_loop
+from picker_tools.load.generator import Load, MakeRequest, Request, closed_loop
 
 ENDS = ("completed", "upstream_failed")
 
@@ -32,9 +32,9 @@ async def test_endpoint_killed_amid_answers(faulty: Callable[..., Any], case: Ca
     here = faulty("--sim-ttft", "10", "--sim-itl", "20", config=config())
     load = await _killed_amid_load(here, kills, _streamed, seed=3)
     # Only answers that had begun are cut: per kill, at most as many as one endpoint may have.
-    cut = [record for record in load.failed if record.status == 200]
-    case.report(f"{len(cut)} begun answers cut in {kills} kills, {len(load.failed) - len(cut)} other errors")
-    assert [record for record in load.failed if record.status != 200] == []
+    cut = [record for record in load.unserved if record.status == 200]
+    case.report(f"{len(cut)} begun answers cut in {kills} kills, {len(load.unserved) - len(cut)} others")
+    assert [record for record in load.unserved if record.status != 200] == []
     assert len(cut) <= 4 * kills
     # The cut requests are released, and no count is negative.
     await rests(here)
@@ -73,7 +73,7 @@ async def test_endpoint_flaps(faulty: Callable[..., Any], case: Case) -> None:
     await case.check(here, load.history, may_end=ENDS)
 
 
-async def _killed_amid_load(here: Any, kills: int, make_request: MakeRequest, seed: int) -> ClosedLoop:
+async def _killed_amid_load(here: Any, kills: int, make_request: MakeRequest, seed: int) -> Load:
     """Load during which one of the four endpoints is killed and comes back, `kills` times."""
     dice = random.Random(seed)
     async with closed_loop(here.url, clients=30, make_request=make_request) as load:
@@ -83,9 +83,9 @@ async def _killed_amid_load(here: Any, kills: int, make_request: MakeRequest, se
     return load
 
 
-def _plain(dice: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"plain {number}", dice.randrange(1, 20))
+def _plain(dice: random.Random, number: int) -> Request:
+    return Request(f"plain {number}", dice.randrange(1, 20))
 
 
-def _streamed(dice: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"streamed {number}", dice.randrange(10, 60), streamed=True)
+def _streamed(dice: random.Random, number: int) -> Request:
+    return Request(f"streamed {number}", dice.randrange(10, 60), streamed=True)

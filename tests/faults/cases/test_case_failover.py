@@ -23,7 +23,7 @@ from redis_clustered import Cluster, clustered
 from redis_servers import Server, debian, wait
 from redis_watched import Watched, watched
 
-from picker_tools.load.client_history import closed_loop, requests_of_flows
+from picker_tools.load.generator import closed_loop, requests_of_flows
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH

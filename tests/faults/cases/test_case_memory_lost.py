@@ -10,7 +10,7 @@ from case_fleet import KEYS, LEASE_S, REAP_S, TERMS, config, rests, sent
 from fault_case import TTFT_MS, Case
 from redis.asyncio import Redis
 
-from picker_tools.load.client_history import ClientRecord, closed_loop
+from picker_tools.load.generator import Answer, closed_loop
 
 OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "10")
 EVERY_S = 0.1
@@ -39,7 +39,7 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
     case.describe(f"FLUSHALL under load, {flushes} times")
     # Load beside streams that run all the while.
     here = faulty(*OPTIONS, config=config())
-    histories: list[ClientRecord] = []
+    histories: list[Answer] = []
     rebuilt_s: list[float] = []
     async with Redis.from_url(here.state["redis"]) as redis, closed_loop(here.url, clients=30) as load:
         for _ in range(flushes):
@@ -55,7 +55,7 @@ async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> Non
             rebuilt_s.append(time.monotonic() - since)
             histories += await asyncio.gather(*streams)
     case.report(f"all that ran counted again within {max(rebuilt_s):.1f} s ({TERMS})")
-    failed = [*load.failed, *(record for record in histories if not record.served)]
+    failed = [*load.unserved, *(record for record in histories if not record.served)]
     case.report(f"{len(failed)} errors in {len(load.history) + len(histories)} requests")
     assert failed == []
     await rests(here)

@@ -11,7 +11,7 @@ from counted_fleet import all_at_rest, all_shared, counted, format_ms, refused_w
 from fault_case import FULL, Case
 from redis_servers import Server
 
-from picker_tools.load.client_history import ClientRecord, closed_loop, requests_of_flows
+from picker_tools.load.generator import Answer, closed_loop, requests_of_flows
 
 pytestmark = pytest.mark.alone
 SERVERS, EACH = 4, 3
@@ -81,16 +81,16 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
         await all_at_rest(here, servers)
 
 
-def _rate(history: list[ClientRecord], from_s: float, to_s: float) -> str:
+def _rate(history: list[Answer], from_s: float, to_s: float) -> str:
     served = sum(record.served and from_s <= record.done_s < to_s for record in history)
     return f"{served / (to_s - from_s):.0f}"
 
 
-def _refusals(when: str, history: list[ClientRecord], from_s: float, to_s: float) -> str:
+def _refusals(when: str, history: list[Answer], from_s: float, to_s: float) -> str:
     """How soon those who asked then were refused, by the reason they were given."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for record in history:
-        if record.failed and from_s <= record.sent_s < to_s:
+        if record.unserved and from_s <= record.sent_s < to_s:
             kinds[record.reason.removeprefix("rejected-") or "no reason given"].append(record.took_s)
     parts = [f"{len(times)} {kind} ({format_ms(times)})" for kind, times in sorted(kinds.items())]
     return f"refused {when}: {', '.join(parts) or 'none'}"

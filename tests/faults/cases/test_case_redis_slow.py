@@ -9,9 +9,10 @@ import pytest
 from counted_fleet import REPLICAS, all_at_rest, all_shared, counted, departures, format_ms, quantile
 from fault_case import FULL, Case
 from fleet_load import total
-from paced import Paced, paced
 from proxy import Proxy
 from whole_fleet import Fleet
+
+from picker_tools.load.generator import Load, Request, open_loop
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
@@ -22,27 +23,33 @@ STALL_S, LATE_S = 1.0, 0.05
 MOST_S = 2.5
 
 
-async def late(between: Proxy, load: Paced) -> None:
+async def _answered(load: Load, count: int) -> None:
+    """Wait until `count` more have been answered than now."""
+    goal = len(load.history) + count
+    await load.wait_until(lambda: len(load.history) >= goal)
+
+
+async def late(between: Proxy, load: Load) -> None:
     between.delay_s = LATE_S
-    await load.answered(BETWEEN)
+    await _answered(load, BETWEEN)
     between.delay_s = 0.0
 
 
-async def stalls(between: Proxy, load: Paced) -> None:
+async def stalls(between: Proxy, load: Load) -> None:
     between.stalled = True
     await asyncio.sleep(STALL_S)
     between.stalled = False
-    await load.answered(BETWEEN)
+    await _answered(load, BETWEEN)
 
 
-async def half_open(between: Proxy, load: Paced) -> None:
+async def half_open(between: Proxy, load: Load) -> None:
     made = between.connections
     between.strand()
-    await load.answered(BETWEEN)
+    await _answered(load, BETWEEN)
     assert between.connections > made
 
 
-FAULTS: dict[str, tuple[str, Callable[[Proxy, Paced], Awaitable[None]]]] = {
+FAULTS: dict[str, tuple[str, Callable[[Proxy, Load], Awaitable[None]]]] = {
     "late": (f"Redis answers {LATE_S * 1000:.0f} ms later", late),
     "stalls": (f"Redis stalls for {STALL_S:g} s", stalls),
     "half-open": ("every connection to Redis half-open, new ones work", half_open),
@@ -56,10 +63,10 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
         # Requests at a steady pace; how long they take without the fault.
-        async with paced(here.url, PER_S) as load:
-            await load.answered(60)  # requests that warm everything up
+        async with open_loop(here.url, PER_S, lambda _, number: Request(f"request {number}", 1)) as load:
+            await _answered(load, 60)  # requests that warm everything up
             first, quick = len(load.history), await _decisions(here)
-            await load.answered(well)
+            await _answered(load, well)
             usual = sorted(record.took_s for record in load.history[first:])
             # Redis has the fault for a while.
             before, since_s = await _decisions(here), time.monotonic()

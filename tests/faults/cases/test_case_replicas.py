@@ -13,7 +13,7 @@ from case_fleet import REAP_S, TERMS, cluster_of, config, envoy_stats, model_ser
 from fault_case import TTFT_MS, Case
 from whole_fleet import suspended
 
-from picker_tools.load.client_history import ClientRequest, closed_loop, send_request
+from picker_tools.load.generator import Request, closed_loop, send_request
 
 CLIENTS = 40
 OPTIONS = ("--sim-ttft", TTFT_MS, "--sim-itl", "5")
@@ -66,7 +66,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
                 await asyncio.sleep(0.02)
     await rests(here, lease_s + REAP_S)
     # Its stale grants admit nothing, by the log and by the model servers' counts.
-    case.report(f"{len(load.failed)} client errors in {len(load.history)}, {highest} at the model servers")
+    case.report(f"{len(load.unserved)} client errors in {len(load.history)}, {highest} at the model servers")
     found = await case.check(here, load.history, may_end=ENDS, may_resume=True)
     case.report(f"{found.resumed} requests were admitted twice: a stopped replica had ended them, too")
     case.report(f"highest stock {found.highest_stock:g} of 16")
@@ -134,14 +134,14 @@ async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, in
 
     async def seen() -> tuple[list[int], int]:
         healthy = await envoy_stats(here, f"cluster.{cluster_of(case.mode)}.membership_healthy")
-        return healthy, (await send_request(here.url, ClientRequest("first ", tokens=1))).status
+        return healthy, (await send_request(here.url, Request("first ", tokens=1))).status
 
     await here.eventually(seen, lambda found: found == ([0], settled), what=f"{settled} without replicas")
     statuses = dict(Counter(record.status for record in load.history if record.status != 200))
     assert set(statuses) <= {503}
     case.report(f"{statuses} when they died; settled {time.monotonic() - since:.1f} s later")
     asks = [
-        ClientRequest(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2))
+        Request(f"alone {n} ", tokens=2, streamed=n % 3 == 1, pad_bytes=59_000 * (n % 3 == 2))
         for n in range(60)
     ]
     answers = await asyncio.gather(*(send_request(here.url, request) for request in asks))

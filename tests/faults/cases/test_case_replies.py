@@ -12,7 +12,7 @@ from fault_case import FULL, Case
 from proxy import proxy
 from redis_servers import debian, redis_server
 
-from picker_tools.load.client_history import ClientRequest, closed_loop
+from picker_tools.load.generator import Request, closed_loop
 
 SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
@@ -64,6 +64,6 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             await case.check(here, load.history, served_without_redis=form == "in_a_row")
 
 
-def _make_request(dice: random.Random, number: int) -> ClientRequest:
+def _make_request(dice: random.Random, number: int) -> Request:
     flow = ("x-gateway-inference-fairness-id", f"flow-{dice.randrange(4)}")
-    return ClientRequest(f"request {number}", 1, headers=(flow,))
+    return Request(f"request {number}", 1, headers=(flow,))

@@ -8,7 +8,7 @@ from typing import Any
 from case_fleet import config, rests, sent
 from fault_case import Case
 
-from picker_tools.load.client_history import ClientRecord, flow_header
+from picker_tools.load.generator import Answer, flow_header
 
 DISPATCHES = 60
 MOST_RATIO = 1.25
@@ -43,7 +43,7 @@ async def test_one_slot_freed_at_a_time(faulty: Callable[..., Any], case: Case) 
 
 async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
     """Script calls, and commands in all, that Redis ran for each request dispatched while `waiters` wait."""
-    tasks: list[asyncio.Task[ClientRecord]] = []
+    tasks: list[asyncio.Task[Answer]] = []
 
     blocking = sent(here, "hold", 100_000, streamed=True, leaves_s=PATIENCE_S)
     await here.until_state(stock=1)

@@ -15,7 +15,7 @@ from counted_fleet import all_at_rest, counted, quantile
 from fault_case import FULL, Case
 from proxy import Proxy
 
-from picker_tools.load.client_history import ClientRecord, ClientRequest, ClosedLoop, closed_loop
+from picker_tools.load.generator import Answer, Load, Request, closed_loop
 
 SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
@@ -50,7 +50,7 @@ async def test_every_wakeup_dropped(
         # Nobody is refused, each is served, and the bound is kept.
         case.report(f"{between.dropped} wake-ups dropped")
         assert between.dropped > 0
-        assert load.failed == []
+        assert load.unserved == []
         assert servers.peak == BOUND
         # The throughput is nearly the same.
         with_s, without_s = (mean(map(_pace_s, each)) for each in (with_wakeups, without_wakeups))
@@ -69,10 +69,10 @@ async def test_every_wakeup_dropped(
         await case.check(here, load.history)
 
 
-Stretch = list[ClientRecord]  # the answers from one to another, both included
+Stretch = list[Answer]  # the answers from one to another, both included
 
 
-async def _stretch(load: ClosedLoop, count: int) -> Stretch:
+async def _stretch(load: Load, count: int) -> Stretch:
     """`count` answers after one, when all that were asked before are answered."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
@@ -88,5 +88,5 @@ def _waits(stretches: list[Stretch], service_s: float) -> list[float]:
     return sorted(record.took_s - service_s for stretch in stretches for record in stretch[1:])
 
 
-def _make_request(_: random.Random, number: int) -> ClientRequest:
-    return ClientRequest(f"request {number}", 1)
+def _make_request(_: random.Random, number: int) -> Request:
+    return Request(f"request {number}", 1)

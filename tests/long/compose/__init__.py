@@ -23,7 +23,7 @@ from long.compose.engine import BASE, ROOT, Engine, enter_namespace, find_engine
 from long.compose.fleet import REQUESTS, Fleet, is_allowed
 from long.compose.images import PROMETHEUS, REDIS, differences, examine, fetch_or_make
 from long.findings import Findings
-from picker_tools.load.client_history import ClosedLoop, closed_loop
+from picker_tools.load.generator import Load, closed_loop
 from picker_tools.local_fleet.network import ensure_free
 
 _TOOLS = ROOT / ".venv" / "containers"  # where podman-compose is, if it is not on the PATH
@@ -169,9 +169,9 @@ async def _under_load(fleet: Fleet, log: Steps) -> None:
         notes.append("stock, queue and leases are 0")
 
 
-def _check(load: ClosedLoop, outage: tuple[float, float], log: Steps, notes: list[str]) -> None:
+def _check(load: Load, outage: tuple[float, float], log: Steps, notes: list[str]) -> None:
     """Count the errors of clients; those that G8 allows apart."""
-    failed = load.failed
+    failed = load.unserved
     bad = [record for record in failed if not is_allowed(record, outage)]
     left = sum(record.left for record in load.history)
     notes.append(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from long.compose.engine import Engine
-from picker_tools.load.client_history import ClientRecord
+from picker_tools.load.generator import Answer
 from picker_tools.local_fleet.network import until
 
 REQUESTS = "http://127.0.0.1:8080"
@@ -169,7 +169,7 @@ def _of_tenants(page: dict[str, Any]) -> Counter[str]:
     return counts
 
 
-def is_allowed(record: ClientRecord, outage: tuple[float, float]) -> bool:
+def is_allowed(record: Answer, outage: tuple[float, float]) -> bool:
     """Whether G8 allows that the request was not served: refused while Redis was away (times of the client's
     clock), with its reason and the time to come again.
     """

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from picker_fleet import config
 from picker_fleet.errors import ConfigError
 from picker_fleet.units import is_loopback
-from picker_tools.load.scenarios import Scenario
+from picker_tools.load.scenarios import ITL_MS, TTFT_MS, Scenario
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
 from picker_tools.local_fleet.network import get
 from picker_tools.local_fleet.parts import Mode, SimOptions, Valkey
@@ -186,14 +186,13 @@ class OwnFleet:
             StartupError: a part did not become ready.
         """
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
-        speed = self._scenario.speed
         options = UpOptions(
             replicas=self._size.replicas,
             endpoints=self._size.endpoints,
             mode=self._size.mode,
             redis=self._valkey.url,
             state_file=self._state_file,
-            sim=SimOptions(ttft_ms=speed.ttft_ms, itl_ms=speed.itl_ms, seed=self._size.seed),
+            sim=SimOptions(ttft_ms=TTFT_MS, itl_ms=ITL_MS, seed=self._size.seed),
         )
         self._fleet = LocalFleet(options, self.settings, self._folder, self._report)
         await self._fleet.start()

@@ -1,0 +1,101 @@
+"""`check_history` finds each fault."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import history
+import pytest
+from history import check_history
+from queue_simulator import Request as Simulated
+from queue_simulator import raw_entry
+from tables import cases
+
+from picker_tools.load.generator import Answer, Request
+
+
+def entry(seq: int, event: str, request: str = "r1", *, stock: float = 0) -> dict[str, str]:
+    """One entry of a decision log."""
+    r = Simulated(request, "f", arrived=1_000_000, deadline_ms=9_000, endpoint="10.0.0.1:8000")
+    numbers = {"v": 0, "queued": 0, "upper": 4, "lower": 4}
+    numbers |= {"seq": seq, "time_us": 1_000_000 + seq, "stock": stock}
+    return raw_entry(event, r, numbers, {"tag": "", "by": "", "note": ""})
+
+
+def lifecycle_log(*ends: str) -> list[Mapping[str, str]]:
+    """A log in which r1 is admitted and ends once for each of `ends`."""
+    events = [event for end in ends for event in ("bypassed", end)]
+    return [entry(seq, event, stock=seq % 2) for seq, event in enumerate(events, start=1)]
+
+
+def served(request: str = "r1") -> Answer:
+    return Answer(
+        Request("p", 2), source="", number=1, due_s=0.0, sent_s=0.0, head_s=0.5, first_s=0.5, took_s=1.0,
+        status=200, tokens=2, endpoint="10.0.0.1:8000", request_id=request,
+    )  # fmt: skip
+
+
+def faults(answers: Sequence[Answer], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
+    """The faults without those of the audit, which has its own tests."""
+    found = check_history(answers, log, **options).faults
+    return [fault for fault in found if not fault.startswith(("G", "log"))]
+
+
+FAULTY = [
+    ([served()], [], "knows no end"),
+    ([served()], lifecycle_log("completed", "completed"), "ended as"),
+    ([served()], lifecycle_log("cancelled"), "ended as"),
+    ([served(), served()], lifecycle_log("completed"), "as another does"),
+    ([served("")], lifecycle_log("completed"), "or none"),
+    ([], lifecycle_log("completed")[:1], "never ended"),
+]
+
+
+@pytest.mark.parametrize(("answers", "log", "what"), FAULTY)
+def test_each_fault_is_found(answers: list[Answer], log: list[Mapping[str, str]], what: str) -> None:
+    found = faults(answers, log)
+    assert any(what in fault for fault in found), found
+
+
+def test_a_second_end_by_a_stopped_replica_is_allowed_only_with_may_resume() -> None:
+    assert faults([served()], lifecycle_log("completed")) == []
+    log = lifecycle_log("completed", "cancelled")
+    assert faults([served()], log) != []
+    assert faults([served()], log, may_resume=True) == []
+    assert check_history([served()], log, may_resume=True).resumed == 1
+    # Two valid ends are always a fault; a lost log may lack a request.
+    assert faults([served()], lifecycle_log("completed", "completed"), may_resume=True) != []
+    assert faults([served()], [], log_lost=True) == []
+
+
+@pytest.mark.parametrize("ends", [("completed",), ("completed", "completed"), ("reclaimed",)])
+def test_a_saved_run_is_checked_like_the_run_itself(tmp_path: Path, ends: tuple[str, ...]) -> None:
+    headers = (("a", "b"), ("c", "d"))
+    request = Request("p ü", 2, streamed=True, pad_bytes=3, leaves_s=0.5, headers=headers)
+    answers = [replace(served(), request=request), replace(served(""), status=503)]
+    rules = {"may_end": ("completed", "reclaimed")}
+    written = history.save_run(tmp_path / "run", answers, lifecycle_log(*ends), **rules)
+    assert written.check() == check_history(answers, lifecycle_log(*ends), **rules)
+
+
+def test_excepted_promises_are_not_checked() -> None:
+    log = [entry(number, "bypassed", f"r{number}", stock=number) for number in range(1, 6)]
+    log += [entry(5 + number, "completed", f"r{number}", stock=5 - number) for number in range(1, 6)]
+    assert {fault[:2] for fault in check_history([], log).faults} == {"G1"}
+    assert check_history([], log, except_promises=("G1",)).faults == ()
+
+
+EXITS = {"no fault": (("completed",), 0), "a fault": (("completed", "completed"), 1), "no run": ((), 2)}
+
+
+@cases("ends, code", EXITS)
+def test_the_command_exits_with_what_it_finds(
+    tmp_path: Path, ends: tuple[str, ...], code: int, monkeypatch: Any, capsys: Any
+) -> None:
+    if ends:
+        history.save_run(tmp_path, [served()], lifecycle_log(*ends))
+    monkeypatch.setattr(sys, "argv", ["history.py", str(tmp_path)])
+    assert history.main() == code
+    assert ("rules broken" in capsys.readouterr().out) is bool(ends)
