@@ -18,10 +18,11 @@ from functools import partial
 import uvloop
 
 from bench.rig.fleet import picker_up
-from bench.rig.http import Client, ModelServer, model_server
+from bench.rig.http import ModelServer, model_server
 from bench.rig.parts import fleet_config, plain_envoy
 from bench.rig.report import describe_run, options_parser, percentile, table, write_page
 from picker_fleet.errors import PickerError
+from picker_tools.load.generator import Client, Request, flow_header
 from picker_tools.local_fleet.parts import MODES
 
 _PLACES = 4
@@ -72,14 +73,14 @@ class _ModelServer(ModelServer):
 
 
 async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
-    """Send one request after the other until `stop`. ConnectionError if one is not answered with 200."""
+    """Send one request after the other until `stop`. ConnectionError if one is not served."""
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()
-        flow = f"x-gateway-inference-fairness-id: flow-{number % 4}"
-        status = await client.ask("bench", flow, f"x-sent: {name}")
-        if status != 200:
-            raise ConnectionError(f"status {status}")
+        headers = (*flow_header(f"flow-{number % 4}"), ("x-sent", name))
+        answer = await client.send(Request("the quick brown fox", 1, headers=headers))
+        if not answer.served:
+            raise ConnectionError(answer.outcome)
         if stop.is_set():
             return
         await asyncio.sleep(random.uniform(*_PAUSE_S))
@@ -92,15 +93,13 @@ def _now_us() -> int:
 async def _load(url: str, times: Times, connections: int, requests: int) -> None:
     """Send until `requests` more have ended."""
     target, stop = len(times.ended_us) + requests, asyncio.Event()
-    clients = [await Client.connected(url) for _ in range(connections)]
-    async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
-        for number, client in enumerate(clients):
-            tasks.create_task(_ask_on(client, times, number, stop))
-        while len(times.ended_us) < target:  # noqa: ASYNC110 - the model servers notify nobody of it
-            await asyncio.sleep(0.02)
-        stop.set()
-    for client in clients:
-        client.close()
+    with Client(url) as client:
+        async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
+            for number in range(connections):
+                tasks.create_task(_ask_on(client, times, number, stop))
+            while len(times.ended_us) < target:  # noqa: ASYNC110 - the model servers notify nobody of it
+                await asyncio.sleep(0.02)
+            stop.set()
 
 
 @dataclass(frozen=True, slots=True)

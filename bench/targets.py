@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.load import SMALL_BYTES, Driver, Load
+from bench.rig.passes import SMALL_BYTES, alike, per_s, warmed
 from bench.rig.report import describe_run, interval, options_parser, percentile, table, write_page
 from bench.rig.server import Server, arrival, server
 from picker_fleet.config import parse
@@ -113,15 +113,15 @@ class Pass:
     p99_ms: float
 
 
-async def _pass(fleet: RunningFleet, driver: Driver, clients: int, requests: int) -> Pass:
-    await driver.prepare(Load(fleet.url, clients, requests, tokens=1, prompt_bytes=SMALL_BYTES))
-    await asyncio.sleep(_TAIL_S)
-    before = sum(fleet.cpu_us()[:2])
-    outcome = await driver.go()
-    await asyncio.sleep(_TAIL_S)
-    cpu_us = (sum(fleet.cpu_us()[:2]) - before) / requests
-    p50, p99 = (percentile(outcome.last_us, share) / 1000 for share in (0.5, 0.99))
-    return Pass(requests / outcome.seconds, cpu_us, p50, p99)
+async def _pass(fleet: RunningFleet, clients: int, requests: int) -> Pass:
+    async with warmed(fleet.url, clients, alike(SMALL_BYTES, tokens=1)) as send:
+        await asyncio.sleep(_TAIL_S)
+        before = sum(fleet.cpu_us()[:2])
+        answers = await send(requests)
+        await asyncio.sleep(_TAIL_S)
+        cpu_us = (sum(fleet.cpu_us()[:2]) - before) / requests
+    p50, p99 = (1000 * percentile([each.took_s for each in answers], share) for share in (0.5, 0.99))
+    return Pass(per_s(answers), cpu_us, p50, p99)
 
 
 async def _set_policy(fleet: RunningFleet, policy: str) -> None:
@@ -149,13 +149,13 @@ async def _fleet_rows(rounds: int) -> list[Row]:
     passes: dict[tuple[str, str], list[Pass]] = {
         (kind, p): [] for kind in ("busy", "calm") for p in _POLICIES
     }
-    async with picker_up(_CONFIG, *_SIZE) as fleet, Driver.started() as driver:
+    async with picker_up(_CONFIG, *_SIZE) as fleet:
         for number in range(rounds):
             first, second = _POLICIES[:: 1 if number % 2 else -1]
             for policy in (first, second, second, first):
                 await _set_policy(fleet, policy)
                 for kind, size in (("busy", (_BUSY, _BUSY_REQUESTS)), ("calm", (_CALM, _CALM_REQUESTS))):
-                    found = await _pass(fleet, driver, *size)
+                    found = await _pass(fleet, *size)
                     passes[kind, policy].append(found)
                     print(f"{number + 1} of {rounds}: {policy}, {kind}: {found}", flush=True)
         concurrent = await _concurrent(fleet)

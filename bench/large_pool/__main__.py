@@ -11,7 +11,6 @@ this process, the prefix hits of looking at a part of the endpoints beside those
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from seat import Seat
 
 from bench.large_pool.child import address, start_servers
 from bench.large_pool.hits import Hits, measure_hits
-from bench.rig.http import Client
 from bench.rig.report import cpu_ns, describe_run, interval, options_parser, table, write_page
+from picker_tools.load.generator import Client, Load, Request
 from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
@@ -176,30 +175,22 @@ class Clients:
     """Closed loops over connections of their own: conversations that begin alike."""
 
     def __init__(self, dice: random.Random) -> None:
-        prompts = (
+        self._prompts = [
             f"{_SHARED}Conversation {number}. {''.join(dice.choices('abcdefgh ', k=_OWN))}"
             for number in range(_CONVERSATIONS)
-        )
-        trees = ({"model": "llama", "prompt": prompt, "max_tokens": 1} for prompt in prompts)
-        self._bodies = [json.dumps(tree).encode() for tree in trees]
+        ]
         self._dice = dice
 
     async def run(self, pool: Pool, requests: int) -> None:
         assert pool.seat.gateway is not None
-        left, url = requests, str(pool.seat.gateway.base_url)
+        with Client(str(pool.seat.gateway.base_url)) as client:
+            load = Load(client)
+            async with asyncio.timeout(_READY_S):
+                await load.send_closed(_CONNECTIONS, self._make_request, requests=requests)
+        assert not load.unserved, str(load.unserved[0])
 
-        async def ask() -> None:
-            nonlocal left
-            client = await Client.connected(url)
-            while left > 0:
-                left -= 1
-                status = await client.ask("gateway", body=self._dice.choice(self._bodies))
-                assert status == 200, status
-            client.close()
-
-        async with asyncio.timeout(_READY_S), asyncio.TaskGroup() as group:
-            for _ in range(_CONNECTIONS):
-                group.create_task(ask())
+    def _make_request(self, _: random.Random, number: int) -> Request:
+        return Request(self._dice.choice(self._prompts), 1)
 
 
 async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:

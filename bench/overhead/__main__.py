@@ -5,7 +5,6 @@ says how to build FILE). `--beside CHECKOUT` measures another checkout beside th
 change made a request more expensive; it only prints.
 """
 
-import asyncio
 import contextlib
 import os
 import sys
@@ -15,10 +14,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench.overhead.measure import CASES, HEAD, Readings, Target
 from bench.rig.fleet import RunningFleet, picker_up
-from bench.rig.load import Driver, WrongAnswer
 from bench.rig.parts import fleet_config, plain_envoy, simulators
+from bench.rig.passes import WrongAnswer
 from bench.rig.report import describe_run, interval, options_parser, table, write_page
 from picker_fleet.errors import PickerError
 
@@ -68,7 +69,7 @@ def _other(mode: str) -> str:
 
 async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> Readings:
     found = Readings()
-    async with Driver.started() as driver, simulators(_HOSTS, *_MODEL) as endpoints:
+    async with simulators(_HOSTS, *_MODEL) as endpoints:
         for number in range(rounds):
             print(f"round {number + 1} of {rounds}", flush=True)
             async with AsyncExitStack() as stack:
@@ -78,7 +79,7 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> 
                     if checkout is not None:
                         other = await stack.enter_async_context(_fleet(mode, endpoints, checkout))
                         targets[_other(mode)] = other
-                await found.round(driver, targets, number)
+                await found.round(targets, number)
     return found
 
 
@@ -93,7 +94,6 @@ async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, 
     async with AsyncExitStack() as outer:
         folder = Path(outer.enter_context(tempfile.TemporaryDirectory()))
         cluster = outer.enter_context(started(folder / "cluster"))
-        driver = await outer.enter_async_context(Driver.started())
         endpoints = await outer.enter_async_context(simulators(_HOSTS, *_MODEL))
         put_pods(cluster, endpoints, "two")
         seat = await outer.enter_async_context(opened(folder / "servers"))
@@ -110,7 +110,7 @@ async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, 
                 for mode in ("lean", "http"):
                     fleet = await stack.enter_async_context(_fleet(mode, endpoints, None))
                     targets[f"this picker, {mode}"] = fleet
-                await found.round(driver, targets, number)
+                await found.round(targets, number)
             for name, program in ((OURS, ""), (GO, go)):
                 place = own / f"hundred{'-go' * bool(program)}"
                 async with behind_gateway(cluster, place, "hundred", program) as target:
@@ -179,9 +179,9 @@ def main(arguments: Sequence[str]) -> int:
     about = describe_run(" ".join(["python -m bench.overhead", *shown, f"--rounds {args.rounds}"]))
     try:
         if args.go:
-            found, hundred = asyncio.run(_measure_beside_go(args.rounds, args.go))
+            found, hundred = uvloop.run(_measure_beside_go(args.rounds, args.go))
         else:
-            found = asyncio.run(_measure(args.rounds, modes, args.beside))
+            found = uvloop.run(_measure(args.rounds, modes, args.beside))
     except (PickerError, WrongAnswer) as fault:
         print(fault, file=sys.stderr)
         return 1

@@ -12,7 +12,7 @@ The Go picker is cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0, 
 
 import asyncio
 import contextlib
-import json
+import itertools
 import random
 import statistics
 import string
@@ -25,8 +25,8 @@ from api_server import NAMESPACE, ApiServer
 from seat import APP, Seat, opened, publish
 
 from bench.large_pool.child import address, start_servers
-from bench.rig.http import Client
 from bench.rig.report import cpu_ns, percentile
+from picker_tools.load.generator import Client, Load, Request, steady
 from picker_tools.local_fleet.network import until
 from picker_tools.local_fleet.processes import picker_command
 
@@ -119,7 +119,9 @@ class Hundred:
             await asyncio.sleep(_SETTLE_S)
             before, began_s = target.cpu_us(), time.monotonic()
             if size:
-                self.took_ms[what] += await _at_rate(target.url, [_body(dice, size) for _ in range(_BODIES)])
+                self.took_ms[what] += await _at_rate(
+                    target.url, [_request(dice, size) for _ in range(_BODIES)]
+                )
             else:
                 await asyncio.sleep(_REST_S)
             lasted_us = (time.monotonic() - began_s) * 1e6
@@ -142,34 +144,19 @@ class Hundred:
         ]
 
 
-def _body(dice: random.Random, size: int) -> bytes:
-    tree = {"model": "llama", "prompt": "", "max_tokens": 1}
-    room = size - len(json.dumps(tree))
-    tree["prompt"] = "".join(dice.choices(string.ascii_lowercase + " ", k=room))
-    return json.dumps(tree).encode()
+def _request(dice: random.Random, size: int) -> Request:
+    room = size - len(Request("", 1).body())
+    return Request("".join(dice.choices(string.ascii_lowercase + " ", k=room)), 1)
 
 
-async def _at_rate(url: str, bodies: Sequence[bytes]) -> list[float]:
+async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
     """Send by the clock, whatever is answered: ms from when each request was due to its answer's end."""
-    idle: list[Client] = []
-    took_ms: list[float] = []
-    began_s = time.perf_counter()
-
-    async def one(due_s: float, body: bytes) -> None:
-        client = idle.pop() if idle else await Client.connected(url)
-        status = await client.ask("gateway", body=body)
-        assert status == 200, f"status {status}"
-        took_ms.append((time.perf_counter() - due_s) * 1000)
-        idle.append(client)
-
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(_PER_S * _SENT_S):
-            due_s = began_s + number / _PER_S
-            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            tasks.create_task(one(due_s, bodies[number % len(bodies)]))
-    for client in idle:
-        client.close()
-    return took_ms
+    plan = steady(_PER_S, lambda _, number: requests[number % len(requests)])
+    with Client(url) as client:
+        load = Load(client)
+        await load.send_open(itertools.islice(plan, _PER_S * _SENT_S))
+    assert not load.unserved, str(load.unserved[0])
+    return [1000 * (each.done_s - each.due_s) for each in load.history]
 
 
 async def hundred_endpoints(seat: Seat) -> list[str]:

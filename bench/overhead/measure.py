@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.rig.load import LARGE_BYTES, SMALL_BYTES, Driver, Load
+from bench.rig.passes import LARGE_BYTES, SMALL_BYTES, alike, per_s, warmed
 from bench.rig.report import percentile
 
 # The picker accounts for the last ends within milliseconds: by then all cost of a pass has been counted.
@@ -73,18 +73,18 @@ class Readings:
         self.at_rest: dict[str, list[float]] = {}
         self.by_case: dict[str, dict[str, list[Reading]]] = {case.name: {} for case in CASES}
 
-    async def round(self, driver: Driver, targets: Mapping[str, Target], number: int) -> None:
+    async def round(self, targets: Mapping[str, Target], number: int) -> None:
         """All cases with each of `targets`."""
         for case in CASES:
             for target in targets.values():
-                await _send(driver, target, case, case.busy // _WARM_UP_SHARE)
+                await _send(target, case, case.busy // _WARM_UP_SHARE)
         before = {name: target.cpu_us() for name, target in targets.items()}
         await asyncio.sleep(_IDLE_S)
         for name, target in targets.items():
             used_us = sum(target.cpu_us()[:2]) - sum(before[name][:2])
             self.at_rest.setdefault(name, []).append(used_us / 1000 / _IDLE_S)
         for case in CASES:
-            for name, reading in (await _compare(driver, targets, case, number)).items():
+            for name, reading in (await _compare(targets, case, number)).items():
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
@@ -114,37 +114,34 @@ HEAD = (
 )  # fmt: skip
 
 
-async def _send(driver: Driver, target: Target, case: Case, requests: int) -> list[float]:
+async def _send(target: Target, case: Case, requests: int) -> list[float]:
     """Send `requests` at full speed: how many a second, and the CPU of one, access logs included, in µs of
     pickers, Valkey and Envoy."""
-    await driver.prepare(_load(target, case, case.connections, requests))
-    before = target.cpu_us()
-    outcome = await driver.go()
-    await asyncio.sleep(_TAIL_S)
-    cpu_us = [(now - then) / requests for now, then in zip(target.cpu_us(), before, strict=True)]
-    return [requests / outcome.seconds, *cpu_us]
+    make_request = alike(case.prompt_bytes, case.tokens)
+    async with warmed(target.url, case.connections, make_request) as send:
+        before = target.cpu_us()
+        answers = await send(requests)
+        await asyncio.sleep(_TAIL_S)
+        cpu_us = [(now - then) / requests for now, then in zip(target.cpu_us(), before, strict=True)]
+    return [per_s(answers), *cpu_us]
 
 
-async def _compare(
-    driver: Driver, targets: Mapping[str, Target], case: Case, number: int
-) -> dict[str, Reading]:
+async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> dict[str, Reading]:
     """A busy pass of each target, then a calm one."""
     names = tuple(targets)
-    passes = {name: await _send(driver, targets[name], case, case.busy) for name in _rotated(names, number)}
-    calm_us: dict[str, list[int]] = {name: [] for name in names}
+    passes = {name: await _send(targets[name], case, case.busy) for name in _rotated(names, number)}
+    calm_ms: dict[str, list[float]] = {name: [] for name in names}
+    make_request = alike(case.prompt_bytes, case.tokens)
     # Added latency is a small difference, so the calm passes are split and mixed.
     for turn in range(_CALM_TURNS if case.calm else 0):
         for name in _rotated(names, number + turn):
-            await driver.prepare(_load(targets[name], case, _CALM_CONNECTIONS, case.calm // _CALM_TURNS))
-            calm_us[name] += (await driver.go()).first_us
+            async with warmed(targets[name].url, _CALM_CONNECTIONS, make_request) as send:
+                answers = await send(case.calm // _CALM_TURNS)
+            calm_ms[name] += [1000 * (each.head_s or each.took_s) for each in answers]
     return {
-        name: Reading(*busy, *(percentile(calm_us[name], share) / 1000 for share in (0.5, 0.99)))
+        name: Reading(*busy, *(percentile(calm_ms[name], share) for share in (0.5, 0.99)))
         for name, busy in passes.items()
     }
-
-
-def _load(target: Target, case: Case, connections: int, requests: int) -> Load:
-    return Load(target.url, connections, requests, case.tokens, case.prompt_bytes)
 
 
 def _rotated(names: Sequence[str], by: int) -> Sequence[str]:

@@ -1,19 +1,15 @@
-"""A model server and a client in the benchmark's own process, so that one clock times both: HTTP/1.1 on a
-connection each, a request at a time."""
+"""A model server in the benchmark's own process, so that one clock times it and the load."""
 
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Self, cast
-from urllib.parse import urlsplit
+from typing import cast
 
 import httptools
 
-from bench.rig.load import MODEL
 from picker_tools.local_fleet.network import LOOPBACK
 
-ASK = json.dumps({"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 1}).encode()
 _ANSWER = json.dumps(
     {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1}}
 ).encode()
@@ -66,45 +62,3 @@ async def model_server(serve: Callable[[], ModelServer]) -> AsyncIterator[str]:
     server = await asyncio.get_running_loop().create_server(serve, LOOPBACK, 0)
     async with server:
         yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"
-
-
-class Client(asyncio.Protocol):
-    """One connection to Envoy."""
-
-    def __init__(self) -> None:
-        self._answered: asyncio.Future[int] | None = None
-        self._parser = httptools.HttpResponseParser(self)
-
-    @classmethod
-    async def connected(cls, url: str) -> Self:
-        at = urlsplit(url)
-        assert at.hostname is not None
-        assert at.port is not None
-        _, client = await asyncio.get_running_loop().create_connection(cls, at.hostname, at.port)
-        return client
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_complete(self) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(self._parser.get_status_code())
-        self._parser = httptools.HttpResponseParser(self)
-
-    def connection_lost(self, fault: Exception | None) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(ConnectionError("Envoy closed a connection"))
-
-    async def ask(self, host: str, *headers: str, body: bytes = ASK) -> int:
-        """Ask for a completion; the status of the answer."""
-        self._answered = asyncio.get_running_loop().create_future()
-        fields = ("content-type: application/json", f"content-length: {len(body)}", *headers)
-        head = "\r\n".join((f"POST /v1/completions HTTP/1.1\r\nhost: {host}", *fields))
-        self._transport.write(head.encode() + b"\r\n\r\n" + body)
-        return await self._answered
