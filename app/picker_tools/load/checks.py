@@ -147,18 +147,6 @@ def load_as_planned(run: RunResult) -> Finding:
     return kept_unless([], text)
 
 
-def objective_ttft(run: RunResult) -> Finding:
-    ttft = [each.first_s for each in run.answers if each.served and each.request.streamed and each.first_s]
-    return _objective(ttft, run.plan.slo_ttft_p95_s or 0.0)
-
-
-def objective_latency(run: RunResult) -> Finding:
-    return _objective(
-        [answer.took_s for answer in run.answers if answer.served],
-        run.plan.slo_latency_p95_s or 0.0,
-    )
-
-
 def audited(promise: str) -> Callable[[RunResult], Finding]:
     """A check by the audit of the decision log: G1 to G6, or `log`."""
 
@@ -200,12 +188,23 @@ GENERAL_CHECKS: Mapping[str, tuple[str, Callable[[RunResult], Finding]]] = {
 }
 
 
-def _objective(seconds: list[float], limit_s: float) -> Finding:
-    if len(seconds) < _FEW:
-        return unknown(f"{len(seconds)} answers are too few")
-    p95_s = quantile(sorted(seconds), 0.95)
-    text = f"p95 of {len(seconds)} answers is {p95_s:.3f} s"
-    return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
+def _within(limit_s: float, time_s: Callable[[Answer], float | None]) -> Callable[[RunResult], Finding]:
+    """The 95th percentile of a time of served requests is at most `limit_s`; `time_s` None leaves one out."""
+
+    def check(run: RunResult) -> Finding:
+        found = (time_s(answer) for answer in run.answers if answer.served)
+        times_s = sorted(time for time in found if time is not None)
+        if len(times_s) < _FEW:
+            return unknown(f"{len(times_s)} answers are too few")
+        p95_s = quantile(times_s, 0.95)
+        text = f"p95 of {len(times_s)} answers is {p95_s:.3f} s"
+        return kept_unless([] if p95_s <= limit_s else [f"{p95_s:.3f} s is above {limit_s:g} s"], text)
+
+    return check
+
+
+def _first_token_s(answer: Answer) -> float | None:
+    return answer.first_s if answer.request.streamed else None
 
 
 def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
@@ -429,10 +428,10 @@ def check_promises(run: RunResult) -> tuple[Promise, ...]:
     plan = run.plan
     if plan.slo_ttft_p95_s is not None:
         says = f"95 % of first tokens come within {plan.slo_ttft_p95_s:g} s"
-        wanted.append(("slo-ttft", says, objective_ttft))
+        wanted.append(("slo-ttft", says, _within(plan.slo_ttft_p95_s, _first_token_s)))
     if plan.slo_latency_p95_s is not None:
         says = f"95 % of answers are whole within {plan.slo_latency_p95_s:g} s"
-        wanted.append(("slo-latency", says, objective_latency))
+        wanted.append(("slo-latency", says, _within(plan.slo_latency_p95_s, lambda each: each.took_s)))
     wanted += [(name, *check) for name, check in GENERAL_CHECKS.items()]
     promises = []
     for name, says, check in wanted:

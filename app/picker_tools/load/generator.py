@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Self, cast
 from urllib.parse import urlsplit
 
@@ -58,15 +58,16 @@ class Request:
         tree = {"model": self.model, "prompt": prompt, "max_tokens": self.tokens, "stream": self.streamed}
         return orjson.dumps(tree)
 
-    def encode(self, host: str) -> bytes:
-        """The request as it is sent."""
-        body = self.body()
-        lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers)
-        head = (
-            f"POST {self.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-            f"{lines}content-length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
+
+@lru_cache(maxsize=16)  # of requests that a loop repeats
+def _encode(request: Request, host: str) -> bytes:
+    body = request.body()
+    lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
+    head = (
+        f"POST {request.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        f"{lines}content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 class Kind(StrEnum):
@@ -203,7 +204,7 @@ class _Exchange:
             self.header(b"retry-after"),
             self.header(b"x-served-by"),
             self.header(b"x-picker-request-id"),
-            "" if self.status == 200 and not fault else body[:_TEXT_BYTES].decode(errors="replace"),
+            body[:_TEXT_BYTES].decode(errors="replace"),
         )
 
 
@@ -349,7 +350,7 @@ class Client:
         After `within_s`, or when the client leaves, the connection is closed.
         """
         exchange = _Exchange()  # its time includes connecting
-        await self._exchange(request.encode(self.address), exchange, within_s, request.leaves_s)
+        await self._exchange(_encode(request, self.address), exchange, within_s, request.leaves_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
     async def _exchange(

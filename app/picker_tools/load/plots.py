@@ -2,8 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib as mpl
@@ -19,7 +18,6 @@ _BANDS = {Band.CRITICAL: "#ef4444", Band.DEFAULT: "#3b82f6", Band.SHEDDABLE: "#9
 _KINDS = {Kind.SERVED: "#10b981", Kind.REFUSED: "#f59e0b", Kind.FAILED: "#ef4444", Kind.LEFT: "#94a3b8"}
 _BOUND, _FAULT = "#ef4444", "#f59e0b"
 _BINS = 40
-_APART = 3  # bins
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "picker load",
@@ -46,7 +44,6 @@ def draw(run: RunResult) -> dict[str, str]:
         "queue": (_queue, any(not each.degraded for each in run.samples)),
         "outcomes": (_outcomes, bool(run.answers)),
         "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(flow_shares(run))),
-        "first-tokens": (_first_tokens, any(answer.first_s for answer in run.answers)),
         "latency": (_latency, any(answer.served for answer in run.answers)),
     }
     return {name: _svg(paint, run) for name, (paint, wanted) in painters.items() if wanted}
@@ -94,35 +91,30 @@ def _queue(axes: Axes, run: RunResult) -> None:
 
 
 def _outcomes(axes: Axes, run: RunResult) -> None:
-    width = _width(run)
-    bottom = [0.0] * _BINS
-    for kind in Kind:
-        heights = [0.0] * _BINS
-        for answer in run.answers:
-            if answer.kind is kind:
-                heights[min(_BINS - 1, int(answer.sent_s / width))] += 1 / width
-        if any(heights):
-            at = [number * width for number in range(_BINS)]
-            axes.bar(at, heights, width * 0.9, bottom, align="edge", color=_KINDS[kind], label=kind.value)
-        bottom = [under + height for under, height in zip(bottom, heights, strict=True)]
-    axes.set_ylabel("requests a second")
+    kinds = [kind for kind in Kind if any(each.kind is kind for each in run.answers)]
+    axes.hist(
+        [[each.sent_s for each in run.answers if each.kind is kind] for kind in kinds],
+        _BINS,
+        stacked=True,
+        color=[_KINDS[kind] for kind in kinds],
+        label=[kind.value for kind in kinds],
+    )
+    axes.set_ylabel("requests")
     _over_time(axes, run, "What became of requests, by when they were sent")
 
 
 def _waits(axes: Axes, run: RunResult) -> None:
     width = max(1.0, (run.plan.duration_s + 2) / _BINS)
-    for place, source in enumerate(run.sources):
+    for source, colour in zip(run.sources, _SOURCES, strict=False):
         bins: dict[int, list[float]] = {}
         for at_s, length in run.waits(source):
             bins.setdefault(int(at_s / width), []).append(length)
-        spots = sorted(bins)
-        # The line has a gap where nothing was served.
-        for spot in [spot for spot, following in pairwise(spots) if following - spot > _APART]:
-            bins[spot + 1] = [math.nan]
-        spots = sorted(bins)
+        spots = range(max(bins, default=0) + 1)
         at = [(spot + 0.5) * width for spot in spots]
-        colour = _SOURCES[place]
-        middle, high = ([quantile(sorted(bins[spot]), part) for spot in spots] for part in (0.5, 0.95))
+        # NaN where nothing was served, which leaves a gap.
+        middle, high = (
+            [quantile(sorted(bins.get(spot, ())), part) for spot in spots] for part in (0.5, 0.95)
+        )
         axes.plot(at, middle, "o-", ms=2.5, color=colour, label=source.name)
         axes.fill_between(at, middle, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_ylabel("seconds")
@@ -145,29 +137,17 @@ def _shares(axes: Axes, run: RunResult) -> None:
     _legend(axes)
 
 
-def _first_tokens(axes: Axes, run: RunResult) -> None:
-    streams = [each for each in run.answers if each.served and each.request.streamed]
-    times = [(each.source, each.first_s) for each in streams if each.first_s]
-    _percentiles(axes, run, times, "Time to first token, by percentile")
-
-
 def _latency(axes: Axes, run: RunResult) -> None:
-    times = [(each.source, each.took_s) for each in run.answers if each.served]
-    _percentiles(axes, run, times, "Time to the whole answer, by percentile")
-
-
-def _percentiles(axes: Axes, run: RunResult, times: list[tuple[str, float]], title: str) -> None:
     steps = (*range(1, 100), 99.5, 100)
-    for place, source in enumerate(run.sources):
-        values = sorted(seconds for name, seconds in times if name == source.name)
-        if values:
-            curve = [quantile(values, step / 100) for step in steps]
-            axes.plot(steps, curve, color=_SOURCES[place], label=source.name)
+    for source, colour in zip(run.sources, _SOURCES, strict=False):
+        if values := sorted(each.took_s for each in run.answers_of(source) if each.served):
+            axes.plot(
+                steps, [quantile(values, step / 100) for step in steps], color=colour, label=source.name
+            )
     axes.set_yscale("log")
     axes.set_ylabel("seconds")
     axes.set_xlabel("percentile")
-    axes.set_xticks([1, 25, 50, 75, 90, 99], ["1", "25", "50", "75", "90", "99"])
-    axes.set_title(title)
+    axes.set_title("Time to the whole answer, by percentile")
     _legend(axes)
 
 
@@ -188,8 +168,3 @@ def _legend(axes: Axes) -> None:
     _, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, handlelength=1.4)
-
-
-def _width(run: RunResult) -> float:
-    last: Sequence[float] = [answer.sent_s for answer in run.answers]
-    return max(max(last, default=1.0), 1.0) * 1.0001 / _BINS

@@ -4,7 +4,6 @@ A `Session` makes a `RunResult`.
 """
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,14 +44,12 @@ class LogAudit:
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
-    events: Counter[str] = field(default_factory=Counter)
     why: str = ""
 
 
 def read_log(url: str, pool: str = "default") -> LogAudit:
     """Audit all of the log that Redis has now. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
-    events = Counter[str]()
     try:
         with LogStream(url, pool) as log:
             auditor = Auditor(log.settings_throughout())
@@ -60,7 +57,6 @@ def read_log(url: str, pool: str = "default") -> LogAudit:
                 for raw in page.entries:
                     auditor.take(raw)
                     entry = Entry.parse(raw)
-                    events[entry.event] += 1
                     if entry.event in ("granted", "bypassed"):
                         dispatches.append(_turn(entry))
     except (LogUnreadable, EntryError) as fault:
@@ -68,7 +64,7 @@ def read_log(url: str, pool: str = "default") -> LogAudit:
     report = auditor.report()
     if not report.entries:
         return LogAudit(None, why="the fleet has no decision log (decision_log.enabled)")
-    return LogAudit(report, tuple(dispatches), events)
+    return LogAudit(report, tuple(dispatches))
 
 
 def violations(log_audits: Sequence[LogAudit], promise: str) -> tuple[int, int, list[str]]:
