@@ -3,62 +3,28 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from picker_tools.audit.log import Entry
+from picker_tools.load.generator import Answer, Request, send_request
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One client's view of its request. `whole` says that the answer had everything it should have."""
-
-    status: int
-    whole: bool
-    endpoint: str | None
-    text: str
-    retry_after: str | None = None
+async def complete(url: str, prompt: str, tokens: int, *, streamed: bool = False) -> Answer:
+    """A completion of `tokens` tokens; one with fewer is not served."""
+    return await send_request(url, Request(prompt, tokens, streamed))
 
 
-async def complete(client: httpx.AsyncClient, prompt: str, tokens: int, **fields: Any) -> Answer:
-    """A plain completion of `tokens` tokens; its usage is checked."""
-    ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, **fields}
-    response = await client.post("/v1/completions", json=ask)
-    whole = response.status_code == 200 and response.json()["usage"]["completion_tokens"] == tokens
-    return _answer(response, whole)
-
-
-async def completed(client: httpx.AsyncClient, count: int, tokens: int = 2) -> list[Answer]:
+async def completed(url: str, count: int, tokens: int = 2) -> list[Answer]:
     """The answers to `count` parallel requests, none of which fails."""
-    answers = await asyncio.gather(*(complete(client, f"prompt {i}", tokens) for i in range(count)))
-    assert [answer for answer in answers if not answer.whole] == []
+    answers = await asyncio.gather(*(complete(url, f"prompt {i}", tokens) for i in range(count)))
+    assert [answer for answer in answers if not answer.served] == []
     return answers
 
 
-async def served_by(client: httpx.AsyncClient, count: int) -> set[str | None]:
+async def served_by(url: str, count: int) -> set[str]:
     """The endpoints that serve `count` parallel requests, none of which fails."""
-    return {answer.endpoint for answer in await completed(client, count)}
-
-
-async def stream(client: httpx.AsyncClient, prompt: str, tokens: int) -> Answer:
-    """A streamed completion, read to its end: every token, then [DONE]."""
-    ask = {"model": "llama", "prompt": prompt, "max_tokens": tokens, "stream": True}
-    response = await client.post("/v1/completions", json=ask)
-    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    chunks = [json.loads(event) for event in events if event != "[DONE]"]
-    pieces = [choice["text"] for event in chunks for choice in event["choices"] if choice["text"]]
-    whole = response.status_code == 200 and events[-1] == "[DONE]" and len(pieces) == tokens
-    return _answer(response, whole)
-
-
-def _answer(response: httpx.Response, whole: bool) -> Answer:
-    headers = response.headers
-    return Answer(
-        response.status_code, whole, headers.get("x-served-by"), response.text, headers.get("retry-after")
-    )
+    return {answer.endpoint for answer in await completed(url, count)}
 
 
 class Caller:

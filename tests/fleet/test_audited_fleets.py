@@ -10,8 +10,7 @@ LOG = "epp:{default}:log"
 
 async def test_a_log_with_a_violation_or_without_its_beginning_fails_the_test(fleet: Any) -> None:
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
-    async with here.client() as client:
-        await completed(client, 10)
+    await completed(here.url, 10)
     await at_rest(here)
     assert len([entry for entry in await decisions(here) if entry.event == "completed"]) == 10
     here.audit()

@@ -45,8 +45,7 @@ def small(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
 
 async def assert_serves(fleet: Any) -> None:
     """The next request is served, and then nothing is in flight."""
-    async with fleet.client() as client:
-        assert (await complete(client, "x", 1)).whole
+    assert (await complete(fleet.url, "x", 1)).served
     await at_rest(fleet)
 
 

@@ -19,8 +19,7 @@ def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
 
 
 async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
-    async with here.client() as client:
-        answers = await completed(client, 300, tokens=5)
+    answers = await completed(here.url, 300, tokens=5)
     await at_rest(here)
     log = await decisions(here)
     assert max(entry.stock for entry in log) == 8  # four endpoints at a watermark of 2
@@ -35,23 +34,22 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
 
 
 async def test_a_dead_endpoint_fails_no_request_and_is_down_for_every_replica(here: Any) -> None:
-    async with here.client() as client:
-        assert (await complete(client, "before", 2)).whole
-        dead = here.state["endpoints"][0]["address"]
-        here.endpoint(0).kill()
-        here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
-        served = await served_by(client, 40)
-        assert dead not in served
-        assert len(served) == 3
-        await at_rest(here)
+    assert (await complete(here.url, "before", 2)).served
+    dead = here.state["endpoints"][0]["address"]
+    here.endpoint(0).kill()
+    here.wait_line("DOWN  endpoint-1   was killed by SIGKILL and is not started again")
+    served = await served_by(here.url, 40)
+    assert dead not in served
+    assert len(served) == 3
+    await at_rest(here)
 
-        async def status() -> str:
-            assert (await complete(client, "meets it", 2)).whole
-            return str(await here.endpoint_status(dead, 1))
+    async def status() -> str:
+        assert (await complete(here.url, "meets it", 2)).served
+        return str(await here.endpoint_status(dead, 1))
 
-        await here.eventually(status, lambda found: found == "down", what="the mark")
-        assert (await here.get("state", 2))["ready_backends"] == 3
-        assert dead not in await served_by(client, 12)
+    await here.eventually(status, lambda found: found == "down", what="the mark")
+    assert (await here.get("state", 2))["ready_backends"] == 3
+    assert dead not in await served_by(here.url, 12)
     await at_rest(here)
 
 
@@ -62,12 +60,12 @@ async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(f
     ask = {"model": "llama", "prompt": "x", "max_tokens": 1}
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         await here.post("pause")
-        waiting = tasks.create_task(complete(client, "x", 1))
+        waiting = tasks.create_task(complete(here.url, "x", 1))
         await here.until_state(queued=1)
         answers = await asyncio.gather(*(client.post("/v1/completions", json=ask) for _ in range(3)))
         late = await waiting
         await here.post("resume")
-        assert (await complete(client, "last", 1)).whole
+        assert (await complete(here.url, "last", 1)).served
     for answer in answers:
         assert answer.status_code == 429
         assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
@@ -84,13 +82,13 @@ async def test_a_full_queue_refuses_and_a_request_past_its_ttl_is_never_placed(f
 async def test_without_a_queue_requests_beyond_the_bound_run_at_once(fleet: Any) -> None:
     config = {"request_queue_controller": {"enabled": False, "watermark_per_backend": 1}}
     here = fleet("--replicas", "2", "--endpoints", "2", "--sim-ttft", "500", "--sim-itl", "1", config=config)
-    async with here.client() as client, asyncio.TaskGroup() as clients:
-        tasks = [clients.create_task(complete(client, f"prompt {i}", 100)) for i in range(20)]
+    async with asyncio.TaskGroup() as clients:
+        tasks = [clients.create_task(complete(here.url, f"prompt {i}", 100)) for i in range(20)]
 
         def half_on_each(state: dict[str, Any]) -> bool:
             assert (state["queue_enabled"], state["queued"], state["stock"]) == (False, 0, 0)
             return state["leases"] == 20 and sorted(state["in_flight"].values()) == [10, 10]
 
         await here.until("state", half_on_each, what="twenty in flight, half on each endpoint")
-    assert all(task.result().whole for task in tasks)
+    assert all(task.result().served for task in tasks)
     await at_rest(here)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fleet_load import at_rest, complete, decisions, metric, stream
+from fleet_load import at_rest, complete, decisions, metric
 
 from picker_tools.audit.log import Entry
 
@@ -39,11 +39,10 @@ async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None
 
 async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: Any) -> None:
     before = await routes(scored)
-    async with scored.client() as client:
-        first = await complete(client, LONG, 2)
-        assert first.whole
-        await scored.eventually(lambda: routes(scored), lambda n: n > before, what="the route in the stream")
-        turns = [await complete(client, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
+    first = await complete(scored.url, LONG, 2)
+    assert first.served
+    await scored.eventually(lambda: routes(scored), lambda n: n > before, what="the route in the stream")
+    turns = [await complete(scored.url, LONG + f"And then {turn}. " * turn, 2) for turn in range(1, 13)]
     assert {turn.endpoint for turn in turns} == {first.endpoint}
     await at_rest(scored)
 
@@ -64,8 +63,7 @@ async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
 
 async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) -> None:
     await at_rest(scored)
-    async with scored.client() as client:
-        answer = await complete(client, f"Explain this. {LONG}", 2)
+    answer = await complete(scored.url, f"Explain this. {LONG}", 2)
     *_, entry = await entries(scored, "bypassed")
     replies = [await scored.admin(f"/api/v1/requests/{entry.request}", replica) for replica in range(3)]
     known = [reply.json()["explanation"] for reply in replies if reply.status_code == 200]
@@ -81,10 +79,10 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
 
 async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
     here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        endless = tasks.create_task(stream(client, "runs", 10_000))
+    async with asyncio.TaskGroup() as tasks:
+        endless = tasks.create_task(complete(here.url, "runs", 10_000, streamed=True))
         running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
-        answer = await complete(client, "new", 2)
+        answer = await complete(here.url, "new", 2)
         _, second = await entries(here, "bypassed")
         choice = (await here.get(f"requests/{second.request}"))["explanation"]
         assert choice["rule"].startswith("no scorers: the fewest in flight")
@@ -98,7 +96,7 @@ async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: A
 
         async def is_explained() -> bool:
             # The replica learns of a drain slightly later than the scripts.
-            assert (await complete(client, "one more", 2)).status == 503
+            assert (await complete(here.url, "one more", 2)).status == 503
             refused = (await entries(here, "refused"))[-1]
             request = await here.get(f"requests/{refused.request}")
             assert request["why"] == "this replica refused it: there was no endpoint for it"

@@ -28,9 +28,7 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
             config={"fair_request_queue": {"flow_capacity": 1000}, "scheduling": {"scorers": scorers}},
             unaudited="its user may not read the log; the auditor does below",
         )
-        async with here.client() as http:
-            await completed(http, 60, tokens=5)
-
+        await completed(here.url, 60, tokens=5)
         await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         audited_log.assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from decision_ledger import order_of
-from fleet_load import at_rest, complete, decisions, stream
+from fleet_load import at_rest, complete, decisions
 from whole_fleet import exact_bounds
 
 LEASE_S = 15.0
@@ -22,14 +22,16 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
         targets = [{"name": "llama", "weight": 9}, {"name": "canary", "weight": 1}]
         config["models"] = [{"name": "llama", "target_models": targets}]
     here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "10", config=config)
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        streams = [tasks.create_task(stream(client, f"stream {i}", 1200)) for i in range(20)]
+    async with asyncio.TaskGroup() as tasks:
+        streams = [
+            tasks.create_task(complete(here.url, f"stream {i}", 1200, streamed=True)) for i in range(20)
+        ]
         await here.until_state(stock=20)
-        queued = [tasks.create_task(complete(client, f"queued {i}", 3)) for i in range(100)]
+        queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(100)]
         await here.until_state(queued=100)
         here.replica(1).kill()
     answers = [task.result() for task in (*streams, *queued)]
-    assert [answer for answer in answers if not answer.whole] == []
+    assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
         # A request that another replica took over counts once, as the variant that it was before.
         assert abs(sum('"canary"' in answer.text for answer in answers) - 12) <= 1
@@ -48,10 +50,10 @@ async def test_a_stopped_replica_finishes_its_queued_requests_and_exits_with_0(f
     config = {**BASE, "request_queue_controller": {"watermark_per_backend": 1}}
     options = ("--endpoints", "1", "--sim-ttft", "400", "--sim-itl", "1")
     here = fleet("--no-restart", "--mode", mode, *options, config=config)
-    async with here.client() as client, asyncio.TaskGroup() as tasks:
-        queued = [tasks.create_task(complete(client, f"queued {i}", 3)) for i in range(20)]
+    async with asyncio.TaskGroup() as tasks:
+        queued = [tasks.create_task(complete(here.url, f"queued {i}", 3)) for i in range(20)]
         await here.until("state", lambda state: state["queued"] >= 5, what="a queue")
         here.replica(1).terminate()
-    assert [task.result() for task in queued if not task.result().whole] == []
+    assert [task.result() for task in queued if not task.result().served] == []
     await at_rest(here, within_s=LEASE_S + 5)
     here.wait_line("replica-2    exited with 0")

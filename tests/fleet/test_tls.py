@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crowd import http_client
 from edge_envoy import edge
 from fleet_load import at_rest, complete
 from tls_files import Pair, authority, signed
@@ -59,16 +58,15 @@ async def test_a_fleet_serves_over_tls_while_its_certificates_change(
     (tmp_path / "next").mkdir()
     renewed = signed(tmp_path / "next", "picker", files.authority)
     shown = ssl.PEM_cert_to_DER_cert(renewed.cert.read_text())
-    async with here.client() as through:
-        before = asyncio.create_task(complete(through, "hi", 100))
-        replace(files.own, renewed)
+    before = asyncio.create_task(complete(here.url, "hi", 100))
+    replace(files.own, renewed)
 
-        async def found() -> list[bytes]:
-            return [await asyncio.to_thread(presented, port, files.envoy) for port in ports]
+    async def found() -> list[bytes]:
+        return [await asyncio.to_thread(presented, port, files.envoy) for port in ports]
 
-        await here.eventually(found, lambda each: each == [shown] * 2, what="the new certificate")
-        assert (await before).whole
-        assert all([(await complete(through, "hi", 3)).whole for _ in range(5)])
+    await here.eventually(found, lambda each: each == [shown] * 2, what="the new certificate")
+    assert (await before).served
+    assert all([(await complete(here.url, "hi", 3)).served for _ in range(5)])
     await at_rest(here)
 
 
@@ -79,13 +77,11 @@ async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
     here = fleet("--replicas", "1", "--endpoints", "1", config={"extproc": {"tls": files.tls}})
     checking = PickerTls(str(files.authority.cert), str(files.envoy.cert), str(files.envoy.key))
     with edge(here, tmp_path / "edge", picker_tls=checking) as running:
-        async with http_client(running.url) as through:
-            assert (await complete(through, "hi", 3)).whole
-    await at_rest(here)
+        assert (await complete(running.url, "hi", 3)).served
+        await at_rest(here)  # a killed Envoy would not tell of the end
 
 
 async def test_a_fleet_without_files_signs_its_certificates_itself(fleet: Any) -> None:
     here = fleet("--replicas", "2", "--endpoints", "1", config={"extproc": {"tls": {}}})
-    async with here.client() as through:
-        assert (await complete(through, "hi", 3)).whole
+    assert (await complete(here.url, "hi", 3)).served
     await at_rest(here)
