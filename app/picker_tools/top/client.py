@@ -1,19 +1,22 @@
-"""One replica's admin API, as `picker top` uses it: the stream of events, the queue's pages, and changes."""
+"""One replica's admin API, as `picker top` uses it: the stream of events, the queue, and changes."""
 
-import http.client
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote
 
+import httpx2
+
+from picker_fleet.admin import models
 from picker_fleet.errors import PickerError
 
-_TIMEOUT_S = 5.0  # a snapshot comes every second
-_MAX_LINE_BYTES = 4 << 20
-# The key that each event's data must have.
-_REQUIRED_KEY = {"snapshot": "state", "decisions": "entries", "unavailable": "detail"}
+Event = models.Snapshot | models.Decisions | models.Unavailable
+_EVENTS: dict[bytes, type[Event]] = {
+    b"snapshot": models.Snapshot,
+    b"decisions": models.Decisions,
+    b"unavailable": models.Unavailable,
+}
+_SILENCE_S = 4.0  # a snapshot comes every second
 
 
 class AdminError(PickerError):
@@ -21,108 +24,53 @@ class AdminError(PickerError):
 
 
 class AdminClient:
-    """The API at `url` (`http://host:port`, or `host:port`). `token` is for changes.
+    """The API below `url` (`http://host:port`, or `host:port`). `token` is for changes.
 
-    Raises:
-        AdminError: `url` is not one.
+    Every method raises AdminError if the API cannot be reached, is silent for 4 s, refuses, or sends what
+    cannot be parsed. A change that was not refused may have been made nevertheless.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        self.url = url if "://" in url else f"http://{url}"
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        # A proxy of the environment would see the token.
+        self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Each second a snapshot, or why there is none; new decisions while they are logged."""
+        rest = b""
+        async with self._answer("GET", "events") as answer:
+            # Not by aiter_lines: it also splits at U+2028, which a flow's name may contain.
+            async for chunk in answer.aiter_bytes():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    fields = dict(line.partition(b": ")[::2] for line in event.split(b"\n"))
+                    if kind := _EVENTS.get(fields.get(b"event", b"")):
+                        yield kind.model_validate_json(fields.get(b"data", b""))
+
+    async def queue(self, limit: int) -> models.Queue:
+        """The first waiting requests."""
+        async with self._answer("GET", "queue", params={"limit": limit}) as answer:
+            return models.Queue.model_validate_json(await answer.aread())
+
+    async def change(self, *path: str) -> None:
+        """POST to a path below /api/v1, whose parts may contain any character."""
+        async with self._answer("POST", *path, headers=self._headers):
+            pass
+
+    @asynccontextmanager
+    async def _answer(self, method: str, *path: str, **how: Any) -> AsyncIterator[httpx2.Response]:
+        """The answer, whose body the block reads. A fault in the block is an AdminError, too."""
+        url = f"{self.url}/api/v1/{'/'.join(quote(part, safe='') for part in path)}"
         try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise AdminError(f"{url!r} is not the address of an admin API such as http://127.0.0.1:8081")
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        self._host, self._port = parts.hostname, port
-        self._path = parts.path.rstrip("/")
-        self._secure = parts.scheme == "https"
-        self._token = token
-
-    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Events: each second ("snapshot", figures) or ("unavailable", {"detail"}); while decisions are
-        logged also ("decisions", {"entries", "skipped"}).
-
-        Close the iterator to leave.
-
-        Raises:
-            AdminError: it refuses, is silent for 5 s, or sends what cannot be parsed.
-        """
-        with self._asked("GET", "events", {"accept": "text/event-stream"}) as answer:
-            yield from _events(answer)
-
-    def queue(self, limit: int, cursor: str) -> dict[str, Any]:
-        """A page of waiting requests in dispatch order; `cursor` is that of the page before, or empty.
-
-        Raises:
-            AdminError: it refuses, is silent for 5 s, or sends what cannot be parsed.
-        """
-        asked = urlencode({"limit": limit, **({"cursor": cursor} if cursor else {})})
-        with self._asked("GET", f"queue?{asked}") as answer:
-            page = json.loads(answer.read(_MAX_LINE_BYTES))
-        if not isinstance(page, dict) or not isinstance(page.get("requests"), list):
-            raise AdminError(f"{self.url}: a queue without requests")
-        return page
-
-    def change(self, path: str) -> None:
-        """POST `path` (below /api/v1).
-
-        Raises:
-            AdminError: it was refused; after a silence of 5 s it may have been done.
-        """
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        with self._asked("POST", path, headers) as answer:
-            json.loads(answer.read(_MAX_LINE_BYTES))  # or it is no admin API
-
-    @contextmanager
-    def _asked(
-        self, method: str, path: str, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> Iterator[http.client.HTTPResponse]:
-        """The answer, whose body the block reads. What fails there is an AdminError, too."""
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
-        try:
-            connection.request(method, f"{self._path}/api/v1/{path}", headers=dict(headers))
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise AdminError(self._refusal(answer))
-            yield answer
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no header, or no JSON
-            raise AdminError(f"{self.url}: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
-
-    def _refusal(self, answer: http.client.HTTPResponse) -> str:
-        body = answer.read(_MAX_LINE_BYTES)
-        try:
-            detail = str(json.loads(body)["detail"])
-        except (ValueError, KeyError, TypeError):
-            detail = "this is not a picker's admin API"
-        if answer.status == 401:
-            detail += " (PICKER_ADMIN__TOKEN)"
-        return f"{self.url}: {answer.status}, {detail}"
-
-
-def path_part(text: str) -> str:
-    """`text` as one part of a path."""
-    return quote(text, safe="")
-
-
-def _events(lines: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    event = ""
-    while line := lines.readline(_MAX_LINE_BYTES):
-        if not line.endswith(b"\n"):
-            raise ValueError("an event is too long, or was cut off")
-        name, _, value = line.rstrip(b"\r\n").partition(b":")
-        value = value.removeprefix(b" ")
-        if name == b"event":
-            event = value.decode(errors="replace")
-        elif name == b"data" and event in _REQUIRED_KEY:
-            data = json.loads(value)
-            if not isinstance(data, dict) or _REQUIRED_KEY[event] not in data:
-                raise ValueError(f"an event {event} without its data")
-            yield event, data
-        elif not line.strip():
-            event = ""
+            async with self._http.stream(method, url, **how) as answer:
+                if answer.status_code == 200:
+                    yield answer
+                    return
+                problem = models.Problem.model_validate_json(await answer.aread())
+            hint = " (PICKER_ADMIN__TOKEN)" if problem.status == 401 else ""
+            raise AdminError(f"{self.url}: {problem.status}, {problem.detail}{hint}")
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise AdminError(f"{self.url} does not answer: {str(error) or type(error).__name__}") from error
+        except ValueError as error:  # not JSON, or not of the API's models
+            raise AdminError(f"{self.url}: this is not a picker's admin API") from error
