@@ -1,4 +1,4 @@
-"""One fleet that serves two pools (docs/pools.md): chosen by Envoy alone, and apart in all that they have."""
+"""One fleet that serves two pools (docs/protocol.md): chosen by Envoy alone, and apart in all they have."""
 
 import asyncio
 import copy

@@ -46,7 +46,7 @@ _MINUTE_S = 60.0
 _READ_BURST_S = 2.0  # unused reads are kept for this time
 
 # By it a proxy names the pool of a request: metadata of a gRPC stream, or a header of a check over HTTP. Only
-# the proxy's configuration can set it (docs/pools.md).
+# the proxy's configuration can set it (docs/protocol.md).
 POOL_HEADER: Final = "x-picker-pool"
 _TOLD_POOLS = 100  # unknown ones that are logged
 

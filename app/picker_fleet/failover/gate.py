@@ -1,5 +1,5 @@
 """The gate that requests come to: admits through Redis, or within this replica's part of the bound while
-Redis is away (G8; docs/without-redis.md).
+Redis is away (G8; docs/redis.md).
 """
 
 import asyncio

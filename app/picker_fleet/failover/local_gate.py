@@ -3,7 +3,7 @@
 `Outage` makes one `LocalGate` and one `LocalPicker` and drops both when it ends. The gate admits within this
 replica's part of the bound, its `LocalBudget`: starting a request acquires its cost, and its end releases it
 at whichever replica receives the end. So nothing has to be exchanged: over all replicas, in flight + free
-never grows (docs/without-redis.md has the proof).
+never grows (docs/redis.md has the proof).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One outage: what a replica knows and owes while Redis is away (G8; docs/without-redis.md).
+"""One outage: what a replica knows and owes while Redis is away (G8; docs/redis.md).
 
 `FailoverGate` makes an `Outage` when Redis is lost and drops it, with all that it owns, when every replica is
 back.

@@ -138,7 +138,7 @@ async def lost_budget(
 
     When the outage began, the bound was the sum of the free budgets, of the costs of what ran, and of this
     part. What ran is at most what any replica had placed or seen alive within an access-log interval and
-    whose end none had received. So the result is never too large (docs/without-redis.md).
+    whose end none had received. So the result is never too large (docs/redis.md).
     """
     counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
     running: dict[str, float] = {}

@@ -1,5 +1,5 @@
 """The ends that a replica has received lately, in every state, and how they keep other replicas from
-restoring what has ended (G6, G8; docs/without-redis.md, "The way back").
+restoring what has ended (G6, G8; docs/redis.md, "The way back").
 
 A replica that was without Redis restores, when it resyncs, the requests it saw running lately. Another
 replica may have received the end of one since. So every replica remembers each end for longer than a sign of

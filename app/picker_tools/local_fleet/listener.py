@@ -3,8 +3,8 @@
 The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only;
 `headers` no body, but what Envoy's own JSON parser found in it; `http` asks by ext_authz instead of ext_proc.
 
-Where the fleet serves several pools (docs/pools.md), the host of a request names its pool: metadata of that
-host's routes, which Envoy passes on to the picker.
+Where the fleet serves several pools (docs/protocol.md), the host of a request names its pool: metadata of
+that host's routes, which Envoy passes on to the picker.
 
 Operators may have a listener of their own: the admin API and the dashboard of any ready replica, at one
 address. A fleet whose replicas come and go has no other fixed address for them. Envoy checks nothing there:

@@ -125,7 +125,7 @@ async def _full(here: Any, servers: CountingServers) -> bool:
     """Whether more than half of the bound is in flight, never more than it, and all replicas count it so.
 
     On a slow machine, the start of all clients may look like a slow Redis, and each replica serves by its own
-    budget (docs/without-redis.md).
+    budget (docs/redis.md).
     """
     servers.forget_peak()
     counted_right = await _miscounted(here, servers) == 0
