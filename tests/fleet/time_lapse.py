@@ -151,9 +151,9 @@ class Replica:
         exchange = Exchange(self.pool.context)
         said = await converse(exchange, headers("lean", {"x-request-id": request_id}), body(BODY))
         exchange.close()
-        told = next(answer.dynamic_metadata for answer in said if answer.HasField("dynamic_metadata"))
+        metadata = next(answer.dynamic_metadata for answer in said if answer.HasField("dynamic_metadata"))
         entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
-        for name, value in told.fields.items():
+        for name, value in metadata.fields.items():
             entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
         await self._runs(entry, seconds)
 
@@ -172,8 +172,8 @@ class Replica:
         await connection.close()
         assert reply.status == 200, reply
         entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": request_id})
-        told = entry.common_properties.metadata.filter_metadata[accesslog.EXT_AUTHZ]
-        told.update(
+        check_result = entry.common_properties.metadata.filter_metadata[accesslog.EXT_AUTHZ]
+        check_result.update(
             {name: reply.headers[name] for name in accesslog.METADATA_HEADERS if name in reply.headers}
         )
         await self._runs(entry, seconds)
@@ -185,13 +185,13 @@ class Replica:
             await asyncio.sleep(every_s)
             seconds -= every_s
             entry.common_properties.access_log_type = "DownstreamPeriodic"
-            self._tell(entry)
+            self._report(entry)
         await asyncio.sleep(seconds)
         entry.common_properties.access_log_type = "DownstreamEnd"
         entry.response.response_code.value = 200
-        self._tell(entry)
+        self._report(entry)
 
-    def _tell(self, entry: Any) -> None:
+    def _report(self, entry: Any) -> None:
         message = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]})
         self._log.on_message(message.SerializeToString())
 
