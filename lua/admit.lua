@@ -21,13 +21,13 @@
 local function adopt(r, arrival, turn, picks)
   local old_owner, old_attempt, attempt = r.owner, r.attempt, arrival.attempt
   r.owner, r.attempt = notifications.caller, attempt
-  if r.state == STATE_QUEUED or r.state == STATE_HELD then
+  if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
     if r.deadline_ms <= now_ms then
       finish_request(r, 'expired')
       return 'expired'
     end
     local tag
-    if r.state == STATE_HELD then
+    if r.state == STATE_ORPHANED then
       r.state = STATE_QUEUED
       tag = queue.insert(r)
     end

@@ -10,15 +10,15 @@
 -- args[1] the calling replica
 -- args[2] its replica info, JSON; '': as in its last heartbeat
 -- args[3] silence_ms: a replica that is silent for so long counts as gone
--- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds; ''
---   from a caller that signs nothing
+-- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds
 -- args[5] and args[6] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
 -- Returns {epoch, notifications, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
---   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, older (1: a version that does
---   not sign was active within the hour), now_us}; numbers that may have fractions are strings
+--   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us}; numbers that may
+--   have fractions are strings. As every function, it fails with 'FORMAT N' (N: 'none' without a number) on a pool of
+--   another format, and changes nothing.
 
 -- Notifications that one reply carries; the rest come with the next heartbeats.
 local INBOX_LIMIT = 256
@@ -57,7 +57,7 @@ local function merge_signing_keys(kept, offered)
 end
 
 -- Returns how many replicas are live, and the least of their ids. The list is read when the number has changed, when a
--- replica joins, and once a second, since another version of this library may have let a replica join. The other
+-- replica joins, and once a second, since another version's library may have let a replica join. The other
 -- heartbeats only count, so their cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
@@ -67,14 +67,11 @@ local function live_replicas(joins, silence_ms)
     and read('ZCOUNT', key.replicas, since, '+inf') == known.count then
     return known
   end
-  local found, least = read('ZRANGEBYSCORE', key.replicas, since, '+inf', 'WITHSCORES'), nil
-  for i = 1, #found, 2 do
+  local found, least = read('ZRANGEBYSCORE', key.replicas, since, '+inf'), nil
+  for i = 1, #found do
     if not least or found[i] < least then least = found[i] end
-    local beat_ms = tonumber(found[i + 1])
-    if beat_ms % 1 == 0 then pool.older_ms = now_ms end
-    if bands.has_others() and pool.refiling == 0 and bands.is_beat_of_three_bands(beat_ms) then pool.file_anew() end
   end
-  key.live = {count = #found / 2, least = least, read_ms = now_ms}
+  key.live = {count = #found, least = least, read_ms = now_ms}
   return key.live
 end
 
@@ -82,13 +79,12 @@ local function heartbeat(args)
   local owner, replica_info, silence_ms = args[1], args[2], tonumber(args[3])
   if args[5] and args[5] == exact(pool.epoch) then advance_clock(tonumber(args[6])) end
   reset_notifications(owner)
+  pool.create()
   local last = read('ZSCORE', key.replicas, owner)
   note_original(key.replicas, owner, last)
   last = tonumber(last or 0)
   local was_known = last > now_ms - silence_ms and 1 or 0
-  -- The fraction of a millisecond tells versions apart: 0 cannot sign tokens and may change loads without a counter;
-  -- 0.5 knows three bands only.
-  write_now('ZADD', key.replicas, bands.beat_ms(now_ms), owner)
+  write_now('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then
@@ -119,6 +115,6 @@ local function heartbeat(args)
     head[1], left, head[3], head[4], was_known, members.least == owner and 1 or 0, members.count, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
-    settings.paused or 0, signing_keys, pool.has_older_version() and 1 or 0, exact(now_us),
+    settings.paused or 0, signing_keys, exact(now_us),
   }
 end

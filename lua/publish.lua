@@ -14,6 +14,7 @@
 local FIRST_ENDPOINT = 5
 local function publish(args)
   reset_notifications(args[1])
+  pool.create()
   local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
   for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
   endpoints.prefetch(addresses, #addresses)

@@ -44,7 +44,7 @@ local function settle(args)
   return for_each_item(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
     if not r then return 'unknown' end
-    if r.state == STATE_QUEUED or r.state == STATE_HELD then
+    if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
       finish_request(r, 'cancelled')
       return 'left ' .. r.model
     end

@@ -195,8 +195,6 @@ local function refresh_waiting(cursor, limit)
       else
         order.refresh(r, queue.flow_queue(r))
       end
-    elseif r and bands.allowed(r.band) ~= r.band then
-      queue.change_band(r, bands.allowed(r.band))
     end
   end
   if scan[1] == '0' then pool.refiling = 0 end
@@ -212,7 +210,7 @@ end
 -- Lower times that lie too far ahead, as if written now. The former primary's clock may have been ahead of this one's.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
-  local latest = bands.beat_ms(now_ms + life_ms)
+  local latest = now_ms + life_ms
   local future = read('ZRANGEBYSCORE', moments, '(' .. latest + AHEAD_MS, '+inf', 'LIMIT', 0, LIGHT)
   for _, member in ipairs(future) do defer_write('ZADD', moments, latest, member) end
 end

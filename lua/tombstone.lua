@@ -8,7 +8,7 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each end: id, how long ago it was reported, ms
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'buried' | 'back' (stored, and the request counts, since
+-- Returns {epoch, notifications, attempts, served, reply...}: 'stored' | 'back' (stored, and the request counts, since
 --   it was restored)
 
 local function tombstone(args)
@@ -16,6 +16,6 @@ local function tombstone(args)
   return for_each_item(args, TOMBSTONE_ITEM, function(_, id, ago_ms)
     tombstones.put(id, now_ms - tonumber(ago_ms))
     local r = record.read(id)
-    return r and record.is_restored(r) and 'back' or 'buried'
+    return r and record.is_restored(r) and 'back' or 'stored'
   end)
 end

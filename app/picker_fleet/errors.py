@@ -18,6 +18,7 @@
         ├── StateFault           the shared state did not do what it was asked
         │   ├── StateUnavailable 503: it cannot be reached
         │   ├── WritesRefused    503: it answers, and takes no writes for now
+        │   ├── OtherFormat      503: a version that shares no state with this one has written it
         │   └── ScriptFailed     500: it answered this one request with an error
         └── Dropped              503, or 429 by configuration: overload
             ├── Saturated
@@ -135,6 +136,10 @@ class StateUnavailable(StateFault, status=503, code="state_unavailable", kind=_O
 
 class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOADED):
     """Redis is out of memory, or cannot write its file. Ends of requests are still taken."""
+
+
+class OtherFormat(StateFault, status=503, code="other_format", kind=_OVERLOADED):
+    """The pool in Redis has another format, or none. Nothing in it is read or changed."""
 
 
 class ScriptFailed(StateFault, status=500, code="script_failed"):

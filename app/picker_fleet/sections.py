@@ -86,14 +86,6 @@ class Redis(Section):
     # Probes unanswered for so long prove that Redis is away; not below what a busy machine takes to answer.
     silence: Duration = Field(1.0, ge=0.2)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_retired_keys(cls, given: object) -> object:
-        for name in ("call_timeout", "decision_budget"):
-            if isinstance(given, Mapping) and name in given:
-                raise ValueError(f"{name} is retired: redis.silence says how long Redis may say nothing")
-        return given
-
 
 class Tls(Section):
     """TLS of a port: files in PEM, read again when they change. Without `cert` and `key` the replica signs a

@@ -128,7 +128,7 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
     state.run(requests)
     state.drain()
     state.sweep()
-    allowed = {"pool", "load", "endpoints", "workloads", "replicas", "about"}
+    allowed = {"pool", "load", "endpoints", "workloads", "replicas", "replica_info"}
     left = {key.decode().split("}:")[1] for key in redis_server.client.keys("*")} - allowed
     return Row(f"keys left after {requests} requests", len(left), 0, "")
 

@@ -131,8 +131,8 @@ def _replica_info(number: int) -> str:
     """What a replica tells of itself with each heartbeat, in its usual length (replica/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
-        "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "returns": 0,
-        "told": [],
+        "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,
+        "answered": [],
     }  # fmt: skip
     served = {"served": {"priorities": [[0, 120.0]], "flows": _SERVED, "cut": False}}
     return "\n".join(json.dumps(part, separators=(",", ":")) for part in (about, served))

@@ -7,13 +7,9 @@
 -- attributes of the nearest configured band at or below its priority, or else of the lowest one. While all numbers are
 -- in use, a request of yet another priority joins the nearest band.
 --
--- The bytes of the bodies that wait in a band are counted in a field of their own, which is written with the counters
--- and holds them too. A version that does not count bytes writes the counters alone. What it did meanwhile is not in
--- the field, so the bytes then begin at 0, in a new epoch. A request takes away its bytes in the epoch in which they
+-- The bytes of the bodies that wait in a band are counted in a field of their own, which is written with the counters.
+-- If the field is lost, the bytes begin at 0, in a new epoch. A request takes away its bytes in the epoch in which they
 -- were added, and nothing in a later one.
---
--- An older version knows three bands only, and treats a record of any other as damaged. While one is active no band is
--- made, and the sweep moves the requests of other bands to the three.
 
 local pool = {} -- counters (lib/pool.lua)
 -- By the number of a band: the names of its counters (formatting one costs as much as a command), and its attributes.
@@ -29,7 +25,7 @@ do -- a chunk may have 200 locals
   local LAST = 63
   -- number, priority, requests (waiting or running), queued, v, new, tag
   local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
-  local CONFIGURED = { -- by a version that knows three bands
+  local DEFAULTS = { -- while the settings have no bands
     {priority = 10, guaranteed = true}, {priority = 0, preemptible = true}, {priority = -10, preemptible = true},
   }
   local REQUESTS = {} -- as QUEUED
@@ -41,7 +37,7 @@ do -- a chunk may have 200 locals
   local bytes, byte_limits = {}, {} -- by the number of a band: of the bodies that wait in it, and how many may
   local bytes_epoch = 0
   local bytes_text -- the same as text; nil: to be made, for formatting takes longer than counting
-  local configured, weights = CONFIGURED, {} -- Critical, Default and Sheddable first; and their weights
+  local configured, weights = DEFAULTS, {} -- Critical, Default and Sheddable first; and their weights
   local band_of = {} -- priority -> number
   local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
   -- The index of the nearest of `count` priorities at or below `priority`, or else of the lowest.
@@ -94,7 +90,7 @@ do -- a chunk may have 200 locals
 
   -- The settings in force have changed.
   function bands.configure(settings)
-    configured, weights = settings.bands or CONFIGURED, settings.band_weights or {}
+    configured, weights = settings.bands or DEFAULTS, settings.band_weights or {}
     bands.limit_bytes = false
     for _, each in ipairs(configured) do bands.limit_bytes = bands.limit_bytes or each.bytes ~= nil end
     arrange()
@@ -117,31 +113,29 @@ do -- a chunk may have 200 locals
     arrange()
   end
 
-  -- The bytes that wait, as Redis has them (nil or '': none), beside the packed counters. They may have to begin anew.
-  function bands.read_bytes(text, counters_text, now)
+  -- The bytes that wait, as Redis has them (nil or '': none).
+  function bands.read_bytes(text, now)
     bands.keeps_bytes = (text or '') ~= ''
     for band in pairs(bytes) do bytes[band] = nil end
     bytes_text = nil
     bytes_epoch = now % 2 ^ 32
-    if not bands.keeps_bytes or string.sub(text, 1, #counters_text) ~= counters_text then return end
+    if not bands.keeps_bytes then return end
     local numbers = {}
-    for number in string.gmatch(string.sub(text, #counters_text + 1), '%S+') do
-      numbers[#numbers + 1] = tonumber(number)
-    end
+    for number in string.gmatch(text, '%S+') do numbers[#numbers + 1] = tonumber(number) end
     bytes_epoch = numbers[1]
     for at = 2, #numbers, 2 do bytes[numbers[at]] = numbers[at + 1] end
   end
 
-  -- The same as text, to be written with the counters; '' if none wait.
-  function bands.bytes_beside(counters_text)
+  -- The same as text; '' if none wait.
+  function bands.bytes_text()
     if not bytes_text then
       local numbers = {bytes_epoch}
       for band, waiting in pairs(bytes) do
         if waiting > 0 then numbers[#numbers + 1], numbers[#numbers + 2] = band, waiting end
       end
-      bytes_text = numbers[2] and ' ' .. table.concat(numbers, ' ') or ''
+      bytes_text = numbers[2] and table.concat(numbers, ' ') or ''
     end
-    return bytes_text ~= '' and counters_text .. bytes_text or ''
+    return bytes_text
   end
 
   -- The body of a request waits (1), or does no longer (-1).
@@ -154,7 +148,7 @@ do -- a chunk may have 200 locals
 
   function bands.bytes(band) return bytes[band] or 0 end
   function bands.has_room_for_bytes(r) return (bytes[r.band] or 0) + r.bytes <= byte_limits[r.band] end
-  -- Nobody waits in the band, so no body does.
+  -- The band is empty: reset its byte count.
   function bands.forget_bytes(band)
     if bytes[band] then bytes[band], bytes_text, bands.keeps_bytes, pool.touched = nil, nil, true, true end
   end
@@ -172,34 +166,8 @@ do -- a chunk may have 200 locals
   end
 
   function bands.written(text) stored = text end
-  function bands.has_others() return others[1] ~= nil end
-  -- Versions beat at fractions of a millisecond that tell them apart.
-  local BEAT = 0.25
-  function bands.beat_ms(now_ms) return now_ms - BEAT end
-  function bands.is_beat_of_three_bands(beat_ms) return beat_ms % 1 ~= 1 - BEAT end
-  local three_bands, asked_by -- whether a version that knows three bands is active, as a call has found
-  local function only_three()
-    if asked_by ~= call_number then
-      three_bands, asked_by = false, call_number
-      local beats = read('ZRANGEBYSCORE', key.replicas, '(0', '+inf', 'WITHSCORES') -- 0: it has left
-      for i = 2, #beats, 2 do
-        if bands.is_beat_of_three_bands(tonumber(beats[i])) then three_bands = true end
-      end
-    end
-    return three_bands
-  end
-
-  local function named_priority(i) return PRIORITY[i - 1] end
-
-  -- The band that a request of `band` may be in: one of the three while a version that knows only these is active.
-  function bands.allowed(band)
-    if band <= LAST_NAMED or not only_three() then return band end
-    return nearest(PRIORITY[band], LAST_NAMED + 1, named_priority) - 1
-  end
-
   local function priority_in_use(i) return PRIORITY[BANDS[i]] end
   local function make(priority)
-    if only_three() then return nearest(priority, LAST_NAMED + 1, named_priority) - 1 end
     local band = LAST_NAMED + 1
     while PRIORITY[band] do band = band + 1 end
     if band > LAST then return BANDS[nearest(priority, #BANDS, priority_in_use)] end

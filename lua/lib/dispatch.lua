@@ -21,7 +21,7 @@ local function finish_request(r, event, note)
   local state = r.state
   if state == STATE_QUEUED then
     queue.remove(r)
-  elseif state == STATE_HELD then
+  elseif state == STATE_ORPHANED then
     timers.stop(r.id)
   else
     release(r)
@@ -40,11 +40,10 @@ local function finish_request(r, event, note)
   end
 end
 
--- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'. Replicas of the previous version know
--- 'evicted' for the last two, and must not get another word.
+-- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'.
 local function end_and_notify(r, event)
   finish_request(r, event)
-  notifications.add(r.owner, r.id, event == NOTIFY_PREEMPTED and pool.has_older_version() and NOTIFY_EVICTED or event)
+  notifications.add(r.owner, r.id, event)
 end
 
 -- Place r: the endpoint is chosen and reserved in one step, so two replicas never both take one for idle (G1). Returns
@@ -108,11 +107,11 @@ local function run_timers(limit)
     record.prefetch(ids, found)
     for i, id in ipairs(ids) do
       local r = record.read(id)
-      if not r or (r.state ~= STATE_QUEUED and r.state ~= STATE_HELD) then
+      if not r or (r.state ~= STATE_QUEUED and r.state ~= STATE_ORPHANED) then
         drop_stray('ZREM', key.timers, id)
       else
         ran = ran + 1
-        if r.state == STATE_HELD then
+        if r.state == STATE_ORPHANED then
           finish_request(r, 'abandoned')
           expired = expired + 1
         elseif r.deadline_ms <= now_ms then

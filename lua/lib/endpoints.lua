@@ -357,6 +357,7 @@ do -- a chunk may have 200 locals
     end
     local after = endpoints.is_marked(address)
     if before == after then return true end
+    pool.create()
     local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
     write_now('HSET', key.pool, 'marks_version', version + 1)
     if endpoints.is_draining(description) then return true end

@@ -56,22 +56,21 @@ end
 
 -- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
 -- costs a tenth of a field for each; bands.lua packs those of bands from 3 on in another. And the settings, decoded
--- only if they have changed.
+-- only if they have changed. A pool of another format, or one without a number, fails the call before it reads more.
 local settings, settings_text -- of the last call; a library outlives its calls
 -- Whether what this library keeps between calls is still true: nobody else has changed the counters or published
 -- endpoints. Each call that changes settings, endpoints, their loads or the clock changes a counter (`pool.touched`).
--- The cache is valid for REMEMBERED_MS at most, since a demoted primary misses changes, and not while an older version
--- is active, which may change a load without a counter.
+-- The cache is valid for REMEMBERED_MS at most, since a demoted primary misses changes.
 local cache_is_valid
-local BESIDE_MS = 3600000 -- for so long after it was last seen, an older version counts as active
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
   local counters_text, saved = nil, {} -- as last read or written: packed, and in order
   local unsaved = false -- packed, but not yet written
-  local MOVED = #COUNTERS - 1
+  local MOVED = 1
+  while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
   -- The first BUSY counters change with each request. The others stay packed while they do not change.
   local BUSY = 8
-  local calm_text
+  local calm_text, added = nil, '' -- added: counters at the end that only a later version knows
   local BUSY_FORMAT, CALM_FORMAT -- made by the first call: a library has no `string` while it loads
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
@@ -79,7 +78,7 @@ do -- a chunk may have 200 locals
     window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = ORDERING_FCFS, weights = {},
   }
 
-  -- Counters are only added at the end. What an older version did not write is 0.
+  -- Within a format counters are only added, at the end. Those that another version did not write are 0.
   local function padded(text)
     local missing = 8 * #COUNTERS - #text
     return missing > 0 and text .. string.rep('\0', missing) or text
@@ -87,17 +86,20 @@ do -- a chunk may have 200 locals
 
   function pool.read(failed)
     if not BUSY_FORMAT then BUSY_FORMAT, CALM_FORMAT = string.rep('d', BUSY), string.rep('d', #COUNTERS - BUSY) end
-    local text, settings_now, endpoints_now, clock_text, same, bands_text, bytes_text
-    if key == read_key and counters_text and settings_text and not failed
-      and (pool.older_ms == 0 or not pool.has_older_version()) then
+    local text, settings_now, endpoints_now, clock_text, same, bands_text, bytes_text, format
+    if key == read_key and counters_text and settings_text and not failed then
       text = redis.call('HGET', key.pool, 'counters')
       same = text == counters_text
     end
     if same then
       settings_now, endpoints_now = settings_text, endpoints_version
     else
-      text, settings_now, endpoints_now, clock_text, bands_text, bytes_text = unpack(redis.call('HMGET', key.pool,
-        'counters', 'settings', 'endpoints_version', 'clock', 'bands', 'waiting_bytes'))
+      text, settings_now, endpoints_now, clock_text, bands_text, bytes_text, format = unpack(redis.call('HMGET',
+        key.pool, 'counters', 'settings', 'endpoints_version', 'clock', 'bands', 'waiting_bytes', 'format'))
+      if format ~= FORMAT and (format or redis.call('HLEN', key.pool) > 0) then
+        error({err = 'FORMAT ' .. (format or 'none')}, 0)
+      end
+      pool.is_new = not format
       same = not failed and text and text == counters_text
     end
 
@@ -105,18 +107,14 @@ do -- a chunk may have 200 locals
     pool.known, read_key = text and true or false, key
     steady_clock(same, clock_text)
     if not same then
-      local all = text and padded(text)
-      local numbers = all and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, all)} or {}
+      local numbers = text and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, padded(text))} or {}
       for i = 1, #COUNTERS do pool[COUNTERS[i]] = numbers[i] or 0 end
-      -- Doubles never end in byte 31; the numbers of a server without `struct` do.
-      if all ~= text and string.byte(text or '\31', -1) ~= 31 then pool.older_ms = now_ms end -- fewer counters
-      counters_text, saved = text, all == text and numbers or {} -- short ones are written in full
-      calm_text = all and string.sub(all, 8 * BUSY + 1)
+      counters_text, saved, added = text, numbers, text and string.sub(text, numbers[#COUNTERS + 1]) or ''
+      calm_text = text and struct.pack(CALM_FORMAT, unpack(numbers, BUSY + 1, #COUNTERS)) .. added
       bands.read(bands_text)
-      bands.read_bytes(bytes_text, text or '', now_us)
+      bands.read_bytes(bytes_text, now_us)
     end
     cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
-      and (pool.older_ms == 0 or not pool.has_older_version())
     called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
     if text ~= key.counters then
       key.counters = text
@@ -132,8 +130,11 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Whether a version that writes fewer counters was active in the last hour.
-  function pool.has_older_version() return pool.older_ms > 0 and now_ms - pool.older_ms < BESIDE_MS end
+  -- Number the pool before the first write to its hash. Each function that may make the hash calls this first.
+  function pool.create()
+    if pool.is_new then write_now('HSET', key.pool, 'format', FORMAT) end
+    pool.is_new = false
+  end
 
   function pool.commit()
     if not pool.known then return end
@@ -156,10 +157,10 @@ do -- a chunk may have 200 locals
       values[MOVED] = counters.moved
     end
     unsaved = true
-    if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) end
+    if changed > BUSY then calm_text = struct.pack(CALM_FORMAT, unpack(values, BUSY + 1, #names)) .. added end
     counters_text = struct.pack(BUSY_FORMAT, unpack(values, 1, BUSY)) .. calm_text
     if bands.keeps_bytes then
-      local bytes_text = bands.bytes_beside(counters_text)
+      local bytes_text = bands.bytes_text()
       redis.call('HSET', key.pool, 'counters', counters_text, 'waiting_bytes', bytes_text)
       if clock_text then redis.call('HSET', key.pool, 'clock', clock_text) end
       bands.keeps_bytes = bytes_text ~= ''

@@ -109,8 +109,7 @@ do
     head.workload, head.band = r.workload, r.band
   end
 
-  -- Read the oldest waiting request of a line, or nil. Ids of requests that no longer wait are dropped; the previous
-  -- version leaves some.
+  -- Read the oldest waiting request of a line, or nil. Ids of requests that no longer wait are dropped.
   local function read_head(line)
     for _ = 1, STRAYS do
       local id = read_ahead.first_member(line)
@@ -145,7 +144,7 @@ do
     index(head, flow_queue) -- an arrival changes the rate of the head's workload
   end
 
-  -- Take r out of a line; its next head is indexed. Returns whether r was in it.
+  -- Take r out of a line; its next head is indexed.
   local function leave(line, r, flow_queue)
     local was_head = read_ahead.first_member(line) == r.id
     if not was_head then -- it still may be: strays may come before it
@@ -155,21 +154,16 @@ do
     if was_head then
       read_ahead.remove(line, r.id)
       local head = read_head(line)
-      -- A line of the previous version may also hold another workload, since two names can spell one key there.
-      if head and head.workload == r.workload and (flow_queue == '' or head.flow == flow_queue) then
-        index(head, flow_queue)
-      end
+      if head then index(head, flow_queue) end
+    else
+      write_now('ZREM', line, r.id)
     end
-    return was_head or write_now('ZREM', line, r.id)
   end
 
   -- Take r out of the index of workload-aware; nothing happens if it is not in it.
   function order.remove(r, flow_queue)
     set_index(r, flow_queue)
-    if r.workload == '' then return end
-    if not leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) then
-      leave(key.older_line(r.band, flow_queue, r.workload), r, flow_queue)
-    end
+    if r.workload ~= '' then leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) end
   end
 
   -- The id that the flow queue serves next; nil until a change of the ordering has reached it. A call moves at most
@@ -251,7 +245,7 @@ do
   end
 
   -- The flow queue to preempt next, and its newest request (under edf, the one with the latest deadline); nil if there
-  -- is none. An older version leaves drained flow queues in the set and others out of it.
+  -- is none. If the set of candidates was lost, the backlogged flow queues stand in for it.
   function preemption.next_candidate(band)
     for _ = 1, STRAYS do
       local candidate = read('ZRANGE', key.candidates[band], 0, 0)[1]
@@ -271,8 +265,8 @@ local reset_lengths
 do
   local clamp = bands.clamp
 
-  -- What serving r costs its flow queue. Weights and costs of requests that an older version admitted are not checked,
-  -- so they are clamped to numbers that the sums bear.
+  -- What serving r costs its flow queue. Weight and cost of a damaged record may be anything, so they are clamped to
+  -- numbers that the sums bear.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = clamp(r.cost, 0, MOST_COST)
@@ -494,7 +488,7 @@ do
   function queue.throttle(band, flow_queue, tag)
     read_ahead.set_score(key.flows[band], flow_queue)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
-    log_flow_queue('parked', band, flow_queue, tag)
+    log_flow_queue('throttled', band, flow_queue, tag)
   end
 
   -- Returns whether it was throttled and is ordered again.
@@ -509,7 +503,7 @@ do
     write_now('ZREM', key.throttled[band], flow_queue)
     tag = math.max(pool[V[band]], tonumber(tag))
     activate(band, flow_queue, tag)
-    log_flow_queue('unparked', band, flow_queue, tag)
+    log_flow_queue('unthrottled', band, flow_queue, tag)
     return true
   end
 
@@ -532,26 +526,17 @@ do
   -- deadline, so the adopter has the rest of its TTL.
   function queue.orphan(r, until_ms)
     queue.remove(r)
-    r.state = STATE_HELD
+    r.state = STATE_ORPHANED
     timers.set(r.id, math.min(r.deadline_ms, until_ms))
     record.put(r)
-    log_event('held', r)
-  end
-
-  -- Change the band of a request that is in no flow queue.
-  function queue.change_band(r, band)
-    if r.band > LAST_NAMED then bands.count_request(r.band, -1) end
-    r.band = band
-    record.put(r)
+    log_event('orphaned', r)
   end
 
   -- Move r to the place that the policy in force gives it. For the sweep.
   function queue.reorder(r)
     local flow_queue = current_flow_queue(r)
-    local band = bands.allowed(r.band)
-    if flow_queue ~= queue.flow_queue(r) or band ~= r.band then
+    if flow_queue ~= queue.flow_queue(r) then
       queue.remove(r)
-      if band ~= r.band then queue.change_band(r, band) end
       queue.insert(r)
       record.put(r)
     else

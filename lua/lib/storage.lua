@@ -23,7 +23,7 @@ end
 -- can contain it (picker_fleet/units.py), so two pairs of names never spell the same key.
 --
 -- key           type    what it holds                                             removed by
--- pool          hash    counters (packed, lib/pool.lua), settings, versions       nobody (FLUSHALL)
+-- pool          hash    format, counters (packed, lib/pool.lua), settings ...     nobody (FLUSHALL)
 -- requests      hash    request id -> record (lib/registry.lua)                   the request's end
 -- inflight      zset    granted or placed request id -> lease expiry, ms          the request's end
 -- timers        zset    queued or orphaned id -> when its next event is due, ms   dispatch, the request's end
@@ -33,29 +33,29 @@ end
 -- growing:B:L   zset    heads of lines whose score grows (lib/queue.lua)          Redis, when empty
 -- static:B:L    zset    heads of lines whose score does not                       Redis, when empty
 -- flows:B       zset    backlogged flow queue -> its start tag                    Redis, when empty
--- parked:B      zset    throttled flow queue -> its start tag                     the end of its waiting
+-- throttled:B   zset    throttled flow queue -> its start tag                     the end of its waiting
 -- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag the end of its waiting
 -- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  the end of its waiting
 -- finish:B      zset    idle flow queue -> its last finish tag, while above v     sweep
--- victims:B     zset    flow queue -> when it was last preempted, us              Redis, when empty
+-- candidates:B  zset    flow queue -> when it was last preempted, us              Redis, when empty
 -- preempted:B   zset    the same of idle flow queues, under pressure              sweep
 -- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints     hash    endpoint -> JSON {labels, draining}                       publish
 -- marks         hash    drained\31endpoint or down\31endpoint -> since when, ms   undrain, probes, sweep
 -- metrics       hash    endpoint -> JSON of its last scrape; and its channel      scraping
--- lanes         string  snapshot of all flow queues, or the claim to read them    Redis, when old
+-- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
 -- routes        stream  what was routed where, and completed (scheduling)         its own cap
 -- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
 -- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
--- about         hash    replica incarnation -> its replica info, JSON             sweep
+-- replica_info  hash    replica incarnation -> its replica info, JSON             sweep
 -- variants      zset    hash of an id and its model -> when, ms; its variant       sweep
 -- splits        hash    hash of a model's weights -> when used, surpluses          split, when idle
 -- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
--- buried        zset    id whose end was reported -> when, ms                     sweep
+-- tombstones    zset    id whose end was reported -> when, ms                     sweep
 -- unheard       zset    id given up without a report of its end -> when, ms       its next renewal, sweep
--- orphans       hash    silent replica -> cursor of the sweep's scan              sweep, heartbeat
+-- orphan_cursors hash   silent replica -> cursor of the sweep's scan              sweep, heartbeat
 -- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
 -- log           stream  the decision log, when it is on                           its own cap
 -- wake:R        channel the same notifications as a hint to replica R             (never stored)
@@ -97,14 +97,12 @@ do -- a chunk may have 200 locals
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'answers', 'replicas', 'unheard', 'suspects', 'log', 'blockers', 'variants', 'splits'}) do
+      'metrics', 'workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard', 'suspects', 'log',
+      'blockers', 'variants', 'splits', 'orphan_cursors', 'queue_snapshot'}) do
       key[name] = base .. name
     end
-    key.replica_info, key.tombstones = base .. 'about', base .. 'buried'
-    key.orphan_cursors, key.queue_snapshot = base .. 'orphans', base .. 'lanes'
-    for name, kind in pairs({flows = 'flows', throttled = 'parked', finish = 'finish', candidates = 'victims',
-      preempted = 'preempted'}) do
-      key[name] = by_band(function(band) return base .. kind .. ':' .. band end)
+    for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do
+      key[kind] = by_band(function(band) return base .. kind .. ':' .. band end)
     end
     for _, kind in ipairs({'queue', 'growing', 'static', 'blocked'}) do
       key[kind] = by_band(function(band) return names_with_prefix(base .. kind .. ':' .. band .. ':') end)
@@ -114,10 +112,6 @@ do -- a chunk may have 200 locals
       return base .. 'line:' .. band .. ':' .. joined(flow_queue, workload)
     end
 
-    -- The previous version's spelling. Requests that it queued stay there until they are served.
-    function key.older_line(band, flow_queue, workload)
-      return base .. 'line:' .. band .. ':' .. flow_queue .. ':' .. workload
-    end
     key.inbox = names_with_prefix(base .. 'inbox:')
     function key.wake(replica) return base .. 'wake:' .. replica end
     pools[pool_key] = key

@@ -31,7 +31,7 @@ do
 
   -- Tags only grow, and so does the rounding error of their sums. When v passes REBASED_AT, all tags of the band are
   -- lowered by the same amount, which keeps their order. Records of running requests keep their higher tags; the
-  -- `floor` of `queue.correct` allows for that. An older version does not, so nothing is lowered while one is active.
+  -- `floor` of `queue.correct` allows for that.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
   local MOST_REBASED = 30000 -- tags; a band with more is left until it has fewer
   local function lower(set, by)
@@ -53,7 +53,7 @@ do
 
   function upkeep.rebase_tags(band)
     local by, count = pool[V[band]] - REBASED_TO, 0
-    if by < REBASED_AT - REBASED_TO or pool.has_older_version() then return end
+    if by < REBASED_AT - REBASED_TO then return end
     local all = {key.flows[band], key.throttled[band], key.finish[band]}
     for _, set in ipairs(all) do count = count + read('ZCARD', set) end
     if count > MOST_REBASED then return end
@@ -116,8 +116,7 @@ do
     return more
   end
 
-  -- Add the candidates that were left out: by an older version, which does not keep the set, or before
-  -- Critical became preemptible.
+  -- Add the candidates that are missing: those from before Critical became preemptible, or all if the set was lost.
   function upkeep.add_preemption_candidates(limit)
     for _, band in ipairs(BANDS) do
       local candidates, flows = key.candidates[band], key.flows[band]

@@ -103,8 +103,8 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.tombstone("over")
     await me.store.return_grant(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
-    # As a version leaves it that keeps no such order:
-    await fleet.redis.delete(fleet.keys.prefix + "victims:1")
+    # The set of candidates for preemption is lost.
+    await fleet.redis.delete(fleet.keys.prefix + "candidates:1")
     for name in names:
         await me.beat()
         await me.store.settle(name, Outcome.COMPLETED, 2.0, 7)

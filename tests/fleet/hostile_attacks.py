@@ -193,7 +193,7 @@ def _forged(number: int) -> bytes:
         common.access_log_type = kinds[each % len(kinds)]
         fields = [f"flow{number}", "1", "1.0", "1e12", "", "3", MODEL, "127.0.0.1:1", "0"]
         token = "\t".join((*fields, dice.choice(("", "ab" * 14, "x" * 28, "é"))))
-        metadata = {"id": f"forged-{number}-{each}", "ticket": token}
+        metadata = {"id": f"forged-{number}-{each}", "token": token}
         common.metadata.filter_metadata["picker"].update(metadata)
         common.metadata.filter_metadata["picker.usage"].update({"completion_tokens": 1e300})
         entry.response.response_code.value = dice.choice((0, 200, 2**32 - 1))

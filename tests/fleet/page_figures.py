@@ -149,7 +149,7 @@ def flows(rows: Sequence[Row], shot: Thing) -> None:
         share(due, flow["fair_share"])
         count(rate, flow["served_cost_per_s"])
         turn = "in turn" if flow["weight"] == 1 else f"in turn, weight {flow['weight']:g}"
-        assert state == ("at its limit" if flow["parked"] else turn)
+        assert state == ("at its limit" if flow["throttled"] else turn)
 
 
 def workloads(rows: Sequence[Row], shot: Thing) -> None:

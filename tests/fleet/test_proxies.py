@@ -244,7 +244,7 @@ async def settlements(fleet: Any) -> float:
     pages = await asyncio.gather(*(fresh(partial(page_of, fleet, replica)) for replica in range(2)))
     name = "epp_access_log_rejected_total"
     # Envoy logs refused requests without a token.
-    return sum(total(page, name) - total(page, name, reason="no-ticket") for page in pages)
+    return sum(total(page, name) - total(page, name, reason="no-token") for page in pages)
 
 
 async def test_a_long_answer_keeps_its_place_longer_than_a_lease(here: Any, urls: dict[str, str]) -> None:

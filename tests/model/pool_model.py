@@ -251,18 +251,18 @@ class PoolModel:
     def _orphan(self, r: Request, until_ms: int) -> None:
         """Its replica is silent: keep it, out of the order, for the replica that brings its id."""
         self.queue.remove(r)
-        r.state, r.timer_ms = "held", min(r.deadline_ms, until_ms)
-        self._log("held", r.id)
+        r.state, r.timer_ms = "orphaned", min(r.deadline_ms, until_ms)
+        self._log("orphaned", r.id)
 
     def _run_timers(self, limit: int) -> tuple[int, int]:
         """Returns how many ran, and how many of them ended. Once a call."""
         self._timed = True
-        waiting = [r for r in self.requests.values() if r.state in ("queued", "held")]
+        waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         due = sorted((r.timer_ms, r.id) for r in waiting if r.timer_ms <= self.moment.now_ms)[:limit]
         ended = self.ended
         for _, id in due:
             r = self.requests[id]
-            if r.state == "held":
+            if r.state == "orphaned":
                 self._finish(r, "abandoned")
             elif r.deadline_ms <= self.moment.now_ms:
                 self._turn_away(r, "expired")

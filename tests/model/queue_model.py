@@ -83,7 +83,7 @@ class QueueModel(PoolModel):
         r = self.requests.get(id)
         if r is None:
             return "unknown"
-        if r.state in ("queued", "held"):
+        if r.state in ("queued", "orphaned"):
             self._finish(r, "cancelled")
             return f"left {r.model}"
         self._correct(r, actual)
@@ -115,7 +115,7 @@ class QueueModel(PoolModel):
         r = self.requests.get(id)
         if r is None:
             return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
-        if r.state in ("queued", "held"):
+        if r.state in ("queued", "orphaned"):
             return "waiting"
         self._lease(r)
         if r.state == "placed" and served not in ("", first(r.endpoints)):
@@ -138,7 +138,7 @@ class QueueModel(PoolModel):
         r = self.requests.get(id)
         if r is None:
             return "unknown"
-        if r.state not in ("queued", "held"):
+        if r.state not in ("queued", "orphaned"):
             return "running"
         self._turn_away(r, "evicted")
         return "evicted"
@@ -167,8 +167,8 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # No keys, since none are offered; nobody of another version; and what time it is.
-        reply.answers += [self.moment.settings["paused"], "", 0, self.moment.now_us]
+        # No keys, since none are offered, and what time it is.
+        reply.answers += [self.moment.settings["paused"], "", self.moment.now_us]
         return reply
 
     def publish(
@@ -291,11 +291,11 @@ class QueueModel(PoolModel):
     def _adopt(self, r: Request, item: Arrival) -> str:
         old_owner, old_attempt = r.owner, r.attempt
         r.owner, r.attempt = self._caller, item.attempt
-        if r.state in ("queued", "held"):
+        if r.state in ("queued", "orphaned"):
             if r.deadline_ms <= self.moment.now_ms:
                 self._finish(r, "expired")
                 return "expired"
-            if r.state == "held":
+            if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*"
             self._withdraw_notification(r)  # of an earlier request of this id

@@ -67,7 +67,7 @@ class Pool:
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> Done:
         self.tombstones.add(request_id)
-        return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "buried")
+        return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "stored")
 
     def now_ms(self) -> int:
         return 0

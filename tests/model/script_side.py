@@ -97,7 +97,7 @@ class ScriptSide:
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:
-    return entry["flow"] if entry["event"] in ("parked", "unparked") else ""
+    return entry["flow"] if entry["event"] in ("throttled", "unthrottled") else ""
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:

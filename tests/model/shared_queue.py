@@ -102,7 +102,7 @@ class SharedQueue(FairQueue[Request]):
     def throttle(self, r: Request) -> None:
         """r's flow is at its limit: its flow queue takes no turns, and keeps its tag."""
         self.bands[r.priority].turns.remove(r.flow_queue)
-        self._log("parked", r.flow_queue)
+        self._log("throttled", r.flow_queue)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
         """r's flow queue, throttled, waits for room on one of these endpoints."""
@@ -128,7 +128,7 @@ class SharedQueue(FairQueue[Request]):
         if name in band.queues and name not in band.turns:
             self._blocked.pop((priority, name), None)
             self.activate(band, name, max(band.v, band.queues[name].tag))
-            self._log("unparked", name)
+            self._log("unthrottled", name)
 
     def throttled(self, band: BandQueue[Request]) -> dict[str, float]:
         """The throttled flow queues of a band, with their tags."""

@@ -87,18 +87,18 @@ class SideBySide:
         """What the model's state is in the sorted sets that docs/redis-schema.md lists."""
         requests = self.model.requests.values()
         orders = {
-            "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "held")},
+            "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "orphaned")},
             "overdue": self.model.queue.overdue.scores(),
             "inflight": {r.id: float(r.lease_ms) for r in self.model.in_flight()},
         }
         by_workload = self.model.moment.settings.get("ordering") == "workload-aware"
         for number, band in self.model.queue.bands.items():
             orders[f"flows:{number}"] = band.turns.scores()
-            orders[f"parked:{number}"] = self.model.queue.throttled(band)
+            orders[f"throttled:{number}"] = self.model.queue.throttled(band)
             orders[f"finish:{number}"] = band.finish
             if number != Band.CRITICAL.priority:
                 last = {name: float(when) for name, when in band.preempted.items()}
-                orders[f"victims:{number}"] = {name: last.get(name, 0.0) for name in band.queues}
+                orders[f"candidates:{number}"] = {name: last.get(name, 0.0) for name in band.queues}
                 orders[f"preempted:{number}"] = {k: when for k, when in last.items() if k not in band.queues}
             for address in ("e1", "e2", "e3"):
                 orders[f"blocked:{number}:{address}"] = self.model.queue.blocked(number, address)

@@ -492,9 +492,9 @@ def test_a_queue_that_stands_still_asks_for_the_longest_retry_after(side: Script
 
 def test_a_flow_at_its_limit_is_passed_over_until_one_of_it_ends(side: ScriptSide) -> None:
     pool = holding(side, "p1 limit=1, p2 limit=1", "p3 limit=1, q1", endpoints=2, upper_per=4)
-    assert pool.events[-3:] == ["parked p ", "granted q1 turn", "placed q1 "]
+    assert pool.events[-3:] == ["throttled p ", "granted q1 turn", "placed q1 "]
     assert pool.end("p1") == ["p3"]
-    assert "unparked p " in pool.events
+    assert "unthrottled p " in pool.events
 
 
 def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: ScriptSide) -> None:
@@ -504,7 +504,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
     pool.tune(paused=None)
     # It is granted, and may only go where the other runs.
     assert pool.place("p2", "e1") == "queued 10000"
-    assert pool.events[-2:] == ["requeued p2 ", "parked p "]
+    assert pool.events[-2:] == ["requeued p2 ", "throttled p "]
     assert pool.model.queue.bands[0].queues["p"].tag == 0.0
     assert workload_of(pool) == (1, 1, 0)
     pool.passes(40)
@@ -636,7 +636,7 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     # Nothing is granted to a silent replica, swept or not; its request keeps its place for another.
     pool.sweep()
     assert pool.admit("orphan") == ["queued 840000 adopted"]
-    assert pool.of("orphan") == ["queued", "held", "adopted"]
+    assert pool.of("orphan") == ["queued", "orphaned", "adopted"]
     assert pool.serve() == ["orphan", "alive"]
 
 

@@ -1,7 +1,6 @@
 """The scripts of one pool, called without a replica."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -13,7 +12,6 @@ from picker_fleet.state.store import pack_arrival
 
 OPEN = json.dumps({"labels": {}, "draining": False})  # an endpoint that takes requests
 START_MS = 1_800_000_000_000
-_FORMER = Path(__file__).parents[1] / "data" / "library-2e1bd23.lua"
 _CLOCK = """
 -- %s
 local now_us, now_ms
@@ -92,12 +90,6 @@ class DirectPool:
     def clear(self) -> None:
         if keys := self.keys():
             self.client.delete(*keys)
-
-
-def former_library() -> Library:
-    """The library of a version that knows three bands, and fewer counters."""
-    source = _FORMER.read_text(encoding="utf-8")
-    return Library(source, source.split("\n", 1)[0].removeprefix("#!lua name=picker_"))
 
 
 class ClockedPool(DirectPool):

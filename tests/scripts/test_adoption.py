@@ -22,7 +22,7 @@ async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet
             calls += 1
         assert calls >= 3
         last = {entry.request: entry.event for entry in await it.log()}
-        expected = {f"q{i}": "held" for i in range(250)} | {f"b{i}": "queued" for i in range(10)}
+        expected = {f"q{i}": "orphaned" for i in range(250)} | {f"b{i}": "queued" for i in range(10)}
         assert expected.items() <= last.items()
 
 
@@ -34,7 +34,7 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
         assert (await b.sweep()).more
         # When it beats again, it is told, is swept no further, and may register what it holds.
         assert not (await a.beat()).was_known
-        assert not await it.has("orphans")
+        assert not await it.has("orphan_cursors")
         assert (await a.admit("q0")).status == "queued"
         assert (await a.beat()).was_known
 

@@ -113,7 +113,7 @@ class Storm:
         await self._read_log()
         last = self._last
         same = {"placed": ("placed", "bypassed"), "queued": ("queued", "requeued")}.get(event, (event,))
-        known = ("queued", "requeued", "granted", "placed", "bypassed", "held")
+        known = ("queued", "requeued", "granted", "placed", "bypassed", "orphaned")
         self._owners = {each: owner for each, owner in self._owners.items() if last.get(each) in known}
         found = [each for each in self._owners if last[each] in same]
         return self._random.sample(found, min(most, len(found)))
@@ -139,7 +139,16 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
     }  # fmt: skip
     async with valkey_fleet("a", "b", "c", endpoints=2, **settings) as it:
         storm = Storm(it, 11, unit)
-        rare = {"granted", "bypassed", "expired", "cancelled", "evicted", "adopted", "parked", "unparked"}
+        rare = {
+            "granted",
+            "bypassed",
+            "expired",
+            "cancelled",
+            "evicted",
+            "adopted",
+            "throttled",
+            "unthrottled",
+        }
         await storm.let_one_expire()
         await storm.blow(60, until_seen={*rare, "guard"})
         # and bounds, weights and the order changed while requests wait
@@ -180,7 +189,7 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
             await b.place(f"left{i}")
             await b.settle(f"left{i}")
         # The log, which is audited at the end, has them.
-        assert {"held", "adopted"} <= {entry.event for entry in await it.log()}
+        assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
 async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFleet, valkey_url: str) -> None:

@@ -1,18 +1,14 @@
-"""Bands of any priority in the scripts: their number, what keeps them, and versions that know three."""
+"""Bands of any priority in the scripts: their number, and what keeps them."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import redis
-from direct_calls import OPEN, DirectPool, arrival, former_library
+from direct_calls import DirectPool, arrival
 
 from picker_fleet.bands import Bands
-from picker_fleet.config import Settings
-from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.state import schema
-from picker_fleet.state.scripts import Library
 
 OTHERS = 61  # bands besides the three
 
@@ -88,14 +84,6 @@ def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> Non
     assert lengths_of(full)[7] == 0
 
 
-def test_a_replica_that_has_left_is_of_no_version(full: DirectPool) -> None:
-    full.call("heartbeat", "b", "{}", 60_000)
-    # As Store.leave does.
-    full.client.zadd(f"{full.prefix}replicas", {"b": 0}, xx=True)
-    queue(full, [7])
-    assert lengths_of(full)[7] == 1
-
-
 def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
     # One of another priority in a batch that cannot be done.
     with pytest.raises(redis.ResponseError):
@@ -128,60 +116,6 @@ def test_a_token_of_no_priority_restores_nothing(full: DirectPool, priority: obj
     reply = full.call("renew", "a", "lost", "1", "", TOKEN.format(number=9, priority=priority), 0)
     assert reply[4] == b"unknown"
     assert len(full.requests()) == known
-
-
-@pytest.fixture
-def former(full: DirectPool) -> Library:
-    """The library of a version that knows three bands, a replica of which may be at work on the pool."""
-    return full.load(former_library())
-
-
-def former_comes(pool: DirectPool, former: Library) -> None:
-    pool.call("heartbeat", "former", "{}", 60_000, library=former)
-
-
-def test_beside_a_version_that_knows_three_bands_requests_wait_in_the_nearest_of_them(
-    full: DirectPool, former: Library
-) -> None:
-    former_comes(full, former)
-    queue(full, (100, 7, -3, -(2**31)))
-    assert lengths_of(full) == {10: 1, 0: 1, -10: 2}
-    # The former serves them.
-    full.call("settle", "former", "runs", "completed", "", "", library=former)
-    assert full.client.hget(f"{full.prefix}inbox:a", "of 100") == b"granted"
-    # Once it has gone a band is made.
-    full.client.zrem(f"{full.prefix}replicas", "former")
-    queue(full, [8])
-    assert lengths_of(full)[8] == 1
-
-
-def test_when_a_version_that_knows_three_bands_comes_all_requests_move_to_those(
-    full: DirectPool, former: Library
-) -> None:
-    # Two wait in bands of their own, and one runs.
-    full.call("renew", "a", "runs too", "1", "", TOKEN.format(number=0, priority=50), 0)
-    queue(full, (7, -3))
-    assert lengths_of(full) == {50: 0, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
-    # A replica of the present version learns of the other one, and sweeps.
-    former_comes(full, former)
-    full.call("heartbeat", "a", "{}", 60_000)
-    sweep(full)
-    sweep(full)
-    assert lengths_of(full) == {10: 0, 0: 1, -10: 1}
-    # The former knows all of them.
-    for request in ("runs", "runs too", "of 7", "of -3"):
-        reply = full.call("settle", "former", request, "completed", "", "", library=former)
-        assert reply[4].startswith((b"settled", b"left"))
-    assert full.stock() == 0
-
-
-def test_settings_of_a_version_that_knows_three_bands_are_understood(direct: DirectPool) -> None:
-    settings = shared_settings(Settings(), {})
-    del settings["bands"]
-    direct.call("publish", "a", "c", "e", json.dumps({**settings, "paused": 1}), "a:1", OPEN)
-    direct.call("heartbeat", "a", "{}", 60_000)
-    queue(direct, (100, 7, -3))
-    assert lengths_of(direct) == {100: 1, 10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
 
 
 def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPool) -> None:
@@ -245,17 +179,3 @@ def test_only_the_limit_that_is_in_force_counts(full: DirectPool) -> None:
     assert bytes_of(full) == {0: 900}
     full.publish("a:1", upper_per=1)
     assert full.admit("b", body_bytes=101)[0] == "queued"
-
-
-def test_what_a_version_that_counts_no_bytes_has_done_is_left_out(full: DirectPool, former: Library) -> None:
-    former_comes(full, former)
-    full.admit("a", body_bytes=900)
-    # The former adds one, takes it over and loses the length of its body.
-    full.admit("b", library=former)
-    full.call("admit", "former", arrival("a"), library=former)
-    assert bytes_of(full) == {}
-    # What is counted from then on is taken away when it leaves, and nothing else.
-    full.admit("c", body_bytes=70)
-    for request, left in (("b", 70), ("a", 70), ("c", 0)):
-        full.settle(request)
-        assert sum(bytes_of(full).values()) == left

@@ -38,4 +38,4 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(fleet
             await replica.beat()
         await it.replicas[0].sweep()
         left = {key.removeprefix(it.keys.prefix) for key in await it.redis.keys(it.keys.prefix + "*")}
-        assert left == {"pool", "load", "endpoints", "workloads", "replicas", "about", "log"}
+        assert left == {"pool", "load", "endpoints", "workloads", "replicas", "replica_info", "log"}

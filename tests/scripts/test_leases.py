@@ -94,24 +94,24 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
     # Two that were let go without the shared state, of which one has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
-        assert await a.store.tombstone("ended") == "buried"
+        assert await a.store.tombstone("ended") == "stored"
         # When the replica that let them go brings both, only the one that runs is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == ONE_RUNS
         # And a new request of that id is as any other
         assert (await b.admit("ended")).status == "placed"
-        assert await a.store.tombstone("ended") == "buried"
+        assert await a.store.tombstone("ended") == "stored"
         assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
         # And a lease and 10 s later the tombstone is forgotten
-        tombstones = it.keys.prefix + "buried"
+        tombstones = it.keys.prefix + "tombstones"
         await a.sweep()
         assert await it.redis.zcard(tombstones) == 1
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 10_000, "ended")
         await it.after(1)
         await a.sweep()
-        assert not await it.has("buried")
+        assert not await it.has("tombstones")
         assert await it.at_rest()
 
 
@@ -126,20 +126,20 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         # An end that was reported some time ago, and is told now.
-        assert await a.store.tombstone("r", ended_s) == "buried"
+        assert await a.store.tombstone("r", ended_s) == "stored"
         # When somebody brings back what it let go, and saw alive before or since; who has only heard of it
         # may have an old accounting token.
         assert await b.store.renew("r", None, "", token, seen_s) == "unknown"
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
         # An end that is told again says whether it has come back.
-        assert await a.store.tombstone("r", ended_s) == ("back" if answer == "restored" else "buried")
+        assert await a.store.tombstone("r", ended_s) == ("back" if answer == "restored" else "stored")
         await a.settle("r")
         assert await it.at_rest()
 
 
 async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet: OpenFleet) -> None:
     async with fleet("a") as (it, a):
-        tombstones = it.keys.prefix + "buried"
+        tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
         # More than are kept.
         await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
@@ -156,13 +156,13 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(flee
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
-        await until(lambda: it.redis.zscore(it.keys.prefix + "buried", "r"))
+        await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
         # When the one that let it go is back, it brings nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
         # And what was refused leaves no trace
         b.gate.settle(ended("refused"))
         await b.beat()
-        tombstones = it.keys.prefix + "buried"
+        tombstones = it.keys.prefix + "tombstones"
         assert await it.redis.zcard(tombstones) == 1
         # Nor does the token bring it later, while its end is remembered; the end once more takes nothing
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")

@@ -48,25 +48,6 @@ async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_
         assert await it.at_rest()
 
 
-async def test_requests_that_the_previous_version_queued_are_served_in_its_order(fleet: OpenFleet) -> None:
-    # Requests of one workload that wait in a line spelled with ':', as the version before had it.
-    old = ["old 1", "old 2", "old 3"]
-    async with fleet("a", ordering="workload-aware", full=True) as (it, replica):
-        for request_id in old:
-            await replica.admit(request_id, flow="f", workload="w")
-        line = it.keys.prefix + "line:1:f"
-        await it.redis.rename(f"{line}\x1fw", f"{line}:w")
-        # and one that came since, and another that the version before has served: it left its id behind
-        await replica.admit("new", flow="f", workload="w")
-        await it.redis.zadd(f"{line}\x1fw", {"served": 1})
-        # When all are served, each once, and the old ones in their order.
-        served = await _serve_all(it, replica, "runs")
-        assert sorted(served) == ["new", *old]
-        assert [each for each in served if each != "new"] == old
-        assert await it.at_rest()
-        assert not [key async for key in it.redis.scan_iter(match=f"{line}*")]
-
-
 @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
     flows=["llama3", "llama3:8b"], workloads=["8b:chat", "chat"], replica="a", ids=["1", "2", "3", "4"],

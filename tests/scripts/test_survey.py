@@ -121,12 +121,12 @@ async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> 
 
 async def test_a_snapshot_of_another_version_or_a_damaged_one_is_ignored(valkey_fleet: OpenFleet) -> None:
     fields = json.dumps(FlowQueueRow._fields)
-    others = ('{"fields": ["group", "name"], "lanes": [[1, "x"]], "totals": []}', '{"rows": []}')
+    others = ('{"fields": ["group", "name"], "flow_queues": [[1, "x"]], "totals": []}', '{"rows": []}')
     damaged = (
         "{",
         "[]",
         "7",
-        f'{{"fields": {fields}, "lanes": [[1]], "totals": []}}',
+        f'{{"fields": {fields}, "flow_queues": [[1]], "totals": []}}',
         f'{{"fields": {fields}}}',
     )
     async with valkey_fleet("a", upper_per=1) as (it, a):

@@ -43,7 +43,7 @@ async def tags_are_finite(it: Fleet) -> bool:
 async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
-    # A flow whose weight an older version or nobody has checked, and one beside it.
+    # A flow whose weight nobody has checked, and one beside it.
     async with fleet("a", weights={"bad": weight}, checked=False, full=True) as (it, a):
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
@@ -140,8 +140,9 @@ async def life(it: Fleet, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [
-    "inflight", "timers", "overdue", "flows:1", "parked:1", "queue:1:flow", "queue:1:gone", "growing:1:flow",
-    "static:1:flow", "line:1:flow\x1fw", "victims:1", "preempted:1", "finish:1", "replicas", "buried", "load",
+    "inflight", "timers", "overdue", "flows:1", "throttled:1", "queue:1:flow", "queue:1:gone",
+    "growing:1:flow", "static:1:flow", "line:1:flow\x1fw", "candidates:1", "preempted:1", "finish:1",
+    "replicas", "tombstones", "load",
 ])  # fmt: skip
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set(
@@ -157,11 +158,11 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
         # And what nobody comes upon goes by and by
         await a.sweep()
         await a.sweep()
-        if kind in ("inflight", "timers", "overdue", "flows:1", "parked:1"):
+        if kind in ("inflight", "timers", "overdue", "flows:1", "throttled:1"):
             assert not await it.has(kind)
 
 
-@pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "victims:1"])
+@pytest.mark.parametrize("kind", ["inflight", "timers", "flows:1", "queue:1:flow", "candidates:1"])
 async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
     async with valkey_fleet("a", upper_per=1, lower_per=1, total_capacity=1) as (it, a):
         await a.admit("first")
@@ -182,7 +183,7 @@ async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: Op
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
-        candidates = it.keys.prefix + "victims:2"
+        candidates = it.keys.prefix + "candidates:2"
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
         # When a critical request finds the queue full, one of those that wait gives way.
@@ -195,8 +196,8 @@ async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: Op
 
 @pytest.mark.parametrize(("kind", "value"), [
     ("inbox:a", "granted"), ("inbox:a", "expired"), ("marks", "x"), ("limits", "x"), ("workloads", "x"),
-    ("answers", "short"), ("requests", "\x02short"), ("requests", "\x63"), ("about", "{"), ("orphans", "7"),
-    ("metrics", "{"),
+    ("answers", "short"), ("requests", "\x02short"), ("requests", "\x63"), ("replica_info", "{"),
+    ("orphan_cursors", "7"), ("metrics", "{"),
 ])  # fmt: skip
 async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_hash(
     fleet: OpenFleet, kind: str, value: str

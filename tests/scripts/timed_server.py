@@ -46,7 +46,7 @@ class TimedPool(DirectPool):
             epoch, now_us, at_ms = self._last_beat
             known = (epoch, now_us + (self.real_ms - at_ms) * 1000)
         reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", *known)
-        self._last_beat = (reply[0], int(reply[18]), self.real_ms)
+        self._last_beat = (reply[0], int(reply[17]), self.real_ms)
         return reply
 
     def sweep(self) -> bool:
@@ -82,4 +82,4 @@ class TimedPool(DirectPool):
 
     def now_ms(self) -> int:
         """By the pool's clock."""
-        return int(self.beat()[18]) // 1000
+        return int(self.beat()[17]) // 1000

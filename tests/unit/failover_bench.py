@@ -172,9 +172,12 @@ class Bench:
 
     def tell_peers(self, answered: Sequence[str] | None = None, **degraded: bool) -> None:
         """What the live replicas say: those named that they are degraded, and all which returns they have
-        `answered`; None, as from a version without this field."""
-        fields = {} if answered is None else {"told": answered}
-        about = {name: {"degraded": degraded.get(name, False), "grpc": name, **fields} for name in ("a", "b")}
+        `answered`; None: any."""
+        told = [f"a:{number}" for number in range(99)] if answered is None else answered
+        about = {
+            name: {"degraded": degraded.get(name, False), "grpc": name, "answered": told}
+            for name in ("a", "b")
+        }
         self.gate.update_peers(about)
 
     def end(self, request_id: str, placement: Placement | None = None, **changes: Any) -> None:

@@ -96,7 +96,7 @@ class QueueSimulator:
         known = self.requests.get(name)
         if known is not None:
             known.owner = fields.get("owner", known.owner)
-            tag = self.enter(known) if known.state == "held" else None
+            tag = self.enter(known) if known.state == "orphaned" else None
             self.write("adopted", known, tag=tag)
             self.dispatch()
             return
@@ -141,11 +141,11 @@ class QueueSimulator:
         """The request's replica is silent."""
         r = self.requests[name]
         self.queue.remove(r)
-        r.state = "held"
-        self.write("held", r)
+        r.state = "orphaned"
+        self.write("orphaned", r)
 
     def sweep(self) -> None:
-        for r in [r for r in self.requests.values() if r.state in ("queued", "held")]:
+        for r in [r for r in self.requests.values() if r.state in ("queued", "orphaned")]:
             if self.is_late(r):
                 self.end(r, "expired" if r.state == "queued" else "abandoned")
         self.queue.forget_finish_tags(at_rest=self.stock == 0 and self.queued == 0)
@@ -241,7 +241,7 @@ class QueueSimulator:
                 self.end(r, "expired")
             elif self.flow_full(r):
                 band.turns.remove(r.flow_queue)
-                self.write_throttling("parked", r.band, r.flow_queue, self.tag_of(band, r.flow_queue))
+                self.write_throttling("throttled", r.band, r.flow_queue, self.tag_of(band, r.flow_queue))
             elif not self.has_room(r):
                 return
             else:
@@ -271,7 +271,7 @@ class QueueSimulator:
         for number, band in enumerate(self.queue.bands.values()):
             if ran and r.limit and r.flow in band.queues and r.flow not in band.turns:
                 self.queue.activate(band, r.flow, max(band.v, band.queues[r.flow].tag))
-                self.write_throttling("unparked", number, r.flow, band.queues[r.flow].tag)
+                self.write_throttling("unthrottled", number, r.flow, band.queues[r.flow].tag)
 
     def write_throttling(self, event: str, band: int, name: str, tag: float) -> None:
         self.write(event, Request("", name, band), tag=tag)

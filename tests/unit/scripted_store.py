@@ -69,7 +69,7 @@ class ScriptedStore:
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         self.tombstones.append(request_id)
-        return answered("buried")
+        return answered("stored")
 
     def now_ms(self) -> int:
         return 0

@@ -141,7 +141,7 @@ async def test_a_count_and_the_ends_of_another_replica_are_for_the_fleet_alone()
         assert await strangers.ended_before(address, ["r"]) is None
         many = [f"{n:036}" for n in range(30_000)]
         assert await them.ended_before(address, many) == many
-    async with replica(gives) as address, peers() as them:  # without an outage, or of an earlier version
+    async with replica(gives) as address, peers() as them:  # without an outage
         assert await them.count(address) is None
         assert await them.ended_before(address, ["r"]) is None
 

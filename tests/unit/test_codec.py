@@ -24,7 +24,7 @@ def test_a_placement_names_the_endpoints_in_header_and_metadata_alike() -> None:
     assert common.clear_route_cache
     metadata = answer.dynamic_metadata
     assert dict(metadata["envoy.lb"]) == {codec.DESTINATION: HEADER}
-    assert dict(metadata["picker"]) == {"id": "id-1", "ticket": "ticket-1", "pressure": "0.25"}
+    assert dict(metadata["picker"]) == {"id": "id-1", "token": "ticket-1", "pressure": "0.25"}
 
 
 def test_answers_to_the_same_endpoints_do_not_mix() -> None:

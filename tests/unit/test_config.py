@@ -262,9 +262,6 @@ def test_a_fault_has_a_line_of_its_own_and_says_what_would_be_valid() -> None:
     assert message.startswith(f"fair_request_queue.capacity: {valid} total_capacity,")
     message = fault({"scheduling": {"latency": {"delta": 1}}})
     assert message == f"scheduling.latency.delta: {valid} alpha, beta, gamma"
-    for key in ("call_timeout", "decision_budget"):
-        message = fault({"redis": {key: "50ms"}})
-        assert message == f"redis: {key} is retired: redis.silence says how long Redis may say nothing"
     # A silence may not outlast a lease.
     assert re.search(r"redis\.silence 8s.*leases\.inflight 15s", fault({"redis": {"silence": "8s"}}))
     lines = fault({"pool": "", "redis": {"url": "http://x"}, "nonsense": 1}).splitlines()

@@ -70,7 +70,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
     # The id is Envoy's where only Envoy can set it. In standard the stream owns the request.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
-    told = {"id": request.id, "ticket": "ticket-1", "pressure": "0.25"}
+    told = {"id": request.id, "token": "ticket-1", "pressure": "0.25"}
     assert dict(answers[0].dynamic_metadata["picker"]) == told
     assert stream_owned == (not talk.exchange.done) == (mode == "standard")
     assert talk.metrics.answers == [(mode, "m", "ok")]

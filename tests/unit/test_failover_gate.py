@@ -201,7 +201,7 @@ async def test_repeated_failovers_need_more_answered_heartbeats() -> None:
             wanted.append(beats)
             await until(lambda: bench.gate.state is FailoverState.SHARED)
     assert wanted == [2, 4, 8, 16, 16, 16]
-    to = {"local": 6, "returning": 6, "shared": 6}
+    to = {"local": 6, "resyncing": 6, "shared": 6}
     assert bench.counted("epp_failover_transitions_total", "to") == to
     assert bench.counted("epp_failover_transitions_total", "cause")["silence"] == 6
 

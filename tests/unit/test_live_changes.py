@@ -147,10 +147,6 @@ def test_changing_one_weight_keeps_the_others() -> None:
     assert changed(*map(band_weights, (*both, None))) == {}
     changes = changed(*map(band_weights, both))
     assert live_config.nested(changes) == band_weights({"Critical": 60, "Default": 30})
-    # So they are beside a whole mapping, as earlier versions kept it, in either order.
-    whole = {"fair_request_queue.band_weights": {"critical": 80, "Default": 5}}
-    for mixed in ({**whole, **changes}, {**changes, **whole}):
-        assert live_config.overrides(configured, mixed) == {"band_weights": [60, 30, 10]}
 
 
 def band_weights(weights: object) -> dict[str, Any]:
@@ -244,7 +240,7 @@ BAD_CHANGES: list[tuple[dict[str, Any], str, str]] = [
     (scorers({"random": -1}), "scheduling.scorers.random", "0 turns it off"),
     (scorers({"random": "3"}), "scheduling.scorers.random", "must be a number"),
     ({"fair_request_queue": {"band_weights": 5, "band_weights.Urgent": 3}}, "fair_request_queue.band_weights",
-     "'Urgent' is no band; valid: Critical, Default, Sheddable"),
+     "valid dictionary"),
     ({"fair_request_queue": {"ordering": "lifo"}}, "fair_request_queue.ordering", "'fcfs', 'edf'"),
     ({"fair_request_queue": {"total_capacity": "5"}}, "fair_request_queue.total_capacity", "integer"),
     ({"fair_request_queue": {"flow_capacity": 600}}, "fair_request_queue", "exceeds total_capacity 500"),

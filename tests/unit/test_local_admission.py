@@ -120,7 +120,7 @@ def test_the_journal_has_all_that_runs_and_all_that_ended() -> None:
     now_s = 9.0
     for name in ("theirs", "over-too", "mine"):
         journal.alive(Alive(name, E3, token))
-    journal.alive(Alive("no-ticket", E3, ""))
+    journal.alive(Alive("no-token", E3, ""))
     journal.ended(ended("over"), token)
     journal.ended(ended("over-too"), token)
     journal.alive(Alive("over-too", E3, token))  # a late sign of life

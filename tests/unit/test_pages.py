@@ -165,7 +165,13 @@ def admin_codes() -> Iterator[tuple[str, str]]:
             if numbers and codes:
                 yield codes[0], str(numbers[0])
     yield from ((code, str(status)) for status, code in protection._CODES.items())
-    for fault in (BadCursor, errors.StateUnavailable, errors.WritesRefused, errors.ScriptFailed):
+    for fault in (
+        BadCursor,
+        errors.StateUnavailable,
+        errors.WritesRefused,
+        errors.OtherFormat,
+        errors.ScriptFailed,
+    ):
         yield fault.code, str(fault.status)
 
 

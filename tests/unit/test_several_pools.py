@@ -258,7 +258,7 @@ async def test_a_settle_token_ends_the_request_in_its_own_pool() -> None:
 def ended(request_id: str, keys: Keyring, kind: str = "DownstreamEnd", signed_for: str = "") -> Entry:
     message = bare(kind, request_id)
     token = accounting_token.signed(FIELDS, signed_for or request_id, keys)
-    describe(message, {"picker": {"ticket": token}})
+    describe(message, {"picker": {"token": token}})
     return message
 
 
@@ -280,7 +280,7 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
     # Nobody knows whose request it was that has no token: each pool looks.
     assert [gate.suspected for gate in gates] == [["gone"], ["gone"]]
     page = samples(metrics[0])
-    for reason in ("unknown-key", "bad-signature", "no-ticket"):
+    for reason in ("unknown-key", "bad-signature", "no-token"):
         assert page["epp_access_log_rejected_total", f"reason={reason}"] == 1
 
 

@@ -16,8 +16,8 @@ from picker_fleet.failover.tombstones import Tombstones
 from picker_fleet.state.store import Store
 
 REPORT_S = 5.0
-CALM: Mapping[str, Any] = {"degraded": False, "returns": 0, "told": []}
-RETURNING = {"degraded": True, "returns": 1}
+CALM: Mapping[str, Any] = {"degraded": False, "resyncs": 0, "answered": []}
+RESYNCING = {"degraded": True, "resyncs": 1}
 
 
 class Told(ScriptedStore):
@@ -30,7 +30,7 @@ class Told(ScriptedStore):
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         super().tombstone(request_id, ago_s)
-        verdict = "back" if request_id in self.restored else "buried"
+        verdict = "back" if request_id in self.restored else "stored"
         return answered(StateUnavailable("away") if self.away else verdict)
 
 
@@ -59,7 +59,7 @@ class Bench:
 
     async def told_of_return(self) -> None:
         """`b` resyncs, and has been told of the ends."""
-        self.say(b=RETURNING)
+        self.say(b=RESYNCING)
         await until(lambda: self.pokes)
 
 
@@ -80,7 +80,7 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
     # Another replica fails over and resyncs: Redis gets the ends that are not too old.
     await bench.told_of_return()
     assert bench.store.tombstones == ["late"]
-    assert bench.ends.heartbeat_fields() == {"returns": 0, "told": ["b:1"]}
+    assert bench.ends.heartbeat_fields() == {"resyncs": 0, "answered": ["b:1"]}
 
 
 async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Bench) -> None:
@@ -88,12 +88,12 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Be
     await until(lambda: bench.pokes)
     bench.ends.add("x")
     assert bench.store.tombstones == ["x"]
-    bench.say(b=RETURNING)
+    bench.say(b=RESYNCING)
     await until(lambda: bench.pokes > 1)
     assert bench.store.tombstones == ["x"]
     # The shared state comes back empty.
     bench.store.epoch = "another life"
-    bench.say(b=RETURNING)
+    bench.say(b=RESYNCING)
     await until(lambda: bench.store.tombstones == ["x", "x"])
 
 
@@ -111,7 +111,7 @@ async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(be
     # Its end was received here.
     bench.ends.add("x")
     bench.store.restored = {"x"}
-    bench.say(b={"returns": 1})
+    bench.say(b={"resyncs": 1})
     await until(lambda: bench.store.settled)
     assert [name for name, _, _ in bench.store.settled] == ["x"]
 
@@ -119,25 +119,25 @@ async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(be
 async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Bench) -> None:
     bench.shared = False
     bench.ends.add("x")
-    bench.say(b=RETURNING)
+    bench.say(b=RESYNCING)
     for _ in range(10):
         await asyncio.sleep(0)
-    assert (bench.store.tombstones, bench.ends.heartbeat_fields()["told"]) == ([], [])
+    assert (bench.store.tombstones, bench.ends.heartbeat_fields()["answered"]) == ([], [])
     bench.shared = True
-    bench.say(b=RETURNING)
-    await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
+    bench.say(b=RESYNCING)
+    await until(lambda: bench.ends.heartbeat_fields()["answered"] == ["b:1"])
     assert bench.store.tombstones == ["x"]
 
 
 async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(bench: Bench) -> None:
     bench.ends.add("x")
     bench.store.away = True
-    bench.say(b=RETURNING)
+    bench.say(b=RESYNCING)
     await until(lambda: bench.store.tombstones)
-    assert bench.ends.heartbeat_fields()["told"] == []
+    assert bench.ends.heartbeat_fields()["answered"] == []
     bench.store.away = False
-    bench.say(b=RETURNING)
-    await until(lambda: bench.ends.heartbeat_fields()["told"] == ["b:1"])
+    bench.say(b=RESYNCING)
+    await until(lambda: bench.ends.heartbeat_fields()["answered"] == ["b:1"])
 
 
 async def test_an_id_that_is_let_go_anew_is_not_told_as_ended(bench: Bench) -> None:
@@ -152,11 +152,14 @@ async def test_a_return_waits_until_each_of_the_others_has_told_for_it() -> None
     bench.say()
     bench.ends.begin_resync()
     waiting = asyncio.create_task(bench.ends.wait_for_peers(("a", "b", "c")))
-    for fields in ({"b": {"told": ["a:1"]}}, {"b": {"told": ["a:1"]}, "c": {"told": ["a:0", "b:1"]}}):
+    for fields in (
+        {"b": {"answered": ["a:1"]}},
+        {"b": {"answered": ["a:1"]}, "c": {"answered": ["a:0", "b:1"]}},
+    ):
         bench.say(**fields)
         await asyncio.sleep(0)
         assert not waiting.done()
-    bench.say(b={"told": ["a:1"]}, c={"told": ["a:1"]})
+    bench.say(b={"answered": ["a:1"]}, c={"answered": ["a:1"]})
     await waiting
 
 

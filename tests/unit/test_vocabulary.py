@@ -1,7 +1,7 @@
 """The project speaks the field's language: words that it once had of its own stay gone.
 
 Each is listed with the standard term that took its place. Exempt are the pages that tell what earlier
-versions called a thing, and the library of an earlier version that tests run beside this one.
+versions called a thing.
 """
 
 import re
@@ -27,8 +27,7 @@ WORDS = {
     "witness": "client history",
 }  # fmt: skip
 
-# No name in code. In text they have their meaning in English, or name stored keys and replies
-# (`victims`, `lanes`, `buried`, `held`), which replicas of two versions share.
+# No name in code. In text they have their meaning in English.
 NAMES = {
     "buried": "tombstone", "lanes": "flow queues", "victims": "preemption candidates",
     "ahead": "read_ahead", "writes": "write_behind", "later": "defer_write", "born": "epoch",

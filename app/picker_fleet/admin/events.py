@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from picker_fleet.admin import models
 from picker_fleet.admin.fleet_state import PAUSE_S
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.bands import Bands, Criticality
+from picker_fleet.bands import Bands
 from picker_fleet.errors import RequestError
 from picker_fleet.state.reads import Reads
 
@@ -133,19 +133,12 @@ def _decision(fields: dict[str, str], bands: Bands) -> models.Decision:
         seq=int(fields["seq"]),
         at=float(fields["time_us"]) / 1e6,
         event=fields["event"],
-        band=_band(fields, bands) if fields["flow"] else None,
+        band=bands.of(int(fields["priority"])).name if fields["flow"] else None,
         stock=float(fields["stock"]),
         queued=int(float(fields["queued"])),
         note=fields["note"],
         **{name: fields[name] or None for name in names},
     )
-
-
-def _band(fields: dict[str, str], bands: Bands) -> str:
-    """The name; an entry of a version that knows three bands has no priority."""
-    if "priority" in fields:
-        return bands.of(int(fields["priority"])).name
-    return list(Criticality)[int(fields["band"])]
 
 
 class Listener:

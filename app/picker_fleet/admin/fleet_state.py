@@ -44,7 +44,7 @@ _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica's last heartbeat reports. None: not reported, or of another version's format."""
+    """What a replica's last heartbeat reports. None: not reported, or of another type."""
 
     id: str
     heartbeat_s_ago: float

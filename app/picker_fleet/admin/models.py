@@ -56,7 +56,7 @@ _ENDPOINT: dict[str, Any] = {
 }  # fmt: skip
 _FLOW: dict[str, Any] = {
     "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
-    "parked": False, "in_flight": 4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75,
+    "throttled": False, "in_flight": 4, "served_cost_per_s": 7.2, "share": 0.74, "fair_share": 0.75,
 }  # fmt: skip
 _REQUEST: dict[str, Any] = {
     "id": "4f1d-9c", "state": "queued", "flow": "gold", "band": "Default", "workload": "chat",
@@ -287,7 +287,9 @@ class Flow(_Open):
     oldest_s: Rounded = Field(description="age of the oldest of them; under `edf`, of the one served next")
     start_tag: float = Field(description="the flow with the smallest one of its band is served next")
     weight: float = Field(description="its share relative to the other waiting flows")
-    parked: bool = Field(description="it is at its limit of requests in flight, and skipped until one ends")
+    throttled: bool = Field(
+        description="it is at its limit of requests in flight, and skipped until one ends"
+    )
     in_flight: int | None = Field(description="null: not counted, since the flow has no limit")
     served_cost_per_s: Rounded | None = Field(description="fleet-wide, over the last 10 s; null: not known")
     share: Rounded | None = Field(
@@ -356,8 +358,8 @@ class Queued(_Request):
 
     model_config = _example(_QUEUED)
 
-    state: Literal["queued", "held"] = Field(
-        description="`held`: its replica is silent; it waits for adoption"
+    state: Literal["queued", "orphaned"] = Field(
+        description="`orphaned`: its replica is silent; it waits for adoption"
     )
     position: int | None = Field(description="predicted position in the order of the list, 1 first")
     deadline_in_s: Rounded = Field(description="what is left of its TTL")
@@ -385,7 +387,7 @@ class Running(_Request):
 
     model_config = _example(_RUNNING)
 
-    state: Literal["granted", "placed", "queued", "held"] = Field(
+    state: Literal["granted", "placed", "queued", "orphaned"] = Field(
         description="`granted`: its turn has come, its endpoint is being chosen"
     )
     endpoint: str | None = Field(description="`ip:port` where it was sent; null: not chosen yet")
@@ -416,7 +418,7 @@ class RequestStatus(_Open):
     )
 
     id: str = Field(description="as it was asked for")
-    state: Literal["queued", "held", "granted", "placed", "unknown-to-the-pool"] = Field(
+    state: Literal["queued", "orphaned", "granted", "placed", "unknown-to-the-pool"] = Field(
         description="`unknown-to-the-pool`: it has ended, and this replica remembers placing it"
     )
     why: str = Field(description="one sentence: what it waits for, or where it went")

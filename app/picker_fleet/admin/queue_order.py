@@ -101,7 +101,7 @@ def request_status(found: RequestStatus, state: PoolState, before: int | None, c
         return f"it runs on {entry.endpoints[0]}; its lease ends in {lease} unless renewed"
     if entry.state == "granted":
         return f"its turn has come; replica {entry.owner} is choosing its endpoint"
-    if entry.state == "held":
+    if entry.state == "orphaned":
         return f"its replica {entry.owner} is silent; it waits until another replica adopts it"
     return f"{_queue_position(found, before)}; {_obstacle(found, state, claim_share)}"
 

@@ -218,7 +218,7 @@ class FleetView:
         endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
             "redis": self._store.fault or "ok",
-            "pool": self._membership.status if joined else "not joined yet",
+            "pool": self._membership.status if joined else self._membership.refusal or "not joined yet",
             "endpoints": "ok" if endpoints else "none is ready",
         }
 
@@ -357,7 +357,7 @@ class FleetLists:
             )
         state = (await self._membership.state()).pool
         before: int | None = None
-        if found.entry.state in ("queued", "held"):
+        if found.entry.state in ("queued", "orphaned"):
             before, tag = await self._predicted(found)
             position = None if before is None else before + 1
             fields = _queued(found.entry, position, tag, self.bands).model_dump()
@@ -482,7 +482,7 @@ def _flow(
         oldest_s=queue.oldest_s,
         start_tag=queue.start,
         weight=queue.weight,
-        parked=queue.throttled,
+        throttled=queue.throttled,
         in_flight=queue.in_flight,
         served_cost_per_s=served,
         share=None if served is None or not all_served else min(served / all_served, 1.0),

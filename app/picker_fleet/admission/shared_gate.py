@@ -351,8 +351,7 @@ class SharedGate:
 
     def on_notification(self, what: str, about: str) -> bool:
         """A request was granted, placed, expired, preempted or evicted; `about` is its id or, if it was
-        placed, `ATTEMPT ENDPOINTS LOADS ID`. A repeated or late notification, or one of another version,
-        changes nothing.
+        placed, `ATTEMPT ENDPOINTS LOADS ID`. A repeated, late or unknown notification changes nothing.
 
         True if a request waits that was not notified before. A grant of a request that neither waits nor runs
         here comes from a shared state that has lost its end, and is returned.

@@ -112,8 +112,9 @@ class Placements:
         placed = Placed.read(headers.get(TOKEN, b""))
         outcome, status = _outcome(headers)
         served = _last(headers.get(SERVED, b"").decode("latin-1"))
-        account, token, fault = owner(placed.accounting_token, placed.id, self._accounts)
-        if fault or not placed.accounting_token:
+        token = placed.accounting_token
+        account, fault = owner(token, placed.id, self._accounts)
+        if fault or not token:
             account.metrics.access_log_rejected(fault or NO_TOKEN)
             return False
         self._open.pop(placed.id, None)

@@ -104,18 +104,18 @@ class Collector:
             take(message.http_logs.log_entry, self._accounts, self._namespace)
 
 
-def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str, str]:
-    """Whose request it is that has this accounting token, the token as it counts, and what is wrong with it.
+def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
+    """Whose request it is that has this accounting token, and what is wrong with the token.
 
     Of a token that no pool has signed the first account is the owner.
     """
     fault = UNKNOWN_KEY
     for account in accounts:
-        checked, its_fault = accounting_token.checked(token, request_id, account.keys)
+        its_fault = accounting_token.fault_of(token, request_id, account.keys)
         if not its_fault:
-            return account, checked, ""
+            return account, ""
         fault = its_fault if fault is UNKNOWN_KEY else fault
-    return accounts[0], token, fault
+    return accounts[0], fault
 
 
 def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
@@ -129,9 +129,9 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
         if item is None:
             accounts[0].metrics.access_log("ignored")
             continue
-        account, token, fault = accounts[0], "", NO_TOKEN
+        account, fault = accounts[0], NO_TOKEN
         if item.accounting_token:  # else it still waits, or was refused
-            account, token, fault = owner(item.accounting_token, item.id, accounts)
+            account, fault = owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
@@ -140,8 +140,6 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
                     each.gate.suspect(item.id)
             account.metrics.access_log("ignored")
             continue
-        if token is not item.accounting_token:
-            item = item._replace(accounting_token=token)
         if isinstance(item, Completion):
             account.gate.settle(item)
             account.metrics.access_log("ended")
@@ -171,7 +169,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
         waited_s, target_model = _wait_of_check(fields)
     else:
         picker = _fields(metadata, "picker")
-        request_id, token, waited_s = _text(picker, "id"), _text(picker, "ticket"), _waited_s(picker)
+        request_id, token, waited_s = _text(picker, "id"), _text(picker, "token"), _waited_s(picker)
         target_model = "" if waited_s is None else _text(picker, "target")
     request_id = request_id or entry.request.request_id
     if not request_id or len(request_id) > _LONGEST_ID:

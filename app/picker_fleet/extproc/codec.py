@@ -157,7 +157,7 @@ def _text(key: str) -> Callable[[str], bytes]:
     return entry
 
 
-_ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "ticket", "session", "target"))
+_ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
 _PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in _PRESSURES}
 _PICKER_KEY = _field(b"\x0a", PICKER.encode())
 _CLEAR_ROUTE_CACHE = b"\x28\x01"  # of a CommonResponse

@@ -75,7 +75,7 @@ class FailoverState(enum.Enum):
 
     SHARED = "shared"
     LOCAL = "local"
-    RESYNCING = "returning"
+    RESYNCING = "resyncing"
 
 
 class FailoverEvent(enum.Enum):

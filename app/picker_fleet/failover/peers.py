@@ -59,23 +59,23 @@ class PeerState:
 
     `degraded`: it has state that is not in Redis yet. `grpc`: where it is asked for budget, host:port, '' for
     nowhere. `resyncs`: how often it has begun to resync. `answered`: resyncs of others before whose begin it
-    has published all ends; None from a version that does not say.
+    has published all ends.
     """
 
     degraded: bool = False
     grpc: str = ""
     resyncs: int = 0
-    answered: frozenset[str] | None = None
+    answered: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, about: Mapping[str, object]) -> "PeerState":
         """From the JSON object of docs/redis-schema.md, `about`. What has another type counts as missing."""
-        grpc, resyncs, told = about.get("grpc"), about.get("returns"), about.get("told")
+        grpc, resyncs, answered = about.get("grpc"), about.get("resyncs"), about.get("answered")
         return cls(
             bool(about.get("degraded")),
             grpc if isinstance(grpc, str) else "",
             resyncs if isinstance(resyncs, int) else 0,
-            frozenset(map(str, told)) if isinstance(told, list | tuple) else None,
+            frozenset(map(str, answered) if isinstance(answered, list | tuple) else ()),
         )
 
 

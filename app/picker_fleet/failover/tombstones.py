@@ -87,7 +87,7 @@ class Tombstones:
     def heartbeat_fields(self) -> dict[str, object]:
         """For the other replicas: how often this one has begun to resync, and the resyncs of others before
         whose begin it has published all ends."""
-        return {"returns": self._resyncs, "told": sorted(self._answered)}
+        return {"resyncs": self._resyncs, "answered": sorted(self._answered)}
 
     def update_peers(self, replicas: Mapping[str, PeerState]) -> None:
         self._peers = replicas
@@ -166,11 +166,7 @@ class Tombstones:
     def _has_answered(self, name: str, mark: str) -> bool:
         if name == self._replica:
             return True
-        if name not in self._peers:
-            return False
-        # A version without this field publishes its ends within the first half second, or not at all.
-        answered = self._peers[name].answered
-        return answered is None or mark in answered
+        return name in self._peers and mark in self._peers[name].answered
 
     def _publish_end(self, request_id: str, received_s: float) -> asyncio.Future[str]:
         epoch = self._epoch()

@@ -21,7 +21,7 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.background import keep
 from picker_fleet.config import EffectiveConfig, Settings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
-from picker_fleet.errors import ConfigError, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.errors import ConfigError, OtherFormat, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
@@ -353,13 +353,14 @@ class Heartbeat:
         follower: LiveConfigFollower,
         reader: StateReader,
     ) -> None:
-        self._store, self._gate, self._leases = store, gate, settings.leases
+        self._store, self._gate, self._leases, self._pool = store, gate, settings.leases, settings.pool
         self._endpoints, self._metrics, self._replica_info = endpoints, metrics, replica_info
         self._fleet, self._failover, self._trigger = fleet, failover, trigger
         self._publisher, self._follower, self._reader = publisher, follower, reader
         self._clock = asyncio.get_running_loop().time
         self.pulse: HeartbeatReply | None = None  # the last reply
         self.joined = asyncio.Event()  # a pool that may admit
+        self.refusal = ""  # why this replica may not join, and what to do
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
@@ -376,7 +377,9 @@ class Heartbeat:
             try:
                 await self._beat(full)
             except StateFault as fault:
-                if not isinstance(fault, StateUnavailable):
+                if isinstance(fault, OtherFormat):
+                    self._stay_out(fault)
+                elif not isinstance(fault, StateUnavailable):
                     _log.warning("a heartbeat failed: %s", fault)
                 if self._failover is not None:
                     self._failover.heartbeat_missed()
@@ -389,8 +392,20 @@ class Heartbeat:
     def stop(self) -> None:
         self._left = True
 
+    def _stay_out(self, fault: OtherFormat) -> None:
+        """Use nothing of a pool of another format, not even if this replica knew the pool before."""
+        refusal = (
+            f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._pool}}}:*, "
+            "or set another pool (docs/upgrading.md)"
+        )
+        if refusal != self.refusal:
+            _log.error("not joining: %s", refusal)
+        self.refusal, self.pulse = refusal, None
+        self._endpoints.publish(Snapshot("", ()))  # endpoints are neither scraped nor routed to
+
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
+        self.refusal = ""
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
                 await self._publisher.publish(pulse)
@@ -522,6 +537,11 @@ class Membership:
     def pulse(self) -> HeartbeatReply | None:
         """The last heartbeat's reply; None before the first."""
         return self._heartbeat.pulse
+
+    @property
+    def refusal(self) -> str:
+        """Why this replica may not join the pool, and what to do; '' if it may."""
+        return self._heartbeat.refusal
 
     @property
     def live_config(self) -> LiveConfig:

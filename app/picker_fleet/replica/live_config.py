@@ -150,7 +150,7 @@ def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`changes` as the partial settings tree that would bring it about."""
     tree: dict[str, dict[str, Any]] = {}
-    # Sorted, so that a whole mapping, as earlier versions kept it, comes before its bands.
+    # Sorted: a whole key with a value that is no mapping precedes its names, so `applied` reports it.
     for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
@@ -160,9 +160,10 @@ def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         if whole_key != key:
             name, _, part = name.partition(".")
-            whole = keys.get(name)
-            kept = whole.items() if isinstance(whole, Mapping) else ()
-            value = {**{_part(whole_key, each): weight for each, weight in kept}, part: value}
+            whole = keys.setdefault(name, {})
+            if isinstance(whole, dict):
+                whole[part] = value
+            continue
         keys[name] = value
     return tree
 
@@ -179,7 +180,7 @@ def _whole(key: str) -> str:
 def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
     """A change of the weights under the key `whole`, name by name; None takes back those of all `names`."""
     if weights is None:
-        return {whole: None, **{f"{whole}.{_part(whole, name)}": None for name in names}}
+        return {f"{whole}.{_part(whole, name)}": None for name in names}
     if not isinstance(weights, Mapping):
         return {whole: weights}
     return {f"{whole}.{_part(whole, name)}": weight for name, weight in weights.items()}
@@ -305,7 +306,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "guard_share": queue.guard_share,
         "starvation_ms": _whole_ms(queue.starvation_after),
         "band_policy": queue.band_policy,
-        # Critical, Default, Sheddable, then the others; a version that knows three bands reads the first.
+        # Critical, Default, Sheddable, then the others.
         "band_weights": list(queue.band_weights.values()),
         "bands": [_shared_band(by_name[name]) for name in queue.band_weights],
         "fairness": queue.fairness,

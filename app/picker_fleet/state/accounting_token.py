@@ -24,7 +24,7 @@ from picker_fleet.request import InferenceRequest
 from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY
 
 # What is wrong with a token.
-NO_TOKEN: Final = "no-ticket"
+NO_TOKEN: Final = "no-token"
 UNSIGNED: Final = "unsigned"
 UNKNOWN_KEY: Final = "unknown-key"
 BAD_SIGNATURE: Final = "bad-signature"
@@ -33,7 +33,7 @@ _KEY_BYTES = 16
 _NAME = 4  # characters that name the key, so that one check is enough
 LENGTH: Final = _NAME + 24  # of a signature
 
-_PURPOSE = "ticket"
+_PURPOSE = "accounting-token"
 _TRACEPARENT = "00-"
 
 _NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
@@ -44,13 +44,11 @@ _FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature
 class Keyring:
     """The keys that this replica knows. Until it knows the fleet's it uses one of its own.
 
-    `version` grows with each change of the keys. `accepts_unsigned` says that a replica of a version that
-    does not sign has run lately (docs/upgrading.md).
+    `version` grows with each change of the keys.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self.accepts_unsigned = False
         self._fresh = secrets.token_hex(_KEY_BYTES)  # a candidate for the fleet's next key
         self._keys: tuple[str, ...] = ()  # newest first
         self._use((self._fresh,))
@@ -131,20 +129,13 @@ def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
     return f"{token_fields}\t{signature}"
 
 
-def checked(token: str, request_id: str, keys: Keyring) -> tuple[str, str]:
-    """The token, and what is wrong with it: '' if it is the fleet's own for `request_id`.
-
-    A token of a version without signatures gets an empty one, where those are accepted.
-    """
-    own, parent = split_trace(token)
+def fault_of(token: str, request_id: str, keys: Keyring) -> str:
+    """What is wrong with the token: '' if it is the fleet's own for `request_id`."""
+    own, _ = split_trace(token)
     token_fields, _, signature = own.rpartition("\t")
     if own.count("\t") < _FIELDS:
         signature = ""
-    fault = keys.fault(_PURPOSE, f"{request_id}\t{token_fields}", signature)
-    if fault and keys.accepts_unsigned and own.count("\t") == _FIELDS - 1:
-        unsigned = f"{own}\t"
-        return (with_trace(unsigned, parent) if parent else unsigned), ""
-    return token, fault
+    return keys.fault(_PURPOSE, f"{request_id}\t{token_fields}", signature)
 
 
 def is_alone(token: str) -> bool:

@@ -33,7 +33,7 @@ import hiredis
 import msgspec
 
 from picker_fleet.background import keep
-from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
+from picker_fleet.errors import OtherFormat, ScriptFailed, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.state.connection import (
     DOWN,
     LONG_PAUSE_S,
@@ -42,7 +42,7 @@ from picker_fleet.state.connection import (
     PauseDetector,
     RedisConnection,
 )
-from picker_fleet.state.error_replies import NO_ANSWER, ErrorLog, Meaning, meaning_of
+from picker_fleet.state.error_replies import NO_ANSWER, ErrorLog, Meaning, meaning_of, other_format
 from picker_fleet.state.primary import TIMEOUTS, connections, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
@@ -354,6 +354,7 @@ class BatchingClient:
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
             WritesRefused: Redis takes no writes for now.
+            OtherFormat: the pool has another format.
             ScriptFailed: Redis answered this item with an error.
         """
         answer: asyncio.Future[Reply] = self._loop.create_future()
@@ -532,6 +533,8 @@ class BatchingClient:
             else:
                 self._error_log.write(call.name, (item.args for item in call.items), error)
                 call.fail(ScriptFailed, f"the shared state refused {call.name}: {error}")
+        elif meaning is Meaning.FORMAT:
+            call.fail(OtherFormat, other_format(error))
         elif any(item.durable for item in call.items):
             call.mark_tried()
             self._refused.add(call)

@@ -8,6 +8,8 @@ import enum
 import logging
 from collections.abc import Iterable, Sequence
 
+from picker_fleet.state.schema import FORMAT
+
 _LOG_LINES_PER_S = 10  # a client that sends a bad request may send many
 _MAX_LOGGED_CHARS = 200  # of a name, or of an error
 
@@ -20,15 +22,18 @@ class Meaning(enum.Enum):
     ELSEWHERE: retried on a new connection, which leads to the primary by then.
     DENIED: retried a moment later. If either lasts, Redis counts as unavailable for the call.
     FULL: Redis takes no writes for now.
+    FORMAT: the pool has another format, or none (lua/lib/pool.lua).
     ITEM: a script failed, on a damaged record for example.
     """
 
     ELSEWHERE = "elsewhere"
     DENIED = "denied"
     FULL = "full"
+    FORMAT = "format"
     ITEM = "item"
 
 
+OTHER_FORMAT = "FORMAT "  # and the pool's format, or `none`
 ERROR_REPLIES = (
     # This server is not the primary, or serves nobody now.
     ("MOVED ", "elsewhere"),
@@ -53,6 +58,8 @@ ERROR_REPLIES = (
     # The primary, but it takes no writes that need memory, or none at all.
     ("OOM ", "full"),
     ("MISCONF ", "full"),
+    # The scripts' own, about every call.
+    (OTHER_FORMAT, "format"),
 )
 NO_ANSWER = "no-answer"  # a kind of error in the metrics, beside the meanings of error replies
 
@@ -62,6 +69,13 @@ def meaning_of(error: str) -> Meaning:
     return next(
         (Meaning(meaning) for prefix, meaning in ERROR_REPLIES if error.startswith(prefix)), Meaning.ITEM
     )
+
+
+def other_format(error: str) -> str:
+    """What an error of OTHER_FORMAT says, in words."""
+    found = error.removeprefix(OTHER_FORMAT).split(" ")[0][:_MAX_LOGGED_CHARS]
+    state = "no format number" if found == "none" else f"format {found}"
+    return f"the pool in Redis has {state}, and this version reads and writes format {FORMAT}"
 
 
 class ErrorLog:

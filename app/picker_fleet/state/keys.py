@@ -17,7 +17,7 @@ class Keys:
         self.endpoints = self.prefix + "endpoints"
         self.marks = self.prefix + "marks"
         self.replicas = self.prefix + "replicas"
-        self.queue_snapshot = self.prefix + "lanes"
+        self.queue_snapshot = self.prefix + "queue_snapshot"
         self.routes = self.prefix + "routes"
         self.log = self.prefix + "log"
         self.metrics = self.prefix + "metrics"  # a hash, and a channel (endpoints/metrics_channel.py)

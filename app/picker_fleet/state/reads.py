@@ -65,7 +65,7 @@ class RequestRow(NamedTuple):
     """A request that waits or runs. `endpoints` are best first, empty until it is placed."""
 
     id: str
-    state: str  # queued, held, granted, placed
+    state: str  # queued, orphaned, granted, placed
     owner: str
     flow: str
     priority: int
@@ -454,7 +454,7 @@ class QueueSnapshots:
 
 def _text(page: FlowQueuePage) -> bytes:
     rows = [tuple(queue) for queue in page.queues]
-    return orjson.dumps({"fields": _FIELDS, "totals": page.totals, "lanes": rows})
+    return orjson.dumps({"fields": _FIELDS, "totals": page.totals, "flow_queues": rows})
 
 
 async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
@@ -464,7 +464,7 @@ async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
         snapshot = orjson.loads(text)
         if snapshot["fields"] != _FIELDS:
             return None
-        rows = snapshot["lanes"]
+        rows = snapshot["flow_queues"]
         for at in range(0, len(rows), _PARSED_AT_ONCE):
             await asyncio.sleep(pause_s)
             queues += map(FlowQueueRow._make, rows[at : at + _PARSED_AT_ONCE])

@@ -3,7 +3,8 @@
 The loader (state/scripts.py) puts `lua_source()` into the library, once, when it is assembled: constants
 become locals of the library, layouts become functions that pack and unpack. A call pays nothing for it.
 
-docs/upgrading.md says which of the layouts two versions share during a rolling upgrade.
+FORMAT numbers all of this and the keys (lua/lib/storage.lua). docs/upgrading.md says which changes need the
+next number.
 """
 
 import re
@@ -12,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from picker_fleet.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
+
+# Of the state of a pool. A replica neither reads nor changes a pool of another format, or of none.
+FORMAT = 1
 
 # Policies, by the names of the configuration.
 Fairness = Literal["weighted-fair", "round-robin", "none"]
@@ -28,7 +32,7 @@ REFUSALS = (
 # What a replica is notified of about a request of its own. `placed`: granted and placed at once.
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 # Of a request in the pool, numbered from 1. `held`: orphaned, since its replica is silent.
-STATES = ("queued", "held", "granted", "placed")
+STATES = ("queued", "orphaned", "granted", "placed")
 WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes no stock and has no tag
 
 # The load of an endpoint that takes nothing new is this much higher.
@@ -61,12 +65,12 @@ RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
 MOST_BYTES = 2**32 - 1  # as many as that holds
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
-# Counters of the pool, packed as doubles. New ones are added at the end.
+# Counters of the pool, packed as doubles. Within a format new ones are added at the end.
 COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
     "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
     "band:0", "band:1", "band:2", "bv", "credit", "overdue", "rate", "refiling", "pressed",
-    "new:0", "new:1", "new:2", "moved", "older_ms",
+    "new:0", "new:1", "new:2", "moved",
 )  # fmt: skip
 # The arguments of each item of a batch.
 ITEMS = {
@@ -117,7 +121,7 @@ def _constants() -> Iterator[str]:
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
     yield f"local UNPICKABLE, VIEW_LIMIT, MOST_VARIANTS = {UNPICKABLE}, {VIEW_LIMIT}, {MOST_VARIANTS}"
     yield f"local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = {LEAST_WEIGHT:g}, {MOST_WEIGHT:g}, {MOST_COST:g}"
-    yield f"local MOST_BYTES = {MOST_BYTES}"
+    yield f"local MOST_BYTES, FORMAT = {MOST_BYTES}, '{FORMAT}'"
     yield f"local COUNTERS = {_list([_quoted(name) for name in COUNTERS])}"
 
 

@@ -230,7 +230,7 @@ class Store:
         return self._client.submit("settle", args, durable=True, urgent=urgent)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        """buried | back (it had been restored, and counts). After it, no sign of life from before the end,
+        """stored | back (it had been restored, and counts). After it, no sign of life from before the end,
         which was `ago_s` ago, restores the request."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
@@ -266,11 +266,10 @@ class Store:
         self._take_head(reply)
         (
             known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
-            signing_keys, older, now_us,
+            signing_keys, now_us,
         ) = reply[4:]  # fmt: skip
         self._redis_clock = (reply[0], int(now_us), self._clock())
         signing.take(signing_keys)
-        signing.accepts_unsigned = older == 1
         return HeartbeatReply(
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,
@@ -466,7 +465,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _info(text: str) -> Mapping[str, object]:
-    """The info that a replica publishes; empty if it has another version's shape."""
+    """The info that a replica publishes; empty if it is damaged."""
     try:
         about = json.loads(text)
     except json.JSONDecodeError:

@@ -48,12 +48,12 @@ _SCRIPTS = (
 )  # fmt: skip
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
 _CLIENT_GONE = str(ClientGone.status)
-_FAILOVER_STATES = ("shared", "local", "returning")
+_FAILOVER_STATES = ("shared", "local", "resyncing")
 _TRANSITIONS = (
     ("local", "refused"),
     ("local", "silence"),
     ("local", "failed"),
-    ("returning", "answers"),
+    ("resyncing", "answers"),
     ("shared", "all-told"),
 )
 # Of the shared state, by key: the name of the metric and its help.

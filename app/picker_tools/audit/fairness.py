@@ -290,12 +290,12 @@ class Fairness(Check):
 
     def _check(self, step: Step, v: float, rules: Rules) -> None:
         entry, request = step.entry, step.request
-        if entry.event == "parked":
+        if entry.event == "throttled":
             queue = self._flow_queue(entry.band, entry.flow)
             self._check_service(queue, entry)
             self._expect(queue, queue.tag, entry)
             self._end_service(queue)
-        elif entry.event == "unparked":
+        elif entry.event == "unthrottled":
             queue = self._flow_queue(entry.band, entry.flow)
             self._expect(queue, None if queue.tag is None else max(v, queue.tag), entry)
             self._begin_service(queue, entry, v)

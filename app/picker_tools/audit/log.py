@@ -14,7 +14,6 @@ from redis.backoff import NoBackoff
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from picker_fleet.bands import NAMED
 from picker_fleet.errors import PickerError
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import Address, find_primary
@@ -24,9 +23,9 @@ ENDS = frozenset({
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
     "expired", "abandoned", "preempted", "evicted",
 })  # fmt: skip
-THROTTLING = frozenset({"parked", "unparked"})  # of a flow queue; `flow` is its name
+THROTTLING = frozenset({"throttled", "unthrottled"})  # of a flow queue; `flow` is its name
 EVENTS = ENDS | THROTTLING | {
-    "queued", "bypassed", "granted", "placed", "requeued", "adopted", "held", "restored", "moved",
+    "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
     "corrected", "tuned", "rebased", "collected",
 }  # fmt: skip
 
@@ -84,10 +83,8 @@ class Entry:
             values: dict[str, Any] = {}
             for field, read in _READ.items():
                 values[field] = read(raw[field])
-            field = "priority"
-            values[field] = int(raw[field]) if field in raw else NAMED[values["band"]].priority
             field = "bytes"
-            values["body_bytes"] = int(raw.get(field, "0"))
+            values["body_bytes"] = int(raw[field])
             field = "event"
             if raw[field] not in EVENTS:
                 raise ValueError("unknown event")
@@ -128,10 +125,10 @@ def _optional_int(text: str) -> int | None:
 
 
 _READ: Mapping[str, Callable[[str], Any]] = {
-    "seq": int, "time_us": int, "event": str, "request": str, "flow": str, "band": int, "workload": str,
-    "cost": float, "weight": float, "arrived": int, "deadline_ms": int, "due_ms": _optional_int, "limit": int,
-    "tag": _optional_float, "v": float, "by": str, "owner": str, "endpoint": str, "stock": float,
-    "queued": int, "upper": float, "lower": float, "note": str,
+    "seq": int, "time_us": int, "event": str, "request": str, "flow": str, "band": int, "priority": int,
+    "workload": str, "cost": float, "weight": float, "arrived": int, "deadline_ms": int,
+    "due_ms": _optional_int, "limit": int, "tag": _optional_float, "v": float, "by": str, "owner": str,
+    "endpoint": str, "stock": float, "queued": int, "upper": float, "lower": float, "note": str,
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class Rules:
 
 
 def _bands_of(settings: Mapping[str, Any]) -> tuple[BandLimits, ...]:
-    """The configured bands; the settings of a version that knows three bands have none."""
+    """The configured bands; the three where the settings name none."""
     given = settings.get("bands") or [{"priority": band.priority} for band in NAMED]
     return tuple(
         BandLimits(
@@ -140,7 +140,7 @@ STATES_BEFORE: dict[str, frozenset[RequestState]] = {
     "granted": frozenset({RequestState.QUEUED}),
     "placed": frozenset({RequestState.GRANTED}),
     "requeued": frozenset({RequestState.GRANTED}),
-    "held": frozenset({RequestState.QUEUED}),
+    "orphaned": frozenset({RequestState.QUEUED}),
     "adopted": _PRESENT,
     "moved": frozenset({RequestState.PLACED}),
     "corrected": RUNNING,
@@ -158,7 +158,7 @@ STATES_BEFORE: dict[str, frozenset[RequestState]] = {
 _STATE_AFTER = {
     "queued": RequestState.QUEUED,
     "requeued": RequestState.QUEUED,
-    "held": RequestState.ORPHANED,
+    "orphaned": RequestState.ORPHANED,
     "granted": RequestState.GRANTED,
     "placed": RequestState.PLACED,
     "bypassed": RequestState.PLACED,
@@ -323,14 +323,11 @@ def same(left: float, right: float) -> bool:
 
 
 def largest_bound(restored: Entry) -> float:
-    """The upper bound if all endpoints were ready, as the entry of a restored request has it; the bound in
-    force where an earlier version of the scripts has written the entry.
+    """The upper bound if all endpoints were ready, as the entry of a restored request has it.
 
     Raises:
         EntryError: its note is no finite number.
     """
-    if not restored.note:
-        return restored.upper
     try:
         bound = float(restored.note)
     except ValueError:
@@ -429,7 +426,7 @@ class Replay:
             self.flow_queues.collect(entry.band)
         elif entry.event in THROTTLING:
             queue = self.flow_queues.at((entry.band, entry.flow))
-            self.flow_queues.set_throttled(queue, entry.event == "parked")
+            self.flow_queues.set_throttled(queue, entry.event == "throttled")
         elif request is not None:
             self._move(step, request)
         self.stock, self.queued, self.last = entry.stock, entry.queued, entry

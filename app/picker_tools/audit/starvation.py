@@ -114,7 +114,7 @@ class Starvation(Check):
 
     def _apply_throttling(self, entry: Entry) -> None:
         for request_id in self._overdue_of.get((entry.band, entry.flow), ()):
-            if entry.event == "parked":
+            if entry.event == "throttled":
                 self._limits.pop(request_id, None)
             else:
                 self._set_limit(

@@ -112,7 +112,7 @@ VIEWS: dict[str, tuple[Column, ...]] = {
     "flows": (
         _FLOW, _BAND, Column("Waits", "queued", number), Column("Oldest", "oldest_s", seconds),
         Column("Service", "share", percent), Column("Fair", "fair_share", percent),
-        Column("State", "parked", lambda parked: "at its limit" if parked else "in turn"),
+        Column("State", "throttled", lambda throttled: "at its limit" if throttled else "in turn"),
         Column("Weight", "weight", number), Column("In flight", "in_flight", number),
         Column("Cost/s", "served_cost_per_s", number),
     ),

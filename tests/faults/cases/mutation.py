@@ -137,7 +137,7 @@ def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
         fields = ["flow", "1", "1.0", "1", "w", "3", "llama", "10.0.0.1:1", "0", "extra"]
         fields[dice.randrange(9)] = dice.choice(("", "nan", "inf", "-5", "1e308", "x" * 300, "\t", "0x10"))
         token = "\t".join(fields[: dice.randrange(7, 11)])
-        common.metadata.filter_metadata["picker"].update({"ticket": token})
+        common.metadata.filter_metadata["picker"].update({"token": token})
     if dice.random() < 0.5:
         usage = {"prompt_tokens": dice.choice(_NUMBERS), "completion_tokens": dice.choice(_NUMBERS)}
         common.metadata.filter_metadata["picker.usage"].update(usage)

@@ -87,7 +87,7 @@ const named = (flow) => (flow.flow ? `flow “${plain(flow.flow)}”` : `band ${
 /** One sentence, and how serious it is. */
 function why(state, flows, oldest) {
   const wait = `${plural(state.queued, "request")} ${state.queued === 1 ? "waits" : "wait"}`;
-  const parked = flows.filter((flow) => flow.parked).length;
+  const throttled = flows.filter((flow) => flow.throttled).length;
   const first = flows.reduce((most, flow) => ((flow.oldest_s ?? -1) > (most?.oldest_s ?? -1) ? flow : most), null);
   const longest = first ? ` Longest: ${seconds(oldest)}, ${named(first)}.` : "";
   const late = state.overdue ? ` ${number(state.overdue, 0)} overdue.` : "";
@@ -95,12 +95,12 @@ function why(state, flows, oldest) {
   if (state.paused) return ["warn", `Dispatch is paused by an operator: ${state.queued ? wait : "nothing waits yet"}, and new requests will wait.${longest}`];
   if (!state.ready_backends) return [state.queued ? "bad" : "warn", `No endpoint takes requests${state.queued ? `: ${wait}` : ""}.${longest}`];
   if (!state.queued) return ["calm", `Nothing waits: ${number(state.stock)} of ${number(state.bounds.upper)} ${state.unit} in flight, arrivals are placed at once.`];
-  if (parked && parked === flows.length) return ["busy", `${wait}: every flow with a queue has reached its own limit on the endpoints.${longest}${late}`];
+  if (throttled && throttled === flows.length) return ["busy", `${wait}: every flow with a queue has reached its own limit on the endpoints.${longest}${late}`];
   const atBound = state.stock >= state.bounds.lower;
   const because = atBound
     ? `the fleet is at its bound (${number(state.stock)} ${state.unit} in flight, dispatch goes on below ${number(state.bounds.lower)})`
     : "they are being dispatched now";
-  return [state.overdue ? "warn" : "busy", `${wait}: ${because}${parked ? `; ${plural(parked, "flow")} at a limit of ${parked === 1 ? "its" : "their"} own` : ""}.${longest}${late}`];
+  return [state.overdue ? "warn" : "busy", `${wait}: ${because}${throttled ? `; ${plural(throttled, "flow")} at a limit of ${throttled === 1 ? "its" : "their"} own` : ""}.${longest}${late}`];
 }
 
 function tiles(state, endpoints, replicas, oldest) {

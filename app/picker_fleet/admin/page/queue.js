@@ -39,7 +39,7 @@ const rows = new Rows(byId("rows-queue"), (request) => request.id, () => {
       setText(cells[7], number(request.score?.total, 3));
       const { score } = request;
       cells[7].title = score ? `wait ${number(score.wait, 3)}, criticality ${number(score.criticality, 3)}, rate ${number(score.rate, 3)}` : "";
-      setName(cells[8], request.state === "held" ? "none: its replica is silent" : (request.owner ?? "–"));
+      setName(cells[8], request.state === "orphaned" ? "none: its replica is silent" : (request.owner ?? "–"));
       button.setAttribute("aria-label", `Evict ${request.id}`);
     },
   };

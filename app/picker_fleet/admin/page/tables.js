@@ -31,8 +31,8 @@ const flows = new Rows(byId("rows-flows"), (flow) => JSON.stringify([flow.band, 
       setText(has, percent(flow.share));
       setText(due, ` of ${percent(flow.fair_share)}`);
       setText(cells[6], number(flow.served_cost_per_s));
-      setText(cells[7], flow.parked ? "at its limit" : flow.weight === 1 ? "in turn" : `in turn, weight ${number(flow.weight)}`);
-      setLevel(cells[7], flow.parked ? "warn" : "");
+      setText(cells[7], flow.throttled ? "at its limit" : flow.weight === 1 ? "in turn" : `in turn, weight ${number(flow.weight)}`);
+      setLevel(cells[7], flow.throttled ? "warn" : "");
     },
   };
 });

@@ -1,0 +1,259 @@
+"""The format of a pool: others are refused, and libraries of one format serve a pool side by side."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from direct_calls import OPEN, DirectPool, arrival
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from script_fleet import OpenFleet, config, until
+
+from picker_fleet.state import schema
+from picker_fleet.state.scripts import NAMES, Library, load_library
+
+FOREIGN = {
+    "format 2": ({"format": "2", "counters": b"packed otherwise"}, "FORMAT 2"),
+    "format 2, before its first publish": ({"format": "2"}, "FORMAT 2"),
+    "no number": ({"counters": b"\0" * 8 * len(schema.COUNTERS), "settings": "{}"}, "FORMAT none"),
+    "no number, before its first publish": ({"signing_keys": "1 0a"}, "FORMAT none"),
+}
+
+
+def dump(pool: DirectPool) -> dict[bytes, bytes]:
+    names = pool.keys()
+    return {name: pool.client.dump(name) for name in names}
+
+
+@pytest.mark.parametrize(("fields", "error"), FOREIGN.values(), ids=FOREIGN)
+def test_every_function_refuses_a_pool_of_another_format_and_changes_nothing(
+    direct: DirectPool, fields: dict[str, Any], error: str
+) -> None:
+    direct.client.hset(f"{direct.prefix}pool", mapping=fields)
+    before = dump(direct)
+    for name in NAMES:
+        with pytest.raises(redis.ResponseError, match=f"^{error}( |$)"):
+            direct.call(name, "a", "{}", 60_000, "")
+    assert dump(direct) == before
+
+
+def test_a_library_that_has_used_a_pool_refuses_it_once_it_has_another_format(direct: DirectPool) -> None:
+    direct.publish("a:1")
+    direct.admit("runs")
+    direct.clear()
+    direct.client.hset(f"{direct.prefix}pool", "format", "2")
+    with pytest.raises(redis.ResponseError, match="FORMAT 2"):
+        direct.settle("runs")
+    # It serves the pool again once that is gone.
+    direct.clear()
+    direct.publish("a:1")
+    assert direct.admit("runs")[0] == "placed"
+
+
+DRAINING = json.dumps({"labels": {}, "draining": True})
+WRITING: dict[str, tuple[Any, ...]] = {
+    "tombstone": ("a", "gone", 0),
+    "renew": ("a", "runs", "", "b:1", "", 0),
+    "report_client_gone": ("a", "runs"),
+    "settle": ("a", "runs", "completed", "", ""),
+    "split": ("a", "m 90 10", "90 10", "id", 1),
+    "admit": ("a", arrival("new", priority=7)),
+    "place": ("a", "waits", "1", "*"),
+    "acknowledge": ("a", "runs", "1"),
+    "cancel": ("a", "waits", "1", "cancelled"),
+    "mark_endpoint": ("a", "b:1", "down", "1"),
+    "evict": ("a", "waits"),
+    "heartbeat": ("a", "{}", 60_000, "0a"),
+    "publish_changes": ("a", "e", "f", "b:1", OPEN),
+    "tune": ("a", '{"paused": 1}', "{}"),
+    "sweep": ("a", 0, 60_000, 600_000, 600_000),
+}
+
+
+@pytest.mark.parametrize("lost", ["the pool's hash", "everything"])
+@pytest.mark.parametrize("name", WRITING)
+def test_no_call_makes_a_pool_without_its_number(direct: DirectPool, name: str, lost: str) -> None:
+    # A pool in use loses its hash, or everything, and is rebuilt.
+    direct.publish("a:1", upper_per=1)
+    direct.client.hset(f"{direct.prefix}endpoints", "b:1", DRAINING)
+    direct.call("heartbeat", "a", "{}", 60_000, "0a")
+    for request in ("runs", "waits"):
+        direct.admit(request)
+    if lost == "everything":
+        direct.clear()
+    else:
+        direct.client.delete(f"{direct.prefix}pool")
+    with contextlib.suppress(redis.ResponseError):  # without settings some calls fail, which changes nothing
+        direct.call(name, *WRITING[name])
+    fields = direct.client.hgetall(f"{direct.prefix}pool")
+    assert not fields or fields[b"format"] == b"1"
+    direct.publish("a:1", upper_per=1)
+    assert direct.client.hget(f"{direct.prefix}pool", "format") == b"1"
+    assert direct.admit("again")[0] in ("placed", "queued")
+
+
+def test_every_function_that_writes_is_among_them() -> None:
+    reading = {name for name in NAMES if name.startswith(("view_", "state"))}
+    assert set(WRITING) | reading | {"publish", "claim_queue_snapshot"} == set(NAMES)
+
+
+async def test_a_replica_leaves_a_pool_that_comes_back_with_another_format_and_joins_again_after_it(
+    valkey_fleet: OpenFleet, pool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with valkey_fleet("a", joined=config(2, pool=pool), checked=False) as (it, a):
+        keys = await it.redis.keys(it.keys.prefix + "*")
+        pipe = it.redis.pipeline(transaction=True)
+        pipe.delete(*keys)
+        pipe.hset(it.keys.pool, "format", "2")
+        await pipe.execute()
+        await until(lambda: a.membership.refusal)
+        for part in ("has format 2", "reads and writes format 1", f"epp:{{{it.pool}}}:*", "another pool"):
+            assert part in a.membership.refusal
+        assert (a.membership.pulse, a.cell.current.endpoints) == (None, ())
+        # It says so once, however often it asks, and leaves that pool alone.
+        await it.redis.hset(it.keys.pool, "another", "field")
+        for _ in range(3):
+            a.membership.heartbeat_now()
+            with pytest.raises(Exception, match="format 2"):
+                await a.beat()
+        assert await it.redis.keys(it.keys.prefix + "*") == [it.keys.pool]
+        assert await it.redis.hgetall(it.keys.pool) == {"format": "2", "another": "field"}
+        assert sum("not joining" in record.message for record in caplog.records) == 1
+        await it.redis.delete(it.keys.pool)
+        await until(lambda: a.membership.pulse is not None and a.cell.current.endpoints)
+        assert a.membership.refusal == ""
+
+
+def another_library(change: Callable[[str], str]) -> Library:
+    """The present library after `change` of its source, under a name of its own."""
+    library = load_library()
+    version = f"{library.version}x"
+    return Library(change(library.source).replace(library.version, version), version)
+
+
+def commented() -> Library:
+    """A library of another hash that does the same."""
+    return another_library(lambda source: f"{source}-- another version\n")
+
+
+def with_an_addition() -> Library:
+    """A library of the same format that has one counter more, of the requests that it has admitted, and a
+    field of the pool's hash."""
+
+    def add(source: str) -> str:
+        last = f"'{schema.COUNTERS[-1]}'\n}}"
+        seen = "record.prefetch(ids, count)\n  workloads.prefetch"
+        assert source.count(last) == source.count(seen) == 1
+        source = source.replace(last, f"'{schema.COUNTERS[-1]}', 'added'\n}}")
+        counts = (
+            "pool.added = pool.added + count\n  defer_write('HSET', key.pool, 'added_field', pool.added)\n  "
+        )
+        return source.replace(seen, counts + seen)
+
+    return another_library(add)
+
+
+LIBRARIES = {"a comment": commented, "a counter and a field": with_an_addition}
+ENDPOINTS = ("a:1", "b:1", "c:1")
+TOKEN = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
+
+
+class Beside(DirectPool):
+    """A pool on which a replica of each of two libraries is at work: `0` of `other`, `1` of the present
+    one."""
+
+    def __init__(self, client: redis.Redis, pool: str, other: Library) -> None:
+        super().__init__(client, pool)
+        self._libraries = (self.load(other), self.library)
+        self.owners: dict[str, int] = {}
+        self.publish(*ENDPOINTS, upper_per=2, lease_ms=600_000, library=other)
+        for version in (0, 1):
+            self.beat(version)
+
+    def of(self, version: int, name: str, *args: str | int | bytes) -> list[bytes]:
+        """A call by the replica of that library."""
+        reply: list[bytes] = self.call(name, f"r-{version}", *args, library=self._libraries[version])
+        return reply
+
+    def beat(self, version: int) -> list[bytes]:
+        return self.of(version, "heartbeat", "{}", 60_000, "")
+
+    def bring(self, version: int, name: str, priority: int = 0) -> None:
+        if self.owners.setdefault(name, version) == version:
+            size = 100 * REQUESTS.index(name) if name in REQUESTS else 0
+            self.of(version, "admit", arrival(name, flow=f"flow-{name}", priority=priority, body_bytes=size))
+
+    def place(self, version: int, name: str) -> None:
+        self.of(version, "place", name, "1", "*")
+
+    def move(self, version: int, name: str, endpoint: str) -> None:
+        self.of(version, "renew", name, "", endpoint, "", 0)
+
+    def restore(self, version: int, name: str, endpoint: str) -> None:
+        self.of(version, "renew", name, "", "", TOKEN.format(endpoint), 0)
+
+    def end(self, version: int, name: str) -> None:
+        self.of(version, "settle", name, "completed", "", "")
+        self.owners.pop(name, None)
+
+    def sweep(self, version: int) -> None:
+        self.of(version, "sweep", 0, 60_000, 600_000, 600_000)
+
+    def audit(self) -> None:
+        """Each endpoint's load is the number of requests placed there."""
+        placed = [row.decode().split("\x1f") for row in self.call("view_inflight", "", "", 51)[2::2]]
+        hosts = [row[13].split(",")[0] for row in placed if row[1] == "placed"]
+        loads = self.loads()
+        assert [loads.get(each, 0) for each in ENDPOINTS] == [hosts.count(each) for each in ENDPOINTS]
+
+
+EXAMPLES = itertools.count()
+REQUESTS = [f"x{number}" for number in range(9)]
+WHICH, NAMED, HOSTS = st.integers(0, 1), st.sampled_from(REQUESTS), st.sampled_from(ENDPOINTS)
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["bring", "place", "end"]), WHICH, NAMED),
+    st.tuples(st.just("bring"), WHICH, NAMED, st.sampled_from([10, 7, -3])),
+    st.tuples(st.sampled_from(["move", "move", "restore"]), WHICH, NAMED, HOSTS),
+    st.tuples(st.sampled_from(["beat", "sweep"]), WHICH),
+)
+
+
+@pytest.mark.parametrize("other", LIBRARIES.values(), ids=LIBRARIES)
+@given(steps=st.lists(STEPS, min_size=5, max_size=60))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
+    client: redis.Redis, pool: str, other: Callable[[], Library], steps: list[tuple[str, int]]
+) -> None:
+    beside = Beside(client, f"{pool}-{next(EXAMPLES)}", other())
+    # Whatever the two do in whatever order.
+    for step, *args in steps:
+        getattr(beside, step)(*args)
+        # Loads are what runs.
+        beside.audit()
+    # And when all has ended, nothing is left.
+    for _, name, version in itertools.product(range(2), REQUESTS, (0, 1)):
+        beside.place(version, name)
+        beside.end(version, name)
+    beside.audit()
+    state = beside.call("state", 60_000)
+    assert (float(state[2]), state[3], state[7]) == (0, 0, 0)  # stock, queue length, leases
+    assert set(state[10][4::5]) == {b"0"}  # bytes of waiting bodies
+
+
+def test_a_library_keeps_what_another_of_its_format_has_added(client: redis.Redis, pool: str) -> None:
+    beside = Beside(client, pool, with_an_addition())
+    for number in range(6):
+        beside.bring(number % 2, f"one {number}")
+        beside.beat(1)
+        beside.sweep(1)
+    beside.bring(0, "the last")
+    # The field and the counter have counted the newer library's admissions alone.
+    assert client.hget(f"{beside.prefix}pool", "added_field") == b"4"
+    counters = client.hget(f"{beside.prefix}pool", "counters")
+    assert len(counters) == 8 * (len(schema.COUNTERS) + 1)
+    # Each library knows both replicas.
+    assert [beside.beat(version)[6] for version in (0, 1)] == [2, 2]
