@@ -11,14 +11,15 @@
 -- args[2] its replica info, JSON; '': as in its last heartbeat
 -- args[3] silence_ms: a replica that is silent for so long counts as gone
 -- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds
--- args[5] and args[6] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
+-- args[5] the key for variants that it knows, '' for none
+-- args[6] and args[7] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
 -- Returns {epoch, notifications, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
 --   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
---   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us}; numbers that may
---   have fractions are strings. As every function, it fails with 'FORMAT N' (N: 'none' without a number) on a pool of
---   another format, and changes nothing.
+--   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the key for variants};
+--   numbers that may have fractions are strings. As every function, it fails with 'FORMAT N' (N: 'none' without a
+--   number) on a pool of another format, and changes nothing.
 
 -- Notifications that one reply carries; the rest come with the next heartbeats.
 local INBOX_LIMIT = 256
@@ -56,6 +57,16 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
+-- Returns the key that chooses variants of models (app/picker_fleet/traffic_split.py): the first signing key that was
+-- offered, with the time of the offer before it. It never changes while the pool lives. Replicas keep and offer it, and
+-- the oldest key wins, so a pool that was lost gets its own key back even if a new replica reports first.
+local function merge_variant_key(kept, known, fresh)
+  local oldest = kept or fresh and exact(now_ms) .. ':' .. fresh
+  if known ~= '' and (not kept or known < kept) then oldest = known end
+  if oldest ~= kept then defer_write('HSET', key.pool, 'variant_key', oldest) end
+  return oldest or ''
+end
+
 -- Returns how many replicas are live, and the least of their ids. The list is read when the number has changed, when a
 -- replica joins, and once a second, since another version's library may have let a replica join. The other
 -- heartbeats only count, so their cost does not grow with the fleet.
@@ -77,7 +88,7 @@ end
 
 local function heartbeat(args)
   local owner, replica_info, silence_ms = args[1], args[2], tonumber(args[3])
-  if args[5] and args[5] == exact(pool.epoch) then advance_clock(tonumber(args[6])) end
+  if args[6] and args[6] == exact(pool.epoch) then advance_clock(tonumber(args[7])) end
   reset_notifications(owner)
   pool.create()
   local last = read('ZSCORE', key.replicas, owner)
@@ -89,11 +100,11 @@ local function heartbeat(args)
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
   if was_known == 0 then
     defer_write('HDEL', key.orphan_cursors, owner)
-    if args[5] then pool.note_possible_loss() end -- it was away; a new replica has nothing to restore
+    if args[6] then pool.note_possible_loss() end -- it was away; a new replica has nothing to restore
   end
   local members = live_replicas(was_known == 0, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
-    'marks_version', 'signing_keys')
+    'marks_version', 'signing_keys', 'variant_key')
   local inbox, left, ids = read_inbox(key.inbox[owner]), {}, {}
   for i = 1, #inbox, 2 do ids[#ids + 1] = inbox[i] end
   record.prefetch(ids, #ids)
@@ -108,13 +119,15 @@ local function heartbeat(args)
       notifications.withdraw(owner, id)
     end
   end
-  local signing_keys = merge_signing_keys(versions[5], args[4] or '')
+  local offered = args[4] or ''
+  local signing_keys = merge_signing_keys(versions[5], offered)
+  local variant_key = merge_variant_key(versions[6] or nil, args[5] or '', string.match(offered, '%S+'))
   local head = finish_call()
   for _, item in ipairs(head[2]) do left[#left + 1] = item end
   return {
     head[1], left, head[3], head[4], was_known, members.least == owner and 1 or 0, members.count, versions[1] or '',
     (versions[2] or '') .. (versions[4] and '+' .. versions[4] or ''),
     versions[3] or '', exact(pool.stock), pool.queued, exact(pool.upper), exact(pool.lower), pool.ready,
-    settings.paused or 0, signing_keys, exact(now_us),
+    settings.paused or 0, signing_keys, exact(now_us), variant_key,
   }
 end

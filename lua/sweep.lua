@@ -21,7 +21,6 @@ local REFILED = 16 -- requests that it moves to a new order, which costs a remov
 local LIGHT = 500 -- entries of one kind that it only drops
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
-local VARIANTS_MS = 600000 -- how long an id keeps the variant that split.lua has given it
 local TRANSIT_MS = 1000 -- from the placement of a request until its endpoint's page counts it
 local MOST_RECENT = 1000 -- requests that it counts by endpoint; if there are more, ghosts end with their lease
 local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
@@ -260,7 +259,6 @@ local function sweep(args)
   end
   upkeep.drop_stray_overdue(CHUNK)
   if tombstones.expire(LIGHT) then more = true end
-  if drop_old(key.variants, VARIANTS_MS, LIGHT) then more = true end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
     if upkeep.forget_preemptions(LIGHT) then more = true else pool.pressed = 0 end
   end

@@ -28,7 +28,7 @@ from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
 from picker_fleet.sections import Model, Objective
-from picker_fleet.traffic_split import Shares, Split
+from picker_fleet.traffic_split import Split, identity_of_body
 from picker_fleet.units import duration_s, endpoint_address, has_control
 
 METHOD, PATH = ":method", ":path"
@@ -115,6 +115,11 @@ class Ask(NamedTuple):
     @property
     def body(self) -> "Body | None":
         return Body(self.read) if isinstance(self.read, bytes) else self.read
+
+    @property
+    def text(self) -> bytes:
+        """The body as it came; empty if Envoy read it."""
+        return self.read.text if isinstance(self.read, Body) else self.read or b""
 
     def renamed(self, target: str) -> bytes:
         """The body with `target` as its model, all else byte for byte as it was."""
@@ -216,8 +221,8 @@ class _ModelSettings(NamedTuple):
 class Intake:
     """Makes requests of headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs); `prefixes` says whether a scorer reads the hashes of prompts, None for
-    never.
+    `new_id` makes unique ids (UUIDs), `variant_key` has the key that chooses variants; `prefixes` says if a
+    scorer reads the hashes of prompts, None for never.
     """
 
     def __init__(
@@ -225,13 +230,14 @@ class Intake:
         settings: Settings,
         *,
         new_id: Callable[[], str],
+        variant_key: Callable[[], bytes],
         prefixes: PrefixReader | None = None,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
         self._bands = queue.bands
         self._unranked = (self._bands.named(Criticality.DEFAULT), 1.0)
-        self._new_id = new_id
+        self._new_id, self._variant_key = new_id, variant_key
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
@@ -245,15 +251,13 @@ class Intake:
         self._prefixes = prefixes
         self._objectives = _ranks(settings.objectives, self._bands)
         self._targets = {
-            model.name: Shares(
-                Split.of((entry.name, entry.weight) for entry in model.target_models), model.name
-            )
+            model.name: Split.of((entry.name, entry.weight) for entry in model.target_models)
             for model in settings.models
             if model.target_models
         }
         self._configured = self._objectives
-        self._rewrites: Mapping[str, Shares] = {}
-        self._any_rewrite: Shares | None = None
+        self._rewrites: Mapping[str, Split] = {}
+        self._any_rewrite: Split | None = None
         self._model_settings: dict[tuple[str, str], _ModelSettings] = {}  # by model and objective
 
     def use_live(
@@ -269,11 +273,7 @@ class Intake:
             for name, priority in priorities.items()
         }
         self._objectives = {**self._configured, **live}
-        former, former_any = self._rewrites, self._any_rewrite
-        self._rewrites = {
-            model: _shares(split, model, former.get(model)) for model, split in rewrites.items()
-        }
-        self._any_rewrite = None if anything is None else _shares(anything, "", former_any)
+        self._rewrites, self._any_rewrite = rewrites, anything
         self._model_settings.clear()
 
     def request(
@@ -286,14 +286,15 @@ class Intake:
     ) -> InferenceRequest:
         """The request that `ask` and `headers` (lower-case names, raw values) amount to.
 
-        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made. Where the
-        model has several variants its `target_model` is '': `shares_of` says which, `sent_as` completes it.
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made. One of a
+        model's several variants follows from that id, or without it from the flow and the body.
 
         Raises:
             BadRequest: a header in use is malformed; the message names it.
         """
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
-        request_id = raw_id.decode() if _TRUSTED_ID.fullmatch(raw_id) else self._new_id()
+        by_gateway = _TRUSTED_ID.fullmatch(raw_id) is not None
+        request_id = raw_id.decode() if by_gateway else self._new_id()
         fairness_id = objective = rewrite = session = trace = ""
         workload = _ANONYMOUS
         ttl_s, by_client = self._ttl_s, False
@@ -317,7 +318,10 @@ class Intake:
         target, band, weight, limit, selector = settings
         cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
-        prefix = self._prefix(target, ask) if target else ()
+        if not target:
+            target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
+        prefixes = self._prefixes
+        prefix = _prefix(target, ask) if prefixes and prefixes.needs_prefix_hashes else ()
         # By position: by name it takes three times as long.
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, cost, ttl_s,
@@ -329,8 +333,8 @@ class Intake:
         band, weight = ranks.get(name, self._unranked)
         # Of its flow, on each endpoint: the lower one of its model's and its objective's.
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
-        shares = self.shares_of(model)
-        names = (model,) if shares is None else shares.split.names
+        split = self._split_of(model)
+        names = (model,) if split is None else split.names
         settings = _ModelSettings(
             target_model=names[0] if len(names) == 1 else "",
             band=band,
@@ -343,27 +347,20 @@ class Intake:
         self._model_settings[model, objective] = settings
         return settings
 
-    def shares_of(self, model: str) -> Shares | None:
-        """What `model` is sent as, by a live rewrite or else as configured; None for itself."""
+    def _split_of(self, model: str) -> Split | None:
+        """The variants of `model`, by a live rewrite or else as configured; None for itself."""
         return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
 
-    def sent_as(self, request: InferenceRequest, target: str, ask: Ask, passed_s: float) -> InferenceRequest:
-        """`request`, of `ask`, as one for the variant `target`; `passed_s` of its time have passed."""
-        ttl_s = max(request.ttl_s - passed_s, _MIN_TTL_S)
-        return request._replace(target_model=target, prefix=self._prefix(target, ask), ttl_s=ttl_s)
-
-    def _prefix(self, target: str, ask: Ask) -> tuple[bytes, ...]:
-        """The hashes of the prompt's blocks; none where nobody reads them."""
-        return _prefix(target, ask) if self._prefixes and self._prefixes.needs_prefix_hashes else ()
+    def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
+        """Which of the several variants of `model` a request is sent as. `gateway_id` is empty if the gateway
+        has set no id: a client could send ids until one leads to the variant it wants, and keep that id."""
+        split, key = self._split_of(model), self._variant_key()
+        assert split is not None, "a model without variants has its target in its settings"
+        return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
 
     def _ttl(self, text: str) -> float:
         """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
         return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
-
-
-def _shares(split: Split, model: str, former: Shares | None) -> Shares:
-    """Of `split`; `former` goes on if it is of the same."""
-    return former if former is not None and former.split == split else Shares(split, model)
 
 
 def _deadline_s(headers: Mapping[str, bytes]) -> float:
@@ -631,10 +628,10 @@ class Body:
     would take four bytes a letter.
     """
 
-    __slots__ = ("_keys", "_large_bytes", "_text", "_texts", "_values")
+    __slots__ = ("_keys", "_large_bytes", "_texts", "_values", "text")
 
     def __init__(self, text: bytes, large_bytes: int = 1024 * 1024) -> None:
-        self._text, self._large_bytes = text, large_bytes
+        self.text, self._large_bytes = text, large_bytes
         self._values: Mapping[str, msgspec.Raw | memoryview] | None = None
 
     @property
@@ -645,7 +642,7 @@ class Body:
             BadRequest: it is no JSON object, or one that is not to be read.
         """
         if self._values is None:
-            self._values = self._read(self._text)
+            self._values = self._read(self.text)
         return self._values
 
     def _read(self, text: bytes) -> Mapping[str, msgspec.Raw | memoryview]:
@@ -676,7 +673,7 @@ class Body:
         return values
 
     def __len__(self) -> int:
-        return len(self._text)
+        return len(self.text)
 
     def with_model(self, name: bytes) -> bytes:
         """The body with the JSON text `name` as its model, all else byte for byte as it was.
@@ -686,7 +683,7 @@ class Body:
         """
         size_bytes = len(self.values[MODEL])
         start = self._starts(self._keys.index(MODEL) + 1)[-1]
-        text = memoryview(self._text)
+        text = memoryview(self.text)
         return b"".join((text[:start], name, text[start + size_bytes :]))
 
     def _starts(self, count: int) -> list[int]:
@@ -696,7 +693,7 @@ class Body:
         starts = []
         end = 0
         for value in islice(self._texts, count):
-            key = _KEY.match(self._text, end)
+            key = _KEY.match(self.text, end)
             assert key is not None, "the decoder has read a key here"
             starts.append(key.end())
             end = key.end() + len(value)

@@ -22,7 +22,6 @@ from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Deferred, Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
-from picker_fleet.admission.variants import Variants
 from picker_fleet.background import Work, count_failures
 from picker_fleet.config import Settings
 from picker_fleet.endpoints.discovery import source_of
@@ -106,11 +105,15 @@ class Pool:
             reads=read_limit(settings.extproc, clock),
             bodies=bodies,
             new_flows=new_flow_limit(settings, clock),
-            intake=Intake(settings, new_id=_ids().__next__, prefixes=parts.chooser),
+            intake=Intake(
+                settings,
+                new_id=_ids().__next__,
+                variant_key=lambda: parts.signing.variant_key,
+                prefixes=parts.chooser,
+            ),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),
             ends=Deferred(lambda: parts.gate.places_are_awaited),
-            variants=Variants(parts.store, lambda: parts.failover.outage is None),
             open_requests=open_requests,
             metrics=parts.metrics,
             lines=DecisionLines(clock, parts.chooser.explain, **self._labels),

@@ -1,24 +1,25 @@
-"""Which variant of a model a request is sent as: exact shares, and the same one for the same id. Pure.
+"""Which variant of a model a request is sent as: a keyed hash of the request's identity. Pure.
 
-Exact shares and a choice that follows from the id alone exclude each other: of ids that nobody chose, any
-fixed share of them falls on a variant only on average (docs/decisions.md, 26). So the id proposes, and the
-counts decide: a proposal that would take a variant further than one request from its exact share is replaced.
-The counts are the fleet's (lua/split.lua, admission/variants.py), or while Redis is away each replica's own.
+The identity is the request's id if the gateway has set it, else its flow and body (intake.py). Every replica
+has the pool's key (state/accounting_token.py), so an identity leads to the same variant on each of them and
+again after a retry, without a call to Redis. A client without the key cannot predict the variant of an
+identity. The shares hold on average: of n requests a variant with share p gets n p, with a standard deviation
+of sqrt(n p (1 - p)) (docs/decisions.md, 26).
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable
+from hashlib import blake2b
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from xxhash import xxh64_hexdigest, xxh64_intdigest
+from xxhash import xxh3_128_digest
 
-_REMEMBERED: Final = 10_000  # request ids
+_HASH_BYTES = 8
 
 
 class Split(NamedTuple):
-    """What requests for a model are sent as: names, and the cumulated weights that choose among them."""
+    """The variants of a model: names, and the cumulated weights that choose among them."""
 
     names: tuple[str, ...]
     bounds: tuple[int, ...]
@@ -29,75 +30,19 @@ class Split(NamedTuple):
         weighted = [(name, weight) for name, weight in targets if weight]
         return cls(tuple(name for name, _ in weighted), tuple(accumulate(weight for _, weight in weighted)))
 
-    @property
-    def weights(self) -> tuple[int, ...]:
-        lower = (0, *self.bounds[:-1])
-        return tuple(bound - below for below, bound in zip(lower, self.bounds, strict=True))
-
-    def at(self, share: float) -> int:
-        """The position of the name that `share`, from 0 to 1, falls on."""
-        # It may round up to the last bound.
-        return min(bisect_right(self.bounds, share * self.bounds[-1]), len(self.names) - 1)
+    def variant(self, key: bytes, identity: bytes) -> str:
+        """The name that `identity` leads to under the pool's `key`."""
+        digest = blake2b(identity, key=key, digest_size=_HASH_BYTES).digest()
+        # A whole number from 0 to the sum of the weights, exclusive.
+        at = int.from_bytes(digest, "big") * self.bounds[-1] >> 8 * _HASH_BYTES
+        return self.names[bisect_right(self.bounds, at)]
 
 
-class Shares:
-    """Hands out the names of `split`, which requests for `model` are sent as; '' for any. One event loop.
+def identity_of_body(key: bytes, flow: str, body: bytes) -> bytes:
+    """The identity of a request whose id its client may have chosen.
 
-    `of` counts by itself: after any number of requests each of two names has been given to its exact share
-    of them or one more or less; of more names, two more or less. `propose` and `remember` are for those that
-    have the fleet's counts. An id that comes again gets what it got, as long as it is among the last
-    `_REMEMBERED`.
+    The hash of the body has a secret seed, so that a client cannot make bodies that collide. It takes 7 µs
+    for 400 KB, where a keyed BLAKE2b would take 370.
     """
-
-    def __init__(self, split: Split, model: str = "") -> None:
-        self.split = split
-        names = "\n".join((model, *split.names)).encode()  # which have no control characters
-        self._weights = split.weights
-        self.weights = " ".join(map(str, self._weights))
-        # New weights have counts of their own, so nobody catches up on old ones; ids keep their variants.
-        self.key = xxh64_hexdigest(names + b"\n" + self.weights.encode())
-        self._seed = xxh64_intdigest(names)
-        # How many requests more than its exact share each name has been given here, times the sum of the
-        # weights: whole numbers.
-        self._surplus = [0] * len(split.names)
-        self._given: OrderedDict[int, int] = OrderedDict()  # by the id's hash: an id may be long
-
-    def hash_of(self, request_id: str) -> int:
-        """Of 64 bits, which are others for the same id of another model."""
-        return xxh64_intdigest(request_id.encode(errors="surrogatepass"), self._seed)
-
-    def remembered(self, digest: int) -> int | None:
-        """The position of the name that an id, by its hash, was given here; None if it is not known."""
-        return self._given.get(digest)
-
-    def propose(self, digest: int) -> int:
-        """The position of the name that an id alone leads to."""
-        return self.split.at(digest / 2**64)
-
-    def remember(self, digest: int, at: int) -> None:
-        self._given[digest] = at
-        if len(self._given) > _REMEMBERED:
-            self._given.popitem(last=False)
-
-    def of(self, request_id: str) -> str:
-        """The name that a request is sent as, by this replica's counts."""
-        names = self.split.names
-        if len(names) == 1:
-            return names[0]
-        digest = self.hash_of(request_id)
-        at = self.remembered(digest)
-        if at is None:
-            at = self._decide(self.propose(digest))
-            self.remember(digest, at)
-        return names[at]
-
-    def _decide(self, proposed: int) -> int:
-        """As lua/split.lua has it."""
-        total = self.split.bounds[-1]
-        surplus = [have - weight for have, weight in zip(self._surplus, self._weights, strict=True)]
-        last = min(range(len(surplus)), key=surplus.__getitem__)
-        keeps_up = last == proposed or surplus[last] >= -total
-        given = proposed if keeps_up and surplus[proposed] <= 0 else last
-        surplus[given] += total
-        self._surplus = surplus
-        return given
+    digest = xxh3_128_digest(body, seed=int.from_bytes(key[:8], "big"))
+    return flow.encode(errors="surrogatepass") + digest

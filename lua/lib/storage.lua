@@ -50,8 +50,6 @@ end
 -- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
 -- replica_info  hash    replica incarnation -> its replica info, JSON             sweep
--- variants      zset    hash of an id and its model -> when, ms; its variant       sweep
--- splits        hash    hash of a model's weights -> when used, surpluses          split, when idle
 -- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
 -- tombstones    zset    id whose end was reported -> when, ms                     sweep
 -- unheard       zset    id given up without a report of its end -> when, ms       its next renewal, sweep
@@ -98,7 +96,7 @@ do -- a chunk may have 200 locals
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard', 'suspects', 'log',
-      'blockers', 'variants', 'splits', 'orphan_cursors', 'queue_snapshot'}) do
+      'blockers', 'orphan_cursors', 'queue_snapshot'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do

@@ -38,7 +38,6 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    assert await store.split("a split", "90 10", "an id", 0) == 0
     await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one waits
     await _many_notifications(fleet)
     await _flows_without_end(fleet)

@@ -1,6 +1,7 @@
 """A replica is killed or stopped, and no client notices (G7)."""
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     answers = [task.result() for task in (*streams, *queued)]
     assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
-        # A request that another replica took over counts once, as the variant that it was before.
-        assert abs(sum('"canary"' in answer.text for answer in answers) - 12) <= 1
+        # Five standard deviations. That a retry keeps its variant: tests/unit/test_exchange.py.
+        assert abs(sum('"canary"' in answer.text for answer in answers) - 12) < 5 * math.sqrt(120 * 0.1 * 0.9)
     await at_rest(here, within_s=LEASE_S + 5)
     # What was queued through it was adopted and kept its position: the log is in order of arrival.
     log = await decisions(here)

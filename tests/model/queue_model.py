@@ -168,7 +168,7 @@ class QueueModel(PoolModel):
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
         # No keys, since none are offered, and what time it is.
-        reply.answers += [self.moment.settings["paused"], "", self.moment.now_us]
+        reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
     def publish(

@@ -24,7 +24,6 @@ def of(request_id: str, flow: str = "flow", **fields: Any) -> bytes:
 
 CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "admit": ("a", of("new"), of("other", "fresh"), of("urgent", band=0), of("q1")),
-    "split": ("a", "rule", "9 1", "an id", 1, "rule", "9 1", "another", 2, "rule", "9 1", "an id", 2),
     "place": ("a", "q1", "1", "*", "g2", "1", "e1:1=0.5,e2:1=0.4"),
     "acknowledge": ("a", "q1", "1", "q2", "1"),
     "settle": ("a", "p1", "completed", "3", "7", "p2", "client_gone", "", "", "q2", "completed", "", ""),
@@ -33,7 +32,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "tombstone": ("a", "x", 0, "y", 0),
     "mark_endpoint": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),
-    "heartbeat": ("a", "{}", 5000, "fresh old"),
+    "heartbeat": ("a", "{}", 5000, "fresh old", "1:first"),
     "publish": ("a", "c2", "e2", UNFAIR, "e1:1", OPEN, "e4:1", OPEN),
     "publish_changes": ("a", "e", "e2", "e1:1", "", "e2:1", OPEN, "e4:1", OPEN),
     "tune": ("a", '{"upper_per": 3, "lower_per": 3}', '{"x": 1}'),
@@ -56,7 +55,6 @@ def prepare(library: FailingPool, ordering: str) -> None:
     library.passes(3000)
     library.call("heartbeat", "a", "{}", 5000, "key-a")
     library.call("tombstone", "a", "old", 0)
-    library.call("split", "a", "rule", "9 1", "known", 1)
     library.call("settle", "a", "p5", "completed", "5", "", "p6", "completed", "2", "9")
     library.passes(500)
 

@@ -60,7 +60,6 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "renew": ("a", "runs", "", "b:1", "", 0),
     "report_client_gone": ("a", "runs"),
     "settle": ("a", "runs", "completed", "", ""),
-    "split": ("a", "m 90 10", "90 10", "id", 1),
     "admit": ("a", arrival("new", priority=7)),
     "place": ("a", "waits", "1", "*"),
     "acknowledge": ("a", "runs", "1"),

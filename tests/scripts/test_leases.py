@@ -274,6 +274,40 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         assert len(await keys()) == 9
 
 
+async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_and_the_shared_state(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", "b") as (it, a, b):
+        keyrings = [each.store._signing for each in (a, b)]
+        key = keyrings[0].variant_key
+        assert keyrings[1].variant_key == key
+        # When a day is over there is another signing key, and the same key for variants.
+        _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
+        for _ in range(9):
+            await it.redis.hset(it.keys.pool, "signing_keys", f"1 {' '.join(signing)}")
+            await a.beat()
+            await b.beat()
+            _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
+        assert [each.variant_key for each in keyrings] == [key, key]
+        # All is lost, and a stranger reports first: with the next heartbeats it has the key of the others.
+        await it.redis.flushall()
+        stranger = Keyring()
+        assert stranger.variant_key not in (key, Keyring().variant_key)
+
+        async def beat() -> None:
+            reply = await a.store._client.call(
+                "heartbeat", "c", "{}", 60_000, stranger.offer(), stranger.first
+            )
+            stranger.take(reply[16], reply[18])
+
+        await beat()
+        assert stranger.variant_key != key
+        await b.beat()
+        await beat()
+        await a.beat()
+        assert [each.variant_key for each in (*keyrings, stranger)] == [key, key, key]
+
+
 async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> None:
     # A request in flight, and one that was lost.
     async with fleet("a") as (it, a):

@@ -102,7 +102,6 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.renew("damaged", None, "", "")
         await a.store.renew("lost", None, "", accounting_token.write(ask("lost"), E1))
         await a.store.report_client_gone("lost")
-        await a.store.split("m 90 10", "90 10", "id", 1)
         # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
         await b.admit("limited", flow="limited", limit=1)
         await b.admit("the only one of its flow", flow="lonely", band=2)

@@ -45,7 +45,7 @@ class TimedPool(DirectPool):
         if self._last_beat is not None:
             epoch, now_us, at_ms = self._last_beat
             known = (epoch, now_us + (self.real_ms - at_ms) * 1000)
-        reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", *known)
+        reply: list[Any] = self.call("heartbeat", "a", "{}", SILENCE_MS, "", "", *known)
         self._last_beat = (reply[0], int(reply[17]), self.real_ms)
         return reply
 

@@ -12,9 +12,7 @@ from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker_fleet.admission.gate import Deferred
-from picker_fleet.admission.variants import Variants
 from picker_fleet.config import Settings, parse
-from picker_fleet.errors import StateUnavailable
 from picker_fleet.extproc import context
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import ByPool, ExchangeContext
@@ -28,13 +26,6 @@ from picker_fleet.telemetry.logs import DecisionLines
 MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
 MAX_MESSAGE_BYTES = 1024 * 1024
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
-
-
-class NoSplits:
-    """A shared state that is away."""
-
-    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
-        raise StateUnavailable("away")
 
 
 class ScriptedGate:
@@ -147,11 +138,10 @@ def exchange_context(
         reads=context.read_limit(settings.extproc, lambda: 0.0),
         bodies=context.BodyBudget(settings.extproc.max_buffered_bytes),
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
-        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}"),
+        intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", variant_key=lambda: b"the pool's"),
         gate=gate,
         drain_gate=context.DrainGate(gate),
         ends=Deferred(lambda: True),
-        variants=Variants(NoSplits(), lambda: False),
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),

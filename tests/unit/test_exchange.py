@@ -3,9 +3,8 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import extproc_client as envoy
 import pytest
@@ -18,7 +17,6 @@ from tables import cases
 from picker_fleet import errors
 from picker_fleet.admission import gate
 from picker_fleet.admission.gate import Deferred
-from picker_fleet.admission.variants import Variants
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.codec import WHOLE_BYTES
@@ -497,28 +495,22 @@ async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
     assert talk.gate.admitted == []
 
 
-@every_mode
-async def test_a_model_with_variants_is_split_and_a_request_that_comes_again_gets_the_same(mode: str) -> None:
-    talk = Talk(settings=TWO_VARIANTS)
-    for number in (1, 2, 3, 4, 1, 2, 3, 4):
-        await talk.another().say(*asks(mode, {"x-request-id": f"id-{number}"}))
-    sent_as = [request.target_model for request, _ in talk.gate.admitted]
-    if mode == "headers":  # it renames nothing, so half are refused
-        assert sent_as == ["m"] * 4
-        assert [code for _, _, code in talk.metrics.answers].count("unsupported_processing_mode") == 4
-    else:
-        assert sent_as[:4] == sent_as[4:]
-        assert sorted(sent_as[:4]) == ["m", "m", "m-v2", "m-v2"]
+async def sent_by_other_replicas(mode: str, ids: Sequence[str], ask: bytes = ASK) -> list[bytes]:
+    """The bodies that model servers get of requests with these ids, each through a replica of its own."""
+    asked = ((headers(mode, {"x-request-id": each}), body(ask)) for each in ids)
+    return [envoy.whole(await Talk(settings=TWO_VARIANTS).say(*each)) for each in asked]
 
 
-async def test_a_client_that_leaves_while_its_variant_is_chosen_is_counted() -> None:
-    talk, begun = Talk(settings=TWO_VARIANTS), asyncio.Event()
-    late = Variants(Mock(split=endless(begun)), lambda: True)
-    talk.here = dataclasses.replace(talk.here, variants=late)
-    talk = talk.another()
-    await talk.leave(*asks("lean"), once=begun)
-    assert talk.gate.admitted == []
-    assert talk.metrics.answers == [("lean", "m", "client_gone")]
+async def test_a_retry_at_another_replica_is_sent_as_the_same_variant() -> None:
+    ids = [f"id-{number}" for number in range(40)]
+    sent = await sent_by_other_replicas("lean", ids)
+    assert {json.loads(each)["model"] for each in sent} == {"m", "m-v2"}
+    assert await sent_by_other_replicas("lean", ids) == sent
+    # In `standard` an id may be the client's, so the body decides.
+    assert len(set(await sent_by_other_replicas("standard", ids))) == 1
+    # A body that has been rewritten stays as it is.
+    rewritten = next(each for each in sent if each != ASK)
+    assert set(await sent_by_other_replicas("lean", ids, rewritten)) == {rewritten}
 
 
 async def renamed(

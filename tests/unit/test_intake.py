@@ -1,7 +1,10 @@
 """What comes in: bodies, headers and metadata, good and bad (docs/protocol.md; G10)."""
 
 import contextlib
+import itertools
 import json
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,10 +30,11 @@ from picker_fleet.intake import (
 )
 from picker_fleet.request import InferenceRequest, Workload
 
+SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
 SETTINGS = parse({
     "models": [
         {"name": "llama", "criticality": "Critical", "weight": 2.0},
-        {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]},
+        SPLIT,
     ],
     "objectives": [{"name": "premium", "criticality": "Critical", "weight": 3.0}],
     "fair_request_queue": {"queue_ttl": "30s"},
@@ -52,7 +56,7 @@ def asked(
     settings: Any = SETTINGS,
 ) -> InferenceRequest:
     raw = {key: value.encode() if isinstance(value, str) else value for key, value in (headers or {}).items()}
-    intake = Intake(settings, new_id=lambda: "made")
+    intake = Intake(settings, new_id=lambda: "made", variant_key=bytes)
     return intake.request(ask(model), raw, subset=None, trusted=trusted)
 
 
@@ -145,7 +149,7 @@ TOKENS = parse({
 
 
 def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
-    intake = Intake(settings, new_id=lambda: "made")
+    intake = Intake(settings, new_id=lambda: "made", variant_key=bytes)
     request = intake.request(read, {}, subset=None, trusted=False)
     return request.cost, request.learn
 
@@ -331,7 +335,8 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
     text = json.dumps({"model": "m", **members}, ensure_ascii=False).encode()
     simple = read_body(text)
     assume(isinstance(simple.read, bytes))
-    intake = Intake(SETTINGS, new_id=lambda: "made", prefixes=Mock(needs_prefix_hashes=True))
+    prefixes = Mock(needs_prefix_hashes=True)
+    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
     small, whole = (
         intake.request(each, {}, subset=None, trusted=True).prefix
         for each in (simple, simple._replace(read=Body(text)))
@@ -442,17 +447,62 @@ def test_objective_then_model_decide_band_and_weight(
     assert (request.band, request.weight) == (band, weight)
 
 
-def test_a_request_for_a_model_with_several_targets_is_completed_by_the_one_that_is_chosen() -> None:
-    intake = Intake(SETTINGS, new_id=lambda: "made")
-    request = intake.request(ask("split"), {}, subset=None, trusted=False)
-    shares = intake.shares_of("split")
-    assert shares is not None
-    assert (request.model, request.target_model) == ("split", "")
-    assert shares.split.names == ("split-a", "split-b")
-    sent = intake.sent_as(request, "split-b", ask("split"), passed_s=0.25)
-    assert sent == request._replace(target_model="split-b", ttl_s=request.ttl_s - 0.25)
-    assert intake.sent_as(request, "split-b", ask("split"), passed_s=1e9).ttl_s > 0
-    assert intake.shares_of("llama") is None
+def variants(
+    count: int,
+    of: Callable[[int], str] = lambda number: "p",
+    request_id: Callable[[int], str] = lambda number: "the-same",
+    *,
+    key: bytes = b"key",
+    trusted: bool = False,
+    headers: Mapping[str, bytes] = {},
+) -> list[str]:
+    """What requests 0, 1, … for a split model, with these prompts and ids, are sent as by a new replica."""
+    settings = parse({"models": [SPLIT], "extproc": {"trusted_headers": [LLM_D_FAIRNESS]}})
+    made = (f"made-{number}" for number in itertools.count())
+    intake = Intake(settings, new_id=made.__next__, variant_key=lambda: key)
+    sent_as: list[str] = []
+    for number in range(count):
+        body = read_body(orjson.dumps({"model": "split", "prompt": of(number)}))
+        fields = {"x-request-id": request_id(number).encode(), **headers}
+        request = intake.request(body, fields, subset=None, trusted=trusted)
+        assert request.model == request.flow == "split" or headers
+        sent_as.append(request.target_model)
+    return sent_as
+
+
+def test_where_the_gateway_sets_the_id_the_variant_follows_from_it_alone() -> None:
+    ids = {"request_id": lambda number: f"id-{number}", "trusted": True}
+    found = variants(1000, **ids)
+    # Within five standard deviations, at any key and for whatever ids.
+    assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
+    # A retry at another replica, after an edit of the body: the same.
+    assert variants(1000, lambda number: f"prompt {number}", **ids) == found
+    assert variants(1000, key=b"other", **ids) != found
+    assert len(set(variants(100, str, trusted=True))) == 1
+
+
+@pytest.mark.parametrize(("trusted", "request_id"), [(False, "id-{}"), (True, "no id {}"), (True, "")])
+def test_where_it_does_not_the_variant_follows_from_flow_and_body(trusted: bool, request_id: str) -> None:
+    ids = {"request_id": request_id.format, "trusted": trusted}
+    found = variants(1000, str, **ids)
+    assert abs(found.count("split-a") - 250) < 5 * math.sqrt(1000 * 0.25 * 0.75)
+    assert variants(1000, str, **ids) == found
+    assert variants(1000, str, **ids, key=b"other") != found
+    assert variants(1000, str, **ids, headers={LLM_D_FAIRNESS: b"tenant"}) != found
+    # No id that a client sends leads from one variant to another, nor does the body's size matter.
+    assert len(set(variants(100, lambda number: "p" * 10_000, **ids))) == 1
+    assert len(set(variants(100, lambda number: f"{number}" + "p" * 10_000, **ids))) == 2
+
+
+def test_the_prefix_of_a_request_is_its_variants() -> None:
+    prefixes = Mock(needs_prefix_hashes=True)
+    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
+    sent, plain = (
+        intake.request(Ask(model, False, b'{"prompt": "%s"}' % LONG), {}, subset=None, trusted=False)
+        for model in ("split", "split-b")
+    )
+    assert sent.target_model == "split-b"
+    assert sent.prefix == plain.prefix != ()
 
 
 def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -> None:

@@ -1,116 +1,84 @@
-"""Shares of a model's variants: exact on each replica, and as far as can be the same for the same id.
+"""Which variant of a model a request is sent as: shares, and what an identity leads to.
 
-With the counts of the fleet: tests/scripts/test_splits.py.
+Which identity a request has: tests/unit/test_intake.py.
 """
 
-import asyncio
+import math
+import random
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.admission import variants
-from picker_fleet.admission.variants import Variants
-from picker_fleet.errors import ScriptFailed, StateFault, StateUnavailable, WritesRefused
-from picker_fleet.traffic_split import Shares, Split
+from picker_fleet.config import parse
+from picker_fleet.extproc.context import BodyBudget, OpenRequests
+from picker_fleet.intake import Ask
+from picker_fleet.pool import Pool
+from picker_fleet.traffic_split import Split, identity_of_body
 
 CANARY = Split.of([("stable", 90), ("canary", 10), ("never", 0)])
+KEY = b"the pool's"
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=5).filter(any), st.integers(0, 10**9))
-def test_shares_are_exact_but_for_one_request_or_with_more_than_two_names_two(
-    weights: list[int], first: int
+def identities(count: int) -> list[bytes]:
+    return [f"id-{number}".encode() for number in range(count)]
+
+
+@pytest.mark.parametrize("weights", [(90, 10, 0), (1, 1), (1, 2, 3, 4), (0, 1, 1_000_000), (1,) * 7])
+def test_shares_keep_within_the_binomial_spread(weights: tuple[int, ...]) -> None:
+    split = Split.of((f"v{number}", weight) for number, weight in enumerate(weights))
+    rng, count = random.Random(1), 20_000
+    found = Counter(split.variant(KEY, rng.randbytes(16)) for _ in range(count))
+    for number, weight in enumerate(weights):
+        share = weight / sum(weights)
+        spread = math.sqrt(count * share * (1 - share))
+        assert abs(found[f"v{number}"] - count * share) <= 4.5 * spread + 1e-6
+
+
+@given(st.lists(st.integers(0, 1_000_000), min_size=1, max_size=5).filter(any), st.binary(), st.binary())
+def test_every_identity_leads_to_a_variant_with_a_weight(
+    weights: list[int], key: bytes, identity: bytes
 ) -> None:
-    most = 1 if len([each for each in weights if each]) <= 2 else 2
-    names = [f"v{number}" for number in range(len(weights))]
-    shares, given_to = Shares(Split.of(zip(names, weights, strict=True))), Counter[str]()
-    for number in range(1, 400):
-        given_to[shares.of(f"id-{first + number}")] += 1
-        for name, weight in zip(names, weights, strict=True):
-            assert abs(given_to[name] - number * weight / sum(weights)) <= most + 1e-6
+    split = Split.of((str(number), weight) for number, weight in enumerate(weights))
+    assert weights[int(split.variant(key[:64], identity))] > 0
 
 
-def test_a_thousand_requests_on_three_replicas_are_split_within_three() -> None:
-    replicas = [Shares(CANARY) for _ in range(3)]
-    found = Counter(replicas[number % 3].of(f"id-{number}") for number in range(1000))
-    assert found.keys() == {"stable", "canary"}
-    assert abs(found["canary"] - 100) <= 3
+def test_one_variant_gets_everything() -> None:
+    assert {Split.of([("a", 3), ("b", 0)]).variant(KEY, each) for each in identities(100)} == {"a"}
 
 
-def test_an_id_that_comes_again_gets_the_same() -> None:
-    here, there = Shares(CANARY), Shares(CANARY)
-    first = [here.of(f"id-{number}") for number in range(5000)]
-    assert [here.of(f"id-{number}") for number in range(5000)] == first
-    assert here.of("x" * 100_000) == here.of("x" * 100_000)
-    # On another replica, which has seen other requests before, nearly always.
-    for number in range(777):
-        there.of(f"other-{number}")
-    same = [there.of(f"id-{number}") == each for number, each in enumerate(first)]
-    assert same.count(True) > 0.85 * len(same)
+def test_another_key_is_another_assignment() -> None:
+    # By chance two keys agree about 0.9 * 0.9 + 0.1 * 0.1 of the identities.
+    count, expected = 10_000, 0.82
+    same = sum(CANARY.variant(KEY, each) == CANARY.variant(b"other", each) for each in identities(count))
+    assert abs(same - expected * count) < 5 * math.sqrt(count * expected * (1 - expected))
 
 
-def test_only_the_last_ids_are_remembered() -> None:
-    shares = Shares(CANARY)
-    for number in range(30_000):
-        shares.of(f"id-{number}")
-    assert len(shares._given) == 10_000
+def test_new_weights_move_only_the_difference() -> None:
+    more = Split.of([("stable", 80), ("canary", 20)])
+    moves = Counter((CANARY.variant(KEY, each), more.variant(KEY, each)) for each in identities(10_000))
+    assert ("canary", "stable") not in moves
+    assert abs(moves["stable", "canary"] - 1000) < 5 * math.sqrt(10_000 * 0.1 * 0.9)
 
 
-class SplitStore:
-    """Gives every request the variant at `given`; or raises `fault`, or never answers."""
-
-    def __init__(self, given: int | None = None, fault: StateFault | None = None) -> None:
-        self.given, self.fault, self.asked = given, fault, 0
-
-    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
-        self.asked += 1
-        if self.fault is not None:
-            raise self.fault
-        if self.given is None:
-            await asyncio.Event().wait()
-        assert self.given is not None
-        return self.given
+def test_bodies_spread_by_key_flow_and_content() -> None:
+    prompts = [b'{"model": "m", "prompt": "%d"}' % number for number in range(2000)]
+    found = [CANARY.variant(KEY, identity_of_body(KEY, "tenant", each)) for each in prompts]
+    assert abs(found.count("canary") - 200) < 5 * math.sqrt(2000 * 0.1 * 0.9)
+    assert found != [CANARY.variant(KEY, identity_of_body(KEY, "other", each)) for each in prompts]
+    # The key seeds the hash of the body, too.
+    assert len({identity_of_body(bytes([seed]) * 16, "tenant", b"body") for seed in range(20)}) == 20
 
 
-async def test_the_shared_state_decides_and_is_asked_once_for_an_id() -> None:
-    store, shares = SplitStore(given=1), Shares(CANARY)
-    chooser = Variants(store, lambda: True)
-    assert {await chooser.of(shares, f"id-{number % 50}", 60.0) for number in range(100)} == {"canary"}
-    assert store.asked == 50
-    # What it has decided counts for nothing here: without it the shares begin as they are.
-    alone = Variants(store, lambda: False)
-    given = Counter([await alone.of(shares, f"alone-{number}", 60.0) for number in range(100)])
-    assert abs(given["canary"] - 10) <= 1
-    assert await alone.of(shares, "id-7", 60.0) == "canary"
-    assert store.asked == 50
-
-
-@pytest.mark.parametrize(
-    "fault", [StateUnavailable("away"), WritesRefused("full"), ScriptFailed("odd"), None]
-)
-async def test_a_shared_state_that_is_away_or_late_leaves_the_choice_to_the_replica(
-    fault: StateFault | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "DEADLINE_S", 0.001)
-    store, shares = SplitStore(fault=fault), Shares(CANARY)
-    chooser = Variants(store, lambda: True)
-    given = Counter([await chooser.of(shares, f"id-{number}", 60.0) for number in range(100)])
-    assert abs(given["canary"] - 10) <= 1
-    # One that is late is not asked again for a while, or each request would wait for it.
-    assert store.asked == (100 if fault is not None else 1)
-
-
-async def test_a_request_with_little_time_does_not_wait_for_longer_and_spoils_nothing_for_others() -> None:
-    store, shares = SplitStore(), Shares(CANARY)
-    chooser = Variants(store, lambda: True)
-    assert await chooser.of(shares, "in haste", 0.001) in shares.split.names
-    store.given = 1
-    assert await chooser.of(shares, "patient", 60.0) == "canary"
-
-
-async def test_more_variants_than_a_script_tells_apart_are_the_replicas_to_choose() -> None:
-    store = SplitStore(given=0)
-    shares = Shares(Split.of((f"v{number}", 1) for number in range(1024)))
-    assert len({await Variants(store, lambda: True).of(shares, f"id-{n}", 60.0) for n in range(200)}) > 100
-    assert store.asked == 0
+async def test_a_pool_chooses_by_the_key_that_its_heartbeats_bring() -> None:
+    targets = [{"name": name, "weight": weight} for name, weight in (("stable", 90), ("canary", 10))]
+    settings = parse({"models": [{"name": "m", "target_models": targets}]})
+    pool = Pool(settings, "r", bodies=BodyBudget(1), open_requests=OpenRequests())
+    pool.parts.signing.take("", "1750000000000:0a")
+    key = pool.parts.signing.variant_key
+    for each in identities(200):
+        asked = pool.context.intake.request(
+            Ask("m", False, b"{}"), {"x-request-id": each}, subset=None, trusted=True
+        )
+        assert asked.target_model == CANARY.variant(key, each)

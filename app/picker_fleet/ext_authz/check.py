@@ -137,7 +137,10 @@ class Check:
                 forwarded_for = headers.pop(FORWARDED_FOR, b"")
                 request = self._take(ask, headers)
                 if request.target_model != ask.model:
-                    request = await self._renamed(request, ask, headers)
+                    raise Unsupported(
+                        f"http mode cannot send model {ask.model} as {request.target_model}; "
+                        "lean and standard can"
+                    )
                 del ask
                 release()  # a request that waits holds nothing of its body
                 answer = await self._admit(request, forwarded_for)
@@ -201,19 +204,6 @@ class Check:
         subset = _subset(headers)
         request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request
-        return request
-
-    async def _renamed(
-        self, request: InferenceRequest, ask: Ask, headers: Mapping[str, bytes]
-    ) -> InferenceRequest:
-        """`request` with its variant, which has to be the model that the body asks for."""
-        if not request.target_model:
-            self._request = request = await self._context.with_variant(request, ask, headers)
-            self._target_model = request.target_model
-        if request.target_model != ask.model:
-            raise Unsupported(
-                f"http mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
-            )
         return request
 
     async def _admit(self, request: InferenceRequest, forwarded_for: bytes) -> Answer:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 from picker_fleet.admission.gate import Deferred, Gate
-from picker_fleet.admission.variants import Variants
 from picker_fleet.allowlist import NOT_LISTED, PathRule, rules
 from picker_fleet.config import Settings
 from picker_fleet.errors import (
@@ -26,7 +25,7 @@ from picker_fleet.errors import (
     UnknownPath,
     UnknownPool,
 )
-from picker_fleet.intake import REQUEST_ID, Ask, Intake
+from picker_fleet.intake import Intake
 from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.sections import ExtProc
@@ -467,7 +466,7 @@ class ExchangeContext:
     """Made once a pool. `reads` limits requests that go through without admission, `fill` is the part of the
     queue that is taken, 0 to 1. `ends` reports those of answers that pass through the picker. `clock` is in
     seconds; only its differences count. `selected` reads the conformance suite's choice of endpoints; None
-    where clients have none. `variants` chooses among those of a model."""
+    where clients have none."""
 
     settings: Settings
     paths: AllowedPaths
@@ -478,7 +477,6 @@ class ExchangeContext:
     gate: Gate
     drain_gate: DrainGate
     ends: Deferred
-    variants: Variants
     open_requests: OpenRequests
     metrics: Metrics
     lines: DecisionLines
@@ -512,19 +510,6 @@ class ExchangeContext:
                 retry_after_s=retry_after_s(wait_s),
             )
         return True
-
-    async def with_variant(
-        self, request: InferenceRequest, ask: Ask, headers: Mapping[str, bytes]
-    ) -> InferenceRequest:
-        """`request`, made of `ask` and `headers`, with the variant of its model that it is sent as."""
-        shares = self.intake.shares_of(request.model)
-        if shares is None:
-            raise RuntimeError("a model without variants has nothing to choose")
-        began_s = self.clock()
-        # Behind a gateway that is not trusted with ids, the id that a client sends again is the header's.
-        request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or request.id
-        target = await self.variants.of(shares, request_id, request.ttl_s)
-        return self.intake.sent_as(request, target, ask, self.clock() - began_s)
 
     def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
         """How many endpoints an answer names: as many as Envoy tries if only some may serve it, else 0 for as

@@ -325,8 +325,6 @@ class Exchange:
             raise BadRequest("no model could be read from the body; is its content-type application/json?")
         ask = read_metadata(fields, max(self._body.content_length, 0))
         request = self._read_request(ask)
-        if not request.target_model:
-            request = await self._with_variant(request, ask)
         if request.target_model != ask.model:
             raise Unsupported(
                 f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
@@ -339,8 +337,6 @@ class Exchange:
         body = self._body.join()
         ask = read_body(body)
         request = self._read_request(ask)
-        if not request.target_model:
-            request = await self._with_variant(request, ask)
         length = rename = None
         if request.target_model != ask.model:
             body = ask.renamed(request.target_model)
@@ -395,11 +391,6 @@ class Exchange:
         self._model, self._target_model = request.model, request.target_model
         self._request = request
         self._context.new_flows.check(request.flow, self._forwarded_for)
-        return request
-
-    async def _with_variant(self, request: InferenceRequest, ask: Ask) -> InferenceRequest:
-        self._request = request = await self._context.with_variant(request, ask, self._headers)
-        self._target_model = request.target_model
         return request
 
     async def _admit(self, request: InferenceRequest, arrived_s: float, age_s: float = 0.0) -> Placement:

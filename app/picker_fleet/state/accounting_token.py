@@ -44,6 +44,7 @@ _FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature
 class Keyring:
     """The keys that this replica knows. Until it knows the fleet's it uses one of its own.
 
+    `variant_key` chooses the variants of models (traffic_split.py); it stays when the others change.
     `version` grows with each change of the keys.
     """
 
@@ -52,13 +53,18 @@ class Keyring:
         self._fresh = secrets.token_hex(_KEY_BYTES)  # a candidate for the fleet's next key
         self._keys: tuple[str, ...] = ()  # newest first
         self._use((self._fresh,))
+        self.first = ""  # the pool's first key and when it came, as the heartbeat has them; '' until it does
+        self.variant_key = bytes.fromhex(self._fresh)
 
     def offer(self) -> str:
         """For the heartbeat: an unused key, then the known ones, newest first, separated by blanks."""
         return " ".join((self._fresh, *self._keys))
 
-    def take(self, keys: str) -> None:
-        """The heartbeat's answer: the keys in force, newest first, separated by blanks."""
+    def take(self, keys: str, first: str = "") -> None:
+        """The heartbeat's answer: the keys in force, newest first, separated by blanks, and `first`."""
+        if first and first != self.first:
+            self.first = first
+            self.variant_key = hashlib.blake2b(first.encode(), digest_size=_KEY_BYTES).digest()
         keys_in_force = tuple(keys.split())
         if not keys_in_force or keys_in_force == self._keys:
             return

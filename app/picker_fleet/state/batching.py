@@ -8,7 +8,7 @@ Order, guaranteed:
   settled, and a request is admitted before it is cancelled.
 - Redis runs messages in the order in which they were written, and items of one script in the order in which
   they were submitted, except those that it denied or refused, which are retried later.
-- Decisions (split, admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then they go
+- Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then they go
   out in a message of their own. Everything else waits until no message that carries such calls is in flight.
 - A call that is retried behind later messages is followed by every end (settle, cancel) of those messages
   once more, so that a late admission or renewal never outlives its request. Ends are idempotent.
@@ -56,7 +56,7 @@ _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or a delayed script for others
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("settle", "renew", "acknowledge")  # nobody waits for their replies, unless they are urgent
-_DECISIONS = ("split", "admit", "place")
+_DECISIONS = ("admit", "place")
 _REPEATABLE = ("view_", "claim_queue_snapshot")  # beginnings of scripts' names
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"

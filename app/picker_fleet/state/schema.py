@@ -37,8 +37,6 @@ WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes n
 
 # The load of an endpoint that takes nothing new is this much higher.
 UNPICKABLE = 10**9
-# Of a model, that the scripts can split: a number from 1 to one less.
-MOST_VARIANTS = 1024
 # Rows that one call returns: a page of fifty, and whether there are more.
 VIEW_LIMIT = 51
 
@@ -78,7 +76,6 @@ ITEMS = {
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
     "settle": ("id", "outcome", "cost", "answer_tokens"),
-    "split": ("split", "weights", "id", "proposed"),
     "place": ("id", "attempt", "candidates"),
     "acknowledge": ("id", "attempt"),
     "cancel": ("id", "attempt", "why"),
@@ -119,7 +116,7 @@ def _constants() -> Iterator[str]:
         yield f"local {name.upper()}_ITEM = {len(fields)}"
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
-    yield f"local UNPICKABLE, VIEW_LIMIT, MOST_VARIANTS = {UNPICKABLE}, {VIEW_LIMIT}, {MOST_VARIANTS}"
+    yield f"local UNPICKABLE, VIEW_LIMIT = {UNPICKABLE}, {VIEW_LIMIT}"
     yield f"local LEAST_WEIGHT, MOST_WEIGHT, MOST_COST = {LEAST_WEIGHT:g}, {MOST_WEIGHT:g}, {MOST_COST:g}"
     yield f"local MOST_BYTES, FORMAT = {MOST_BYTES}, '{FORMAT}'"
     yield f"local COUNTERS = {_list([_quoted(name) for name in COUNTERS])}"

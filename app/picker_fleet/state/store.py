@@ -196,12 +196,6 @@ class Store:
             self._on_adopted()
         return _verdict(reply)
 
-    async def split(self, split: str, weights: str, request_id: str, proposed: int) -> int:
-        """The position of the variant that the fleet sends a request as. `split` and `request_id` are hashes
-        (traffic_split.py), `weights` those of the variants, `proposed` the position that the id proposes."""
-        reply = await self._client.submit("split", (split, weights, request_id, proposed + 1))
-        return int(reply) - 1
-
     async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
@@ -260,16 +254,17 @@ class Store:
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         """Report that this replica is alive. `about` is its replica info, JSON; '': the same as last time."""
         signing = self._signing
+        keys = (signing.offer(), signing.first)
         reply = await self._client.call(
-            "heartbeat", self._replica, about, int(silence_s * 1000), signing.offer(), *self._now_at_least()
+            "heartbeat", self._replica, about, int(silence_s * 1000), *keys, *self._now_at_least()
         )
         self._take_head(reply)
         (
             known, leader, live, config, endpoints, tuned, stock, queued, upper, lower, ready, paused,
-            signing_keys, now_us,
+            signing_keys, now_us, variant_key,
         ) = reply[4:]  # fmt: skip
         self._redis_clock = (reply[0], int(now_us), self._clock())
-        signing.take(signing_keys)
+        signing.take(signing_keys, variant_key)
         return HeartbeatReply(
             reply[0], known == 1, leader == 1, live, config, endpoints,
             float(stock), queued, float(upper), float(lower), ready, tuned, paused == 1,

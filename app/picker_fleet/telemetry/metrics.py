@@ -43,7 +43,7 @@ _ITEMS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 _MODEL = ("model", "target_model")
 _SCRIPTS = (
-    "tombstone", "renew", "report_client_gone", "settle", "split", "admit", "place", "acknowledge", "cancel",
+    "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "acknowledge", "cancel",
     "heartbeat", "sweep",
 )  # fmt: skip
 _ERROR_KINDS = (NO_ANSWER, *(meaning.value for meaning in Meaning))
