@@ -46,8 +46,7 @@ interval.
 _HOW_HUNDRED = """\
 With 100 model servers that answer at once and have a page of metrics of 74 KB, as vLLM's, one picker at a
 time: cores at rest, and while 20 requests a second are sent by the clock, 40 prompts of random text in turn.
-Medians of the rounds; latency from when
-a request is due to its answer's last byte.
+Medians of the rounds; latency from when a request is due to its answer's last byte.
 """
 
 
