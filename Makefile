@@ -13,7 +13,7 @@ LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up demo load test redis-test kubernetes-test proxies-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-large-pool long chaos hostile compose-test vllm faults lock clean clean-cache
+.PHONY: help up demo load test redis-test kubernetes-test lint format bench bench-beside-go bench-fairness bench-benefit bench-lifecycle bench-refill bench-targets bench-large-pool long chaos hostile compose-test vllm faults lock clean clean-cache
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -55,9 +55,6 @@ redis-test: $(VENV)/.installed ## the scripts' tests, and the model's, on Debian
 
 kubernetes-test: $(VENV)/.installed ## discovery and manifests against a real API server, built once (about ten minutes)
 	@KUBERNETES_TEST_PARTS="$$(bash .ci/kubernetes)" && export KUBERNETES_TEST_PARTS && $(BIN)/pytest tests/kubernetes $(ARGS)
-
-proxies-test: $(VENV)/.installed ## Caddy before a fleet, built once (some minutes)
-	@PROXY_TEST_CADDY="$$(bash .ci/proxies)" && export PROXY_TEST_CADDY && $(BIN)/pytest tests/proxies $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy --strict, import-linter, luacheck
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ from picker_fleet.units import (
 )
 
 # Namespaces with another meaning: the picker's own metadata, and the subset hint.
-_OTHER_NAMESPACES = ("picker", "picker.request", "picker.usage", "envoy.lb.subset_hint")
+_OTHER_NAMESPACES = ("picker", "picker.usage", "envoy.lb.subset_hint")
 
 
 def _of_the_protocol(namespace: str) -> str:
@@ -134,15 +134,13 @@ class ExtProc(Section):
 
 
 class Http(Section):
-    """Checks over HTTP: Envoy's ext_authz (mode `http`), nginx's auth_request and the like.
+    """Checks over HTTP by Envoy's ext_authz (mode `http`).
 
     Without `listen` a replica does not serve them.
     """
 
     listen: HostPort | None = None
     tls: Tls | None = None
-    # How long a request that was checked by headers counts if nobody settles it.
-    longest_request: Duration = Field(600.0, ge=1)
 
 
 class Admin(Section):

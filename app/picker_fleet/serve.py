@@ -26,7 +26,6 @@ from picker_fleet.background import Work, count_failures, keep, report_unhandled
 from picker_fleet.config import Settings, load, pools_of
 from picker_fleet.errors import ConfigError
 from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import accesslog, eds
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import (
@@ -93,8 +92,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     port = await grpc_server.start()
     checks: CheckServer | None = None
     if settings.http.listen is not None:
-        placements = Placements(accounts, settings.http.longest_request, clock)
-        checks = CheckServer(contexts, settings.http.listen, placements, http_certificates)
+        checks = CheckServer(contexts, settings.http.listen, http_certificates)
     try:
         http_port = await checks.start() if checks is not None else 0
         page = MetricsPage([pool.parts.metrics for pool in pools.values()])

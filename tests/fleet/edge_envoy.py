@@ -55,13 +55,17 @@ def edge(
     edit: Callable[[Tree], None] = lambda tree: None,
     **options: Any,
 ) -> Iterator[Edge]:
-    """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, which `options` describe."""
+    """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, which `options` describe. Mode
+    `http` needs a fleet that serves it.
+    """
+    replicas = fleet.state["replicas"]
     tree = build_bootstrap(
         config.parse({}),
         mode=mode,
         listen=(LOOPBACK, 0),
         admin=(LOOPBACK, 0),
-        pickers=[split_host_port(replica["grpc"]) for replica in fleet.state["replicas"]],
+        pickers=[split_host_port(replica["grpc"]) for replica in replicas],
+        http_pickers=[split_host_port(replica["http"]) for replica in replicas if mode == "http"],
         **{"trusted": (), "debug_headers": True, **options},
     )
     edit(tree)

@@ -105,7 +105,7 @@ def test_a_task_that_fails_at_any_of_its_awaits_goes_on(
         assert injector.places.keys() >= {
             "heartbeat", "sweep", "renewal", "notifications", "redis-monitor", "redis-connection", "wake-ups",
             "discovery", "failover-watch", "tombstones", "scraper", "scrape", "metrics-channel",
-            "scraping-assignment", "stalled-checks", "renewed-placements", "keepalive", "uploads",
+            "scraping-assignment", "checks", "keepalive", "uploads",
             "readiness",
         }  # fmt: skip
         for name, places in injector.places.items():

@@ -15,8 +15,8 @@ from http2_client import upload
 from picker_tools.local_fleet.network import LOOPBACK
 from picker_tools.local_fleet.parts import Mode
 
-MODES = ["lean", "standard", "headers"]
-SMALL = ("--replicas", "1", "--endpoints", "1", "--sim-ttft", "20")
+MODES = ["lean", "standard", "http"]
+SMALL = ("--mode", "http", "--replicas", "1", "--endpoints", "1", "--sim-ttft", "20")
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 GATEWAY, OTHER = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
 CONFIG = {"objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}]}

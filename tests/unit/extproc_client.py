@@ -46,7 +46,6 @@ class ScriptedGate:
         self.withdrawn: list[str] = []
         self.settled: list[Completion] = []
         self.renewed: list[Alive] = []
-        self.renewals: list[str] = []  # the replies to come
         self.suspected: list[str] = []
         self.places_are_awaited = False
         self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
@@ -85,14 +84,9 @@ class ScriptedGate:
         self.settled.append(completion)
         self.reported.append(completion)
 
-    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
+    def renew(self, alive: Alive) -> None:
         self.renewed.append(alive)
         self.reported.append(alive)
-        if not self.renewals:
-            return None
-        answer: asyncio.Future[str] = asyncio.Future()
-        answer.set_result(self.renewals.pop(0))
-        return answer
 
     def suspect(self, request_id: str) -> None:
         self.suspected.append(request_id)

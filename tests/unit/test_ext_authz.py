@@ -1,42 +1,31 @@
 """The server of mode `http` over real sockets: checks, refusals, clients that leave, and damaged requests."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
-import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import uvloop
 from background import until
-from check_client import BODY, PATIENT_S, Connection, Reply, check, head
+from check_client import BODY, PATIENT_S, Connection, Reply, check
 from extproc_client import PLACEMENT, Counted, ScriptedGate, exchange_context, of_one_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import cases
 from tls_files import authority, signed
 
 from picker_fleet.config import parse
 from picker_fleet.errors import ExpiredTtl
 from picker_fleet.ext_authz.check import CARRIED
 from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.ext_authz.settle import Placements
-from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import STALLED_S, ExchangeContext
-from picker_fleet.request import Outcome, Placement
 from picker_fleet.sections import Tls
-from picker_fleet.state import accounting_token
-from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.telemetry.metrics import Metrics
-
-LONGEST_S = 600.0
 
 
 @dataclass
@@ -49,7 +38,6 @@ class Stage:
     metrics: Counted
     port: int
     now_s: list[float]
-    keys: Keyring
     connections: list[Connection] = field(default_factory=list)
 
     async def send(self, *chunks: bytes) -> Connection:
@@ -79,10 +67,8 @@ async def staged(gate: ScriptedGate | None = None, server: Any = None, **config:
     """A server with `config`; `server` has options of its own."""
     gate, metrics, now_s = gate or ScriptedGate(), Counted(), [0.0]
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
-    keys = Keyring()
-    placements = Placements([Account(gate, cast(Metrics, metrics), keys)], LONGEST_S, lambda: now_s[0])
-    checks = CheckServer(of_one_pool(context), "127.0.0.1:0", placements, **(server or {}))
-    stage = Stage(checks, gate, context, metrics, await checks.start(), now_s, keys)
+    checks = CheckServer(of_one_pool(context), "127.0.0.1:0", **(server or {}))
+    stage = Stage(checks, gate, context, metrics, await checks.start(), now_s)
     try:
         yield stage
     finally:
@@ -149,9 +135,8 @@ REFUSED = [
     (check(content_length="-1"), 400, "bad_request"),
     (check(content_length="99999999999999999999999"), 400, "bad_request"),
     (check(body=b"{" * 100_000, content_length="999999999"), 413, "payload_too_large"),
-    (b"GET /settle HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
-    (b"POST /settle/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
-    (b"POST /check/../settle HTTP/1.1\r\nhost: a\r\n\r\n", 404, "unknown_path"),
+    (b"POST /check/../healthz HTTP/1.1\r\nhost: a\r\n\r\n", 404, "unknown_path"),
+    (b"POST /check HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
     (b"POST /check?a=b HTTP/1.1\r\nhost: a\r\n\r\n", 400, "bad_request"),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
@@ -192,22 +177,16 @@ async def test_a_model_that_is_sent_as_another_is_refused_by_name() -> None:
 
 async def test_reads_go_through_without_admission_and_are_limited() -> None:
     async with staged(extproc={"read_rate": 1}) as stage:
-        by_body, by_header = check("/v1/models", b"", "GET"), by_headers("GET", "/v1/models")
-        replies = [await stage.ask(ask) for ask in (by_body, by_header, by_header)]
-        assert (stage.gate.admitted, len(stage.server.placements)) == ([], 0)
+        replies = [await stage.ask(check("/v1/models", b"", "GET")) for _ in range(3)]
+        assert stage.gate.admitted == []
     assert [reply.status for reply in replies] == [200, 200, 429]
-    tokens = {"x-picker-accounting-token", "x-picker-settle-token"}
-    assert not any(tokens & reply.headers.keys() for reply in replies)
+    assert not any("x-picker-accounting-token" in reply.headers for reply in replies)
 
 
-@pytest.mark.parametrize("by_body", [True, False])
-async def test_a_client_that_leaves_cancels_its_wait_and_leaves_nothing_to_settle(
-    stage: Stage, by_body: bool
-) -> None:
-    (await stage.wait(check() if by_body else by_headers())).leave()
+async def test_a_client_that_leaves_cancels_its_wait(stage: Stage) -> None:
+    (await stage.wait(check())).leave()
     await until(lambda: stage.gate.cancelled == ["req-1"])
     await until(lambda: stage.metrics.answers == [("http", "llama", "client_gone")])
-    assert len(stage.server.placements) == 0
 
 
 async def test_a_request_that_waits_holds_no_bytes_of_its_body(stage: Stage) -> None:
@@ -238,16 +217,14 @@ def test_a_connection_carries_one_request_after_the_other_at_once() -> None:
 async def test_a_draining_server_leaves_new_checks_to_another_and_answers_those_that_wait(
     stage: Stage,
 ) -> None:
-    token = await placed(stage)
     waiting = await stage.wait(check())
     assert stage.context.drain_gate.waiting == 1
     stage.context.drain_gate.close()
-    for ask in (check(), by_headers(), check("/v1/models", b"", "GET")):
+    for ask in (check(), check("/v1/models", b"", "GET")):
         assert await (await stage.send(ask)).ended() == b""
     assert stage.context.open_requests.count == 1
     stage.gate.open.set()
     assert (await waiting.reply()).status == 200
-    assert (await stage.ask(settled(token))).status == 200
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -324,146 +301,3 @@ async def test_where_a_request_is_cut_changes_nothing(cuts: list[int]) -> None:
             connection.send(check()[start:end])
             await asyncio.sleep(0)
         assert (await connection.reply()).status == 200
-
-
-def by_headers(method: str = "POST", path: str = "/v1/completions", **headers: str) -> bytes:
-    """A check as nginx asks for it."""
-    own = {"x-forwarded-method": method, "x-forwarded-uri": path, "x-request-id": "req-1"}
-    own |= {"x-picker-model": "llama"} if method == "POST" else {}
-    return head("GET /check", own, headers)
-
-
-def settled(token: str, **headers: str) -> bytes:
-    return head("POST /settle", {"x-picker-settle-token": token, "content-length": "0"}, headers)
-
-
-async def placed(stage: Stage, request_id: str = "req-1") -> str:
-    """The settle token of a request that was checked by headers and placed with a token of the fleet's."""
-    fields = "\t".join(("red", "1", "1.0", "1.0", "", "3", "llama", "10.0.0.1:8000", "0"))
-    token = accounting_token.signed(fields, request_id, stage.keys)
-    stage.gate.placement = Placement(("10.0.0.1:8000", "10.0.0.2:8000"), token)
-    answer = await stage.ask(by_headers(x_request_id=request_id))
-    return answer.headers["x-picker-settle-token"]
-
-
-async def test_a_check_by_headers_names_the_endpoints_and_a_token_to_settle_with() -> None:
-    async with staged(extproc={"trusted_headers": ["x-llm-d-inference-fairness-id"]}) as stage:
-        reply = await stage.ask(by_headers(x_llm_d_inference_fairness_id="red", x_llm_d_inference_ttl="3s"))
-    assert reply.status == 200
-    names = {"x-gateway-destination-endpoint", "x-queue-pressure", "x-picker-settle-token", "content-length"}
-    assert set(reply.headers) == names
-    assert reply.headers["x-gateway-destination-endpoint"] == "10.0.0.1:8000,[fd00::2]:8000"
-    [(request, stream_owned)] = stage.gate.admitted
-    assert (request.id, request.model, request.flow, request.ttl_s) == ("req-1", "llama", "red", 3.0)
-    assert not stream_owned
-    assert stage.metrics.answers == [("http", "llama", "ok")]
-
-
-LACKING = {
-    "no model": (by_headers(x_picker_model=""), 400, "set x-picker-model"),
-    "a long model": (by_headers(x_picker_model="a" * 300), 400, "longer than"),
-    "no path": (by_headers(x_forwarded_uri=""), 400, "x-forwarded-uri"),
-    "no method": (by_headers(x_forwarded_method=""), 400, "x-forwarded-method"),
-    "another path": (by_headers(path="/settle"), 404, "no model server is asked this"),
-    "a path with steps up": (
-        by_headers(path="/v1/models/../completions"), 404, "no model server is asked this"
-    ),
-    "a large body": (by_headers(x_picker_body_bytes="999999999999"), 413, "larger"),
-    "a body of its own": (by_headers(content_length="4") + b"{}{}", 400, "has no body"),
-}  # fmt: skip
-
-
-@cases("ask, status, part", LACKING)
-async def test_a_check_by_headers_that_lacks_something_says_what(
-    stage: Stage, ask: bytes, status: int, part: str
-) -> None:
-    reply = await stage.ask(ask)
-    assert (reply.status, stage.gate.admitted) == (status, [])
-    assert part in json.loads(reply.body)["error"]["message"]
-
-
-async def test_a_refusal_comes_as_the_proxy_wants_it() -> None:
-    async with staged(ScriptedGate(ExpiredTtl("zu spät", retry_after_s=7))) as stage:
-        plain = await stage.ask(by_headers())
-        carried = await stage.ask(by_headers(x_picker_refuse_as="403"))
-    assert (plain.status, plain.error) == (503, "expired_ttl")
-    assert (carried.status, carried.body) == (403, b"")
-    assert (carried.headers["x-picker-status"], carried.headers["retry-after"]) == ("503", "7")
-    assert json.loads(carried.headers["x-picker-error"]) == json.loads(plain.body)
-
-
-async def test_headers_of_a_check_by_headers_count_nowhere_else(stage: Stage) -> None:
-    spoofed = {"x_picker_model": "other", "x_forwarded_uri": "/v1/models", "x_forwarded_method": "GET"}
-    reply = await stage.ask(check(x_picker_refuse_as="403", **spoofed))
-    assert (reply.status, stage.gate.admitted[0][0].model) == (200, "llama")
-    assert "x-picker-settle-token" not in reply.headers
-    refused = await stage.ask(check(body=b"{", x_picker_refuse_as="403", **spoofed))
-    assert refused.status == 400
-
-
-async def test_a_settle_token_ends_its_request_once_its_proxy_says_so(stage: Stage) -> None:
-    token = await placed(stage)
-    assert len(stage.server.placements) == 1
-    report = {"x_picker_served": "10.0.0.1:8000, 10.0.0.2:8000", "x_picker_seconds": "1.250"}
-    assert (await stage.ask(settled(token, **report))).status == 200
-    [completion] = stage.gate.settled
-    assert (completion.id, completion.outcome) == ("req-1", Outcome.COMPLETED)
-    assert (completion.served, completion.duration_s) == ("10.0.0.2:8000", 1.25)
-    assert len(stage.server.placements) == 0
-    assert stage.metrics.reports == ["ended"]
-
-
-ENDINGS = {
-    "nothing": ("", "", Outcome.COMPLETED),
-    "success": ("200", "", Outcome.COMPLETED),
-    "that the client left": ("499", "", Outcome.CLIENT_GONE),
-    "a failure": ("502", "", Outcome.UPSTREAM_FAILED),
-    "that the client left after success": ("200", "client_gone", Outcome.CLIENT_GONE),
-}
-
-
-@cases("status, said, outcome", ENDINGS)
-async def test_a_report_says_how_the_request_ended(
-    stage: Stage, status: str, said: str, outcome: Outcome
-) -> None:
-    report = {"x_picker_answer_status": status, "x_picker_outcome": said}
-    assert (await stage.ask(settled(await placed(stage), **report))).status == 200
-    assert stage.gate.settled[0].outcome is outcome
-
-
-async def test_only_the_fleets_own_token_settles(stage: Stage) -> None:
-    token = await placed(stage)
-    written = base64.urlsafe_b64decode(token).decode()
-    another_id, another_cost = written.replace("req-1", "r", 1), written.replace("1.0\t1.0", "1.0\t9.0")
-    for text in (another_id, another_cost, "req-1\n\n\n", "req-1\nx\n\n"):
-        made = base64.urlsafe_b64encode(text.encode()).decode()
-        assert (await stage.ask(settled(made))).status == 403, text
-    for damaged in ("", "x", token[:-3], "!" * 40, "A" * 20_000):
-        assert (await stage.ask(settled(damaged))).status == 400, damaged
-    assert (await stage.ask(settled(token, x_picker_outcome="perhaps"))).status == 400
-    assert stage.gate.settled == []
-    assert len(stage.server.placements) == 1
-
-
-async def test_leases_are_renewed_until_the_request_is_settled_elsewhere_or_lost(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    await placed(stage)
-    renewals, replies = stage.server.placements, stage.gate.renewals
-    replies.extend(["renewed", "unknown", "unknown", "renewed", "unknown", "unknown", "unknown"])
-    for number in range(1, 8):
-        assert len(renewals) == 1
-        renewals.renew()
-        await until(lambda number=number: len(stage.gate.renewed) == number)  # type: ignore[misc]
-        await asyncio.sleep(0)
-    assert len(renewals) == 0
-    assert {alive.accounting_token for alive in stage.gate.renewed} == {""}  # nothing is restored
-
-    for request_id in ("one", "two"):
-        await placed(stage, request_id)
-    stage.now_s[0] = LONGEST_S + 1
-    renewals.renew()
-    assert len(renewals) == 0
-    assert stage.gate.suspected == ["one", "two"]  # their endpoints' pages decide
-    # Many can be lost at once, so they are told in one line.
-    assert [vars(line)["requests"] for line in caplog.records if "longest_request" in line.message] == [2]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import yaml
-from check_client import BODY, Connection, Reply, check, head
+from check_client import BODY, Connection, Reply, check
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc_client import Counted, ScriptedGate, body, chosen_transport, exchange_context, headers, refusal
 from hypothesis import given
@@ -24,9 +24,7 @@ from test_accesslog import FIELDS, Entry, bare, describe
 from picker_fleet.cli import main
 from picker_fleet.config import Settings, load, parse, pools_of
 from picker_fleet.errors import BufferFull, ConfigError, ShuttingDown
-from picker_fleet.ext_authz import settle
 from picker_fleet.ext_authz.server import CheckServer
-from picker_fleet.ext_authz.settle import Placements
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.accesslog import Account
 from picker_fleet.extproc.context import (
@@ -222,34 +220,12 @@ async def http_asks(port: int, *requests: bytes) -> list[Reply]:
 async def test_the_header_of_a_check_names_its_pool_and_one_connection_asks_for_several() -> None:
     both = Both()
     asked = [check(**({POOL_HEADER: pool} if pool != " " else {})) for pool in " bc ab"]
-    async with serving(CheckServer(both.contexts, "127.0.0.1:0", Placements([], 600.0, lambda: 0.0))) as port:
+    async with serving(CheckServer(both.contexts, "127.0.0.1:0")) as port:
         answers = await http_asks(port, *asked)
     assert [reply.status for reply in answers] == [200, 200, 404, 200, 200, 200]
     assert answers[2].error == "unknown_pool"
     assert both.asked == {"a": 3, "b": 2}
     assert {context.bodies.held_bytes for context in (both.contexts.of(b"a"), both.contexts.of(b"b"))} == {0}
-
-
-async def test_a_settle_token_ends_the_request_in_its_own_pool() -> None:
-    both = Both()
-    keys = {"a": Keyring(), "b": Keyring()}
-    a, b = both.gates.values()
-    b.placement = b.placement._replace(accounting_token=accounting_token.signed(FIELDS, "r-1", keys["b"]))
-    accounts = [Account(both.gates[name], cast(Metrics, both.metrics[name]), keys[name]) for name in "ab"]
-    placements = Placements(accounts, 600.0, lambda: 0.0)
-    described = {
-        "x-forwarded-method": "POST", "x-forwarded-uri": "/v1/completions", "x-picker-model": "llama",
-        "x-request-id": "r-1", POOL_HEADER: "b",
-    }  # fmt: skip
-    async with serving(CheckServer(both.contexts, "127.0.0.1:0", placements)) as port:
-        (placed,) = await http_asks(port, head("GET /check", described, {}))
-        assert placed.status == 200
-        placements.renew()
-        assert ([each.id for each in b.renewed], a.renewed) == (["r-1"], [])
-        token = {settle.TOKEN: placed.headers[settle.TOKEN]}
-        (settled,) = await http_asks(port, head("POST /settle", {"content-length": "0"}, token))
-        assert settled.status == 200
-    assert ([each.id for each in b.settled], a.settled) == (["r-1"], [])
 
 
 # Ends of requests.

@@ -90,16 +90,12 @@ class Gate(Protocol):
         ...
 
     def suspect(self, request_id: str) -> None:
-        """The request may have ended: an entry without an accounting token says so, or nobody has told of its
-        end for long. Its endpoint's next metrics pages decide. Returns at once."""
+        """The request may have ended: an entry without an accounting token says so. Its endpoint's next
+        metrics pages decide. Returns at once."""
         ...
 
-    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
-        """Renew a request's lease. Returns at once; the next batch carries it.
-
-        The result will be Redis's reply (lua/renew.lua), or a failure that need not be looked at; None while
-        Redis is away.
-        """
+    def renew(self, alive: Alive) -> None:
+        """Renew a request's lease. Returns at once; the next batch carries it."""
         ...
 
 

@@ -550,12 +550,10 @@ class SharedGate:
 
         self._store.tombstone(completion.id).add_done_callback(written)
 
-    def renew(self, alive: Alive) -> asyncio.Future[str]:
+    def renew(self, alive: Alive) -> None:
         # An entry written while this process was paused must not restore a request whose end is lost.
         token = "" if self.pause_detector.resumed_recently else alive.accounting_token
-        answer = self._store.renew(alive.id, None, alive.served or "", token)
-        _ignore_loss(answer)
-        return answer
+        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
 
     def owned_costs(self) -> dict[str, float]:
         """What each request takes of the stock whose stream this replica owns, by id."""

@@ -73,9 +73,9 @@ class TracedGate:
     def suspect(self, request_id: str) -> None:
         self._gate.suspect(request_id)
 
-    def renew(self, alive: Alive) -> "asyncio.Future[str] | None":
+    def renew(self, alive: Alive) -> None:
         own, parent = accounting_token.split_trace(alive.accounting_token)
-        return self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
+        self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
 
 
 class TracedStore(Store):

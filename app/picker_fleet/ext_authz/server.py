@@ -1,12 +1,9 @@
-"""The HTTP/1.1 server of mode `http`: a proxy asks it about each request.
+"""The HTTP/1.1 server of mode `http`: Envoy's `ext_authz` filter asks it about each request.
 
     GET /healthz            200 while the replica takes requests, else 503; for health checks
-    ANY /check/PATH         Envoy's check of a client's request for PATH, with its body (check.py)
-    ANY /check              the check of a request that headers describe, from nginx and the like
-    POST /settle            the end of a request that was checked by headers (settle.py)
+    ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
 
-What a client asks for is behind `/check/`, so no client of a proxy reaches the other addresses. Headers that
-only a proxy may set count at the other two alone.
+What a client asks for is behind `/check/`, so no client reaches another address.
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, and the request
 that waits is cancelled. One periodic task closes connections that stall amid a request, so a request costs no
@@ -16,24 +13,19 @@ timer. docs/protocol.md has the names of headers.
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Final, cast
 
 import httptools
 
-from picker_fleet.background import keep
 from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
-from picker_fleet.ext_authz import settle
-from picker_fleet.ext_authz.check import FORWARDED_HEADERS, Answer, Check
-from picker_fleet.ext_authz.settle import Placements
+from picker_fleet.ext_authz.check import Answer, Check
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.certificates import Certificates, server_options
 from picker_fleet.extproc.context import POOL_HEADER, STALLED_S, BodyBuffer, ByPool, ExchangeContext
 from picker_fleet.units import split_host_port
 
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
-SETTLE_PATH: Final = b"/settle"
 HEALTH_PATH: Final = b"/healthz"
 _MAX_NAMES, _LONGEST_NAME = 1000, 64  # of headers that are remembered, and bytes of one
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers
@@ -47,31 +39,25 @@ _log = logging.getLogger(__name__)
 
 
 class CheckServer:
-    """Serves checks of all pools on `http.listen`; not ready until `set_ready(True)`.
-
-    `placements` are those that checks by headers have made.
-    """
+    """Serves checks of all pools on `http.listen`; not ready until `set_ready(True)`."""
 
     def __init__(
         self,
         contexts: ByPool[ExchangeContext],
         listen: str,
-        placements: Placements,
         certificates: Certificates | None = None,
         max_connections: int = 20_000,
     ) -> None:
         self.contexts, self.max_connections = contexts, max_connections
         self.context = contexts.of(b"")
         self._certificates = certificates
-        self.placements = placements
         self._listen = listen
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
         read = {name for context in contexts.all for name in context.intake.headers}
-        names = (*read, POOL_HEADER, codec.SUBSET, *FORWARDED_HEADERS, *settle.HEADERS)
-        self.wanted = _Wanted(names)
+        self.wanted = _Wanted((*read, POOL_HEADER, codec.SUBSET))
 
     @property
     def ready(self) -> bool:
@@ -99,13 +85,10 @@ class CheckServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def run(self) -> None:
-        """Close connections that stall and renew leases, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            close = partial(_every, STALLED_S / _CHECKS, self.close_stalled)
-            tasks.create_task(keep("stalled-checks", close), name="stalled-checks")
-            every_s = self.context.settings.leases.access_log_interval
-            renew = partial(_every, every_s, self.placements.renew)
-            tasks.create_task(keep("renewed-placements", renew), name="renewed-placements")
+        """Close connections that stall, until cancelled."""
+        while True:
+            await asyncio.sleep(STALLED_S / _CHECKS)
+            self.close_stalled()
 
     def close_stalled(self) -> None:
         """Close each connection whose request does not come, or that has been idle for long."""
@@ -140,16 +123,10 @@ class CheckServer:
         self._connections.discard(connection)
 
 
-async def _every(interval_s: float, work: Callable[[], None]) -> None:
-    while True:
-        await asyncio.sleep(interval_s)
-        work()
-
-
 class _Wanted(dict[bytes, str]):
     """The name, in lower case, of each header that is read, by the name as it came; '' for any other.
 
-    Names that come are remembered, as far as they are few and short: proxies send the same ones again.
+    Names that come are remembered, as far as they are few and short: Envoy sends the same ones again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -294,15 +271,12 @@ class _Connection(asyncio.Protocol):
         if url == HEALTH_PATH:
             self._context.open_requests.ended()
             self._write(200 if self._server.ready else 503, "", b"", keep=keep)
-        elif url == SETTLE_PATH and method == b"POST":
-            self._context.open_requests.ended()
-            self._settle(keep=keep)
-        elif url != PREFIX and not url.startswith(PREFIX + b"/"):
+        elif not url.startswith(PREFIX + b"/"):
             self._arriving = True
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
         elif self._context.drain_gate.closed:
             self._context.open_requests.ended()
-            self.close()  # no answer says that nothing was done, so the proxy asks another replica
+            self.close()  # no answer says that nothing was done, so Envoy asks another replica
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
             self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
@@ -316,29 +290,14 @@ class _Connection(asyncio.Protocol):
     async def _answer(self, method: bytes, url: bytes, keep: bool) -> None:
         check, headers, body = Check(self._context), self._headers, self._body
         try:
-            if url == PREFIX:
-                answer = await check.decide_by_headers(headers)
-            else:
-                answer = await check.decide(method, url[len(PREFIX) :], headers, body)
+            answer = await check.decide(method, url[len(PREFIX) :], headers, body)
         finally:
             body.release()
         if self._transport is None or self._transport.is_closing():
             answer.withdraw()
             return
         self._task = None  # Envoy's next request can arrive before this task's callbacks run
-        if answer.to_settle is not None:
-            self._server.placements.began(answer.to_settle, self._context.gate)
         self._write_answer(answer, keep=keep)
-
-    def _settle(self, *, keep: bool) -> None:
-        self._body.release()
-        try:
-            is_signed = self._server.placements.settle(self._headers)
-        except BadRequest as error:
-            self._write(error.status, "", f"{error}\n".encode(), keep=keep)
-            return
-        refusal = b"the fleet has not signed this token for a request\n"
-        self._write(*((200, "", b"") if is_signed else (403, "", refusal)), keep=keep)
 
     def _checked(self, task: asyncio.Task[None]) -> None:
         if self._task is task:
@@ -374,7 +333,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
     def _enter(self, pool: bytes) -> None:
-        """The request is one of `pool`, as the proxy names it."""
+        """The request is one of `pool`, as Envoy names it."""
         context = self._server.contexts.of(pool)
         if context is not self._context:
             self._context = context

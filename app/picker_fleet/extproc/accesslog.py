@@ -1,6 +1,6 @@
 """Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
 
-In `lean` and `headers` the picker sees nothing of a request after its decision; the access log releases its
+In `lean` and `http` the picker sees nothing of a request after its decision; the access log releases its
 stock (G6) and renews its lease. Each Envoy worker sends batches on one long stream to one replica; entries of
 one stream are handled in order. A malformed entry is counted and dropped, and the rest of its batch counts
 (G10). So is an entry without the fleet's signature for its request: others who reach this port can end, renew
@@ -104,7 +104,7 @@ class Collector:
             take(message.http_logs.log_entry, self._accounts, self._namespace)
 
 
-def owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
+def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
     """Whose request it is that has this accounting token, and what is wrong with the token.
 
     Of a token that no pool has signed the first account is the owner.
@@ -131,7 +131,7 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             continue
         account, fault = accounts[0], NO_TOKEN
         if item.accounting_token:  # else it still waits, or was refused
-            account, fault = owner(item.accounting_token, item.id, accounts)
+            account, fault = _owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:

@@ -332,13 +332,14 @@ class FailoverGate:
         if self._state is not _LOCAL:
             self._shared.suspect(request_id)
 
-    def renew(self, alive: Alive) -> asyncio.Future[str] | None:
+    def renew(self, alive: Alive) -> None:
         if alive.id in self._ends:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
         if not self._shared.pause_detector.resumed_recently:
             self._note_alive(alive)
-        return self._shared.renew(alive) if self._state is not _LOCAL else None
+        if self._state is not _LOCAL:
+            self._shared.renew(alive)
 
     def _note_alive(self, alive: Alive) -> None:
         """A request gave a sign of life."""

@@ -13,15 +13,16 @@ from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from extproc_client import body, response_body, response_trailers, trailers
 
+from picker_fleet.extproc.accesslog import EXT_AUTHZ, ID_HEADER, TOKEN_HEADER
+
 _NAMES = ("x-workload-context", "x-gateway-inference-fairness-id", "x-gateway-inference-objective",
           "x-llm-d-inference-ttl", "x-gateway-model-name-rewrite", "x-request-id", "content-length",
           "content-type", ":path", "\x00", "x-" + "y" * 300)  # fmt: skip
 _VALUES = (b"", b"0", b"-1", b"1e309", b"NaN", b"5ms", b"llama", b"\xff\xfe\x00", b"{" * 500, b"x" * 5000,
            b'{"workload_id": "w", "criticality": 5}', b'{"workload_id": null}', "ü\u202e".encode(),
            b"99999999999999999999999", b"a\tb\nc")  # fmt: skip
-_FORWARDED = ("x-forwarded-method", "x-forwarded-uri", "x-forwarded-for",
-              "x-picker-body-bytes", "x-picker-refuse-as")  # fmt: skip
-_REPORTED = ("x-picker-outcome", "x-picker-answer-status", "x-picker-served", "x-picker-seconds")
+_LINES = (b"POST /check/v1/completions", b"GET /check/v1/models", b"GET /healthz", b"POST /check/../healthz",
+          b"POST /check/" + b"%2e" * 3000, b"POST /check", b"CONNECT /check/")  # fmt: skip
 _FIELDS = (None, [], {}, -1, 2**70, 1e308, "x", True, ["a", 3], [[1, 2]], [{"role": 1, "content": [{}]}])
 _MODES = ((4, 4), (4, 0), (0, 0), (2, 1), (99, 4))
 _NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e308)
@@ -47,39 +48,34 @@ def entries(dice: random.Random, names: Sequence[str]) -> bytes:
 
 def end(name: str) -> HTTPAccessLogEntry:
     """What Envoy says when request `name` has ended well."""
+    return _end("picker", {"id": name})
+
+
+def end_of_check(name: str, token: str) -> HTTPAccessLogEntry:
+    """The same in mode `http`, of a request with this accounting token."""
+    return _end(EXT_AUTHZ, {ID_HEADER: name, TOKEN_HEADER: token})
+
+
+def _end(namespace: str, fields: dict[str, str]) -> HTTPAccessLogEntry:
     entry = HTTPAccessLogEntry()
     entry.common_properties.access_log_type = 6
-    entry.common_properties.metadata.filter_metadata["picker"].update({"id": name})
+    entry.common_properties.metadata.filter_metadata[namespace].update(fields)
     entry.response.response_code.value = 200
     return entry
 
 
-def requests(dice: random.Random, name: str, tokens: Sequence[str]) -> list[tuple[bytes, bool]]:
+def requests(dice: random.Random, name: str) -> list[tuple[bytes, bool]]:
     """What one connection to the port of mode `http` sends, each with whether it is a whole request, however
-    odd. Some of them settle one of `tokens`.
+    odd.
     """
     found = []
     for number in range(dice.randrange(1, 4)):
         text = b"".join(message.request_body.body for message in _bodies(dice))
         common = {"x-request-id": f"{name}-{number}".encode()}
         common |= {dice.choice(_NAMES): dice.choice(_VALUES) for _ in range(dice.randrange(3))}
-        match dice.randrange(4):
-            case 0 | 1:
-                found.append(_request(b"POST /check/v1/completions", common, text))
-            case 2:
-                said = {"x-forwarded-method": b"POST", "x-forwarded-uri": b"/v1/completions"}
-                more = {"x-picker-model": b"llama", dice.choice(_FORWARDED): dice.choice(_VALUES)}
-                found.append(_request(b"GET /check", {**common, **said, **more}))
-            case _:
-                token = dice.choice([*(each.encode() for each in tokens), *_VALUES])
-                report = {dice.choice(_REPORTED): dice.choice(_VALUES)}
-                found.append(_request(b"POST /settle", {"x-picker-settle-token": token, **report}))
+        line = dice.choice(_LINES) if dice.random() < 0.2 else _LINES[0]
+        found.append(_request(line, common, text))
     return [(data, data in found) for data in _damaged(dice, [*found])]
-
-
-def settlement(token: str) -> bytes:
-    """What a proxy says when a request has ended well."""
-    return _request(b"POST /settle", {"x-picker-settle-token": token.encode()})
 
 
 def _request(line: bytes, headers: Mapping[str, bytes], body: bytes = b"") -> bytes:
@@ -102,9 +98,6 @@ def _headers(dice: random.Random, name: str) -> ProcessingRequest:
     if dice.random() < 0.3:
         hint = {"x-gateway-destination-endpoint-subset": dice.choice(([], [1, None], "x", ["a:b"], {}))}
         message.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
-    if dice.random() < 0.2:
-        fields = {"model": dice.choice(("llama", 7, "", "x" * 2000)), "max_tokens": dice.choice(_NUMBERS)}
-        message.metadata_context.filter_metadata["picker.request"].update(fields)
     return message
 
 

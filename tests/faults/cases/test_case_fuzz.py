@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 from case_fleet import config, ready, rests
+from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 from fault_case import Case
-from mutation import end, entries, exchange, requests, settlement
+from mutation import end, end_of_check, entries, exchange, requests
 
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.server import SERVICE
@@ -32,7 +33,7 @@ TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
 
 KINDS = {
     "lean": "ext_proc messages, headers, bodies and access-log entries",
-    "http": "checks, checks by headers and reports of ends",
+    "http": "checks and access-log entries",
 }
 
 
@@ -41,11 +42,10 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     case.describe(f"{count} mutated {KINDS[case.mode]}")
     # A fleet, one replica of which is warm.
     # What is placed and never settled counts for a lease.
-    settings = config(per_endpoint=2000, http={"longest_request": "1s"})
-    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=settings)
+    here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     replica = here.state["replicas"][0]
     async with grpc.aio.insecure_channel(replica["grpc"]) as channel:
-        fuzz = HttpFuzz(replica["http"]) if case.mode == "http" else GrpcFuzz(channel)
+        fuzz = HttpFuzz(channel, replica["http"]) if case.mode == "http" else GrpcFuzz(channel)
         await fuzz.run(count // 5)
         process = here.replica(0)
         before = process.memory_info().rss
@@ -71,9 +71,13 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
 
 
 class Fuzz(ABC):
-    """What was sent, and how the streams ended: by their status, or that they hang."""
+    """What was sent, and how the streams ended: by their status, or that they hang. One stream in five is of
+    the access log.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
+        self._placed: dict[str, HTTPAccessLogEntry] = {}  # true ends that are not told yet, by request
         self.dice = random.Random(SEED)
         self.sent = 0
         self.streams = 0
@@ -86,15 +90,30 @@ class Fuzz(ABC):
         async def talk() -> None:
             while self.sent < goal:
                 self.streams += 1
-                await self.stream()
+                await (self.ask() if self.dice.random() < 0.8 else self._report())
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(STREAMS):
                 tasks.create_task(talk())
 
     @abstractmethod
-    async def stream(self) -> None:
-        """One stream or connection, from its beginning to its end."""
+    async def ask(self) -> None:
+        """One stream or connection with requests, from its beginning to its end."""
+
+    def placed(self, name: str, end: HTTPAccessLogEntry) -> None:
+        """The request of this name was placed; `end` is its true end."""
+        if self.dice.random() < TRUE_ENDS:
+            self._placed[name] = end
+
+    async def _report(self) -> None:
+        mine, self._placed = self._placed, {}
+        messages = [entries(self.dice, [*mine]) for _ in range(self.dice.randrange(1, 4))]
+        truth = StreamAccessLogsMessage()
+        truth.http_logs.log_entry.extend(mine.values())
+        self.sent += len(messages) + 1
+        async with self.patience():
+            await self._reports(iter([*messages, truth.SerializeToString()]))
+            self.ends["reported"] += 1
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
@@ -111,15 +130,12 @@ class Fuzz(ABC):
 class HttpFuzz(Fuzz):
     """Connections to the port of mode `http` at `address`."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__()
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        super().__init__(channel)
         self._host, self._port = split_host_port(address)
-        self._tokens: list[str] = []  # of requests that were placed and get a true end
 
-    async def stream(self) -> None:
-        sent = requests(self.dice, f"fuzz-{self.streams}", self._tokens[-3:])
-        while self._tokens:
-            sent.append((settlement(self._tokens.pop()), True))
+    async def ask(self) -> None:
+        sent = requests(self.dice, f"fuzz-{self.streams}")
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
             for data, is_whole in sent:
@@ -145,25 +161,20 @@ class HttpFuzz(Fuzz):
             self.ends["closed"] += 1
             return False
         self.ends[head.split()[1].decode()] += 1
-        found = re.search(rb"x-picker-settle-token: (\S+)", head)
-        if found and self.dice.random() < TRUE_ENDS:
-            self._tokens.append(found[1].decode())
+        if found := re.search(rb"request-id: (\S+)\r\nx-picker-accounting-token: ([^\r]+)", head):
+            name, token = (part.decode() for part in found.groups())
+            self.placed(name, end_of_check(name, token))
         return b"connection: close" not in head
 
 
 class GrpcFuzz(Fuzz):
-    """Streams of ext_proc and of the access log."""
+    """Streams of ext_proc."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        super().__init__()
+        super().__init__(channel)
         self._exchanges = channel.stream_stream(f"/{SERVICE}/Process")
-        self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
-        self._placed: list[str] = []
 
-    async def stream(self) -> None:
-        await (self._exchange() if self.dice.random() < 0.8 else self._report())
-
-    async def _exchange(self) -> None:
+    async def ask(self) -> None:
         name = f"fuzz-{self.streams}"
         messages = exchange(self.dice, name)
         self.sent += len(messages)
@@ -183,18 +194,8 @@ class GrpcFuzz(Fuzz):
         """Keep what a placement says of the request's name, for the access log."""
         said = ProcessingResponse.FromString(answer)
         name = said.dynamic_metadata.fields["picker"].struct_value.fields["id"].string_value
-        if name and self.dice.random() < TRUE_ENDS:
-            self._placed.append(name)
-
-    async def _report(self) -> None:
-        mine, self._placed = self._placed, []
-        messages = [entries(self.dice, mine) for _ in range(self.dice.randrange(1, 4))]
-        truth = StreamAccessLogsMessage()
-        truth.http_logs.log_entry.extend(end(name) for name in mine)
-        self.sent += len(messages) + 1
-        async with self.patience():
-            await self._reports(iter([*messages, truth.SerializeToString()]))
-            self.ends["reported"] += 1
+        if name:
+            self.placed(name, end(name))
 
 
 def _errors(here: Any) -> list[str]:
