@@ -101,19 +101,18 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `read` is the parsed body, or its bytes if it is a simple one; None if Envoy read it (`headers`).
-    `body_bytes` is its length, 0 if unknown; `answer_tokens` the longest answer it allows, None if it sets no
-    maximum.
+    `read` is the parsed body, or its bytes if it is a simple one. `body_bytes` is its length; `answer_tokens`
+    the longest answer it allows, None if it sets no maximum.
     """
 
     model: str
     stream: bool
-    read: "Body | bytes | None"
+    read: "Body | bytes"
     body_bytes: int = 0
     answer_tokens: int | None = None
 
     @property
-    def body(self) -> "Body | None":
+    def body(self) -> "Body":
         return Body(self.read) if isinstance(self.read, bytes) else self.read
 
     @property
@@ -123,9 +122,7 @@ class Ask(NamedTuple):
 
     def renamed(self, target: str) -> bytes:
         """The body with `target` as its model, all else byte for byte as it was."""
-        body = self.body
-        assert body is not None, "headers mode renames nothing"
-        return body.with_model(orjson.dumps(target))
+        return self.body.with_model(orjson.dumps(target))
 
 
 def read_body(text: bytes) -> Ask:
@@ -150,20 +147,6 @@ def read_body(text: bytes) -> Ask:
         raise BadRequest("the body has no model")
     asks_stream = "stream" in values and bytes(memoryview(values["stream"])[:5]) == b"true"
     return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(values)))
-
-
-def read_metadata(fields: Mapping[str, object], body_bytes: int = 0) -> Ask:
-    """What Envoy read from the body (`headers` mode): model, stream, max_tokens, error.
-
-    Raises:
-        BadRequest: Envoy could not parse the body, or its model is missing or unusable.
-    """
-    if fields.get("error"):
-        raise BadRequest(f"the body is not valid JSON ({str(fields['error'])[:40]})")
-    if fields.get("model", "") == "":
-        raise BadRequest("the body has no model")
-    model, stream = _model(fields["model"]), fields.get("stream") in (True, "true")
-    return Ask(model, stream, None, body_bytes, _answer_tokens(fields))
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
@@ -286,7 +269,7 @@ class Intake:
     ) -> InferenceRequest:
         """The request that `ask` and `headers` (lower-case names, raw values) amount to.
 
-        `trusted` says that Envoy itself set `x-request-id` (`lean`, `headers`); else an id is made. One of a
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `http`); else an id is made. One of a
         model's several variants follows from that id, or without it from the flow and the body.
 
         Raises:
@@ -400,9 +383,7 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
-    """The hashes of the prompt's blocks; none where Envoy has read the body."""
-    if ask.read is None:
-        return ()
+    """The hashes of the prompt's blocks."""
     members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
     salt = memoryview(members.get("cache_salt", b""))[:_SALT_BYTES]
     return block_hashes(target_model, prompt_bytes(members), salt=bytes(salt))

@@ -38,7 +38,7 @@ WORKLOADS = {
 }
 
 
-@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
+@pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def small(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     return shared_fleet("--mode", request.param, "--sim-ttft", "1", "--sim-itl", "1")
 

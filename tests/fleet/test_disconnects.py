@@ -18,7 +18,7 @@ TRIES = 30
 CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}}
 
 
-@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
+@pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def slow(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """One endpoint that takes one request at a time and streams slowly."""
     options = ("--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")

@@ -11,7 +11,7 @@ from fleet_load import at_rest, complete, completed, decisions, served_by
 CONFIG = {"fair_request_queue": {"flow_capacity": 1000}}
 
 
-@pytest.fixture(params=["lean", "standard", "headers", "http"], scope="module")
+@pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """A fleet in each mode; the last of its tests kills an endpoint."""
     quick = ("--sim-ttft", "10", "--sim-itl", "1")

@@ -20,7 +20,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("mode", ["lean", "standard", "headers"])
+@pytest.mark.parametrize("mode", ["lean", "standard"])
 async def test_every_answer_has_the_fill_of_the_queue_before_and_when_it_refuses(
     fleet: Any, mode: str
 ) -> None:

@@ -134,7 +134,7 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
 
 
 @pytest.mark.parametrize(
-    ("three", "loss"), [("lean", "silent"), ("standard", "killed"), ("headers", "silent")], indirect=["three"]
+    ("three", "loss"), [("lean", "silent"), ("standard", "killed"), ("http", "silent")], indirect=["three"]
 )
 async def test_without_redis_every_replica_admits_within_the_last_bound(three: Three, loss: str) -> None:
     here, valkey, servers = three

@@ -14,12 +14,11 @@ import pytest
 from picker_fleet.state import primary
 from picker_tools.local_fleet.parts import Valkey
 
-MODES = ["standard", "lean", "headers"]
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 8}
 SMALL = ("--replicas", "1", "--endpoints", "1")
 
 
-@pytest.fixture(params=MODES, scope="module")
+@pytest.fixture(params=["standard", "lean"], scope="module")
 def any_mode(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
     """A fleet of the default size in each mode, with debug headers."""
     quick = ("--sim-ttft", "1", "--sim-itl", "1")

@@ -23,7 +23,7 @@ from picker_fleet.intake import Intake
 from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.telemetry.logs import DecisionLines
 
-MODES = {"standard": (4, 4), "lean": (4, 0), "headers": (0, 0)}
+MODES = {"standard": (4, 4), "lean": (4, 0)}
 MAX_MESSAGE_BYTES = 1024 * 1024
 PLACEMENT = Placement(endpoints=("10.0.0.1:8000", "[fd00::2]:8000"), accounting_token="ticket-1")
 

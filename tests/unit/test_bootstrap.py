@@ -14,7 +14,6 @@ import yaml
 from tables import cases
 
 from picker_fleet import cli, config
-from picker_fleet.errors import ConfigError
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.parts import MODES, Mode
 from picker_tools.local_fleet.processes import envoy_binary
@@ -108,7 +107,7 @@ UNUSUAL: list[dict[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("settings", UNUSUAL)
 def test_real_envoy_accepts_unusual_settings(settings: dict[str, Any], tmp_path: Path) -> None:
-    assert_envoy_accepts(to_yaml(built("headers", settings)), tmp_path)
+    assert_envoy_accepts(to_yaml(built("lean", settings)), tmp_path)
 
 
 DUPLEX, HINT = "FULL_DUPLEX_STREAMED", "envoy.lb.subset_hint"
@@ -170,13 +169,6 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
         FORWARDED: [HINT],
         TO_CLIENT: ["x-session-token", "x-queue-pressure"],
     },
-    "headers": {
-        **seen(None, "SKIP", None),
-        **timeouts(30),
-        "names of filters": USAGE_FILTERS,
-        FORWARDED: [HINT, "picker.request"],
-        "asking.messageTimeout": "3600s",  # longer than a request may queue
-    },
     "http": {
         "service.pathPrefix": "/check",
         f"{ANSWER}.allowedUpstreamHeaders.patterns": [{"exact": "x-gateway-destination-endpoint"}],
@@ -211,7 +203,7 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "balance": (" ".join(MODES), {"extproc": {"on_failure": "balance"}}, {"asking.failureModeAllow": True}),
     "only stalled requests time out": ("standard lean http", TWO_HOURS, timeouts(7200)),
     "checks wait as long as a request may queue": ("http", TWO_HOURS, UNTIL_QUEUED),
-    "an access log with its interval": ("lean headers", THREE_SECONDS, ACCESS_LOG),
+    "an access log with its interval": ("lean http", THREE_SECONDS, ACCESS_LOG),
     "no access log": ("standard", THREE_SECONDS, {"manager.accessLog": None}),
     "whole bodies up to the limit": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
     **{
@@ -241,15 +233,8 @@ def test_a_dead_replica_is_not_tried_again(mode: Mode) -> None:
     assert (3 / 4) ** (1 + int(retry["hostSelectionRetryMaxAttempts"])) < 1e-3
 
 
-def test_a_longer_queue_ttl_is_refused_in_headers_mode_only() -> None:
-    with pytest.raises(ConfigError, match=r"fair_request_queue\.queue_ttl.*3540s"):
-        built("headers", TWO_HOURS)
-    assert built("lean", TWO_HOURS)
-
-
 def test_what_is_sent_has_all_that_is_read_and_debug_headers_when_asked() -> None:
     http, lean = parts(built("http")), parts(built("lean", debug_headers=True))
-    assert at(parts(built("headers")), "filters.json_to_metadata.requestRules")
     sent = at(http, "asking.allowedHeaders.patterns.*.exact")
     assert "x-request-id" in sent
     assert "authorization" not in sent
@@ -266,7 +251,7 @@ def test_pickers_by_name_are_resolved() -> None:
 
 def test_command_prints_a_bootstrap_of_the_configuration(command: Command) -> None:
     config = "extproc: {listen: '0.0.0.0:9555'}\nleases: {access_log_interval: 2s}\n"
-    text, _ = command("--mode", "headers", "--listen", "127.0.0.1:18000", config=config)
+    text, _ = command("--mode", "lean", "--listen", "127.0.0.1:18000", config=config)
     tree = yaml.safe_load(text)
     listener = at(tree, "staticResources.listeners.0.address.socketAddress")
     assert listener == {"address": "127.0.0.1", "portValue": 18000}
@@ -313,6 +298,15 @@ def test_command_refuses_to_trust_other_headers(name: str, command: Command) -> 
 @pytest.mark.parametrize("arguments", [["--listen", "nowhere"], ["--picker", "host"], ["--mode", "fat"]])
 def test_command_refuses_bad_arguments(arguments: list[str], command: Command) -> None:
     assert arguments[1] in command(*arguments, status=2)[1]
+
+
+@pytest.mark.parametrize("arguments", [["envoy-config"], ["up"], ["load", "noisy-neighbour"]])
+def test_mode_headers_is_refused_with_what_stands_in_for_it(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--mode", "headers"])
+    assert "use http, which costs less" in capsys.readouterr().err
 
 
 def test_command_line_does_not_import_envoys_types() -> None:

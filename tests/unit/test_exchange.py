@@ -30,14 +30,11 @@ SPLIT = {"models": [{"name": "m", "target_models": [{"name": "m-v2"}]}]}
 TWO_VARIANTS = {"models": [{"name": "m", "target_models": [{"name": "m"}, {"name": "m-v2"}]}]}
 FAIRNESS = "x-gateway-inference-fairness-id"
 
-every_mode = pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
-with_body = pytest.mark.parametrize("mode", ["standard", "lean"])
+every_mode = pytest.mark.parametrize("mode", ["standard", "lean"])
 
 
 def asks(mode: str, fields: dict[str, str | bytes] | None = None) -> list[ProcessingRequest]:
     """A small request in `mode`."""
-    if mode == "headers":
-        return [headers(mode, fields or {}, metadata={"picker.request": {"model": "m", "stream": True}})]
     return [headers(mode, fields or {}), body(ASK)]
 
 
@@ -64,7 +61,7 @@ async def test_a_request_is_placed_in_every_mode(mode: str) -> None:
 
     assert set_headers(answers[0].request_headers.response.header_mutation) == DESTINATION
     assert parts(answers) == ["request_headers"] + ["request_body"] * (mode == "standard")
-    assert given_back(answers) == [(ASK, True)] * (mode != "headers")
+    assert given_back(answers) == [(ASK, True)]
     # The id is Envoy's where only Envoy can set it. In standard the stream owns the request.
     request, stream_owned = talk.gate.admitted[0]
     assert request.id == ("made-1" if mode == "standard" else "envoys-id")
@@ -85,7 +82,7 @@ async def test_a_request_is_costed_in_tokens_in_every_mode(mode: str) -> None:
     assert (request.cost, request.learn) == (len(ASK) / 4, True)
 
 
-@with_body
+@every_mode
 async def test_nothing_is_sent_before_the_whole_body_has_come(mode: str) -> None:
     talk = Talk()
     # Envoy may still retry elsewhere (G7).
@@ -187,7 +184,7 @@ async def test_a_lease_whose_request_is_not_answered_is_withdrawn(why: str) -> N
     assert talk.gate.withdrawn == ["made-1"]
 
 
-@with_body
+@every_mode
 @pytest.mark.parametrize("ask", [ASK, LONG], ids=["small", "long"])
 async def test_a_body_that_trailers_end_goes_back_once_with_the_headers(mode: str, ask: bytes) -> None:
     # (in chunks of its own, Envoy's router would send its copy of it besides, as the trailers pass)
@@ -222,19 +219,18 @@ async def test_a_request_without_body_is_routed_without_admission(mode: str) -> 
     assert (talk.gate.admitted, talk.gate.settled, talk.gate.withdrawn) == ([], [], [])
 
 
-METADATA = {"picker.request": {"model": "m"}}
 # test_allowlist.py has all spellings, test_intake.py all faults of bodies and headers.
 NOT_SERVED: list[tuple[str, str | bytes]] = [
     ("POST", "/flush_cache"), ("GET", "/v1/completions"), ("GET", b"/v1/models/\xff"), ("CONNECT", ""),
 ]  # fmt: skip
 UNSUPPORTED = [
     ((2, 0), "BUFFERED"), ((99, 4), "99"), ((1, 0), "STREAMED"), ((3, 4), "BUFFERED_PARTIAL"),
-    ((4, 2), "BUFFERED"), ((0, 4), "FULL_DUPLEX_STREAMED"), ((5, 5), "GRPC"),
+    ((4, 2), "BUFFERED"), ((0, 4), "FULL_DUPLEX_STREAMED"), ((0, 0), "NONE"), ((5, 5), "GRPC"),
 ]  # fmt: skip
 REFUSED = [
     *(
-        ([headers(mode, ended=ended, metadata=METADATA, ask=ask)], status, code, says)
-        for mode in ("standard", "lean", "headers")
+        ([headers(mode, ended=ended, ask=ask)], status, code, says)
+        for mode in ("standard", "lean")
         for ask, ended, status, code, says in (
             *((ask, ended, 404, "unknown_path", "") for ended in (True, False) for ask in NOT_SERVED),
             (("POST", "/v1/chat/completions?x=/v1/models"), True, 400, "bad_request", "has no body"),
@@ -247,17 +243,8 @@ REFUSED = [
         for bad, says in ((b"", "empty"), (b'{"model": 7}', "must be a string"))
     ),
     *(
-        ([headers("headers", metadata=metadata)], 400, "bad_request", says)
-        for metadata, says in (
-            ({}, "content-type"),
-            ({"picker.request": {"error": "invalid-json"}}, "not valid JSON"),
-            ({"picker.request": {"model": ""}}, "no model"),
-            ({"picker.request": {"model": 7}}, "must be a string"),
-        )
-    ),
-    *(
         (asks(mode, {"content-length": "20971520"})[:1], 413, "payload_too_large", "8388608 bytes")
-        for mode in ("standard", "lean", "headers")
+        for mode in ("standard", "lean")
     ),
     *(
         (messages, 500, "unsupported_processing_mode", says)
@@ -476,7 +463,7 @@ async def test_standard_passes_on_an_answer_that_envoy_makes_itself(begun: list[
     assert (talk.gate.admitted, talk.gate.settled) == ([], [])
 
 
-@with_body
+@every_mode
 async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> None:
     talk = Talk(settings=SPLIT)
     answers = await talk.say(*asks(mode))
@@ -485,14 +472,6 @@ async def test_a_rewritten_model_goes_out_with_the_right_length(mode: str) -> No
     sent_headers = set_headers(answers[0].request_headers.response.header_mutation)
     assert sent_headers == {**DESTINATION, "content-length": str(len(sent))}
     assert (talk.gate.admitted[0][0].model, talk.gate.admitted[0][0].target_model) == ("m", "m-v2")
-
-
-async def test_headers_mode_refuses_what_it_cannot_rewrite() -> None:
-    talk = Talk(settings=SPLIT)
-    refused = await talk.refused(*asks("headers"))
-    assert refused.status == 500
-    assert "m-v2" in refused.error["message"]
-    assert talk.gate.admitted == []
 
 
 async def sent_by_other_replicas(mode: str, ids: Sequence[str], ask: bytes = ASK) -> list[bytes]:

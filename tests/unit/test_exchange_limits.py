@@ -41,10 +41,9 @@ def conversations(draw: st.DrawFn) -> list[ProcessingRequest]:
     """What Envoy might send in one exchange, in a valid or an invalid order."""
     length = draw(LENGTHS)
     first = headers(
-        draw(st.sampled_from(["standard", "lean", "headers", None])),
+        draw(st.sampled_from(["standard", "lean", None])),
         {} if length is None else {"content-length": str(length)},
         ended=draw(st.integers(0, 9)) == 0,
-        metadata=draw(st.sampled_from([{}, {"picker.request": {"model": "m"}}])),
     )
     return [first, *draw(st.lists(MESSAGES, max_size=6))]
 
@@ -178,13 +177,12 @@ def test_names_and_sources_without_end_are_forgotten() -> None:
     assert len(limit._rates._left) == 100
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+@pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_client_that_invents_flows_is_refused_in_every_mode(mode: str) -> None:
     talk = Talk(settings={"fair_request_queue": {"new_flows_per_minute": 2}, "models": [{"name": "known"}]})
 
     def ask(model: str, source: str = "10.0.0.1") -> list[ProcessingRequest]:
-        first = headers(mode, {"x-forwarded-for": source}, metadata={"picker.request": {"model": model}})
-        return [first] if mode == "headers" else [first, body(b'{"model": "%s"}' % model.encode())]
+        return [headers(mode, {"x-forwarded-for": source}), body(b'{"model": "%s"}' % model.encode())]
 
     for n in range(2):
         await talk.another().say(*ask(f"invented-{n}"))

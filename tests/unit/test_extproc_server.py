@@ -227,15 +227,14 @@ async def test_every_end_of_a_stream_releases_its_body(fleet: Replica, mode: str
     await until(lambda: fleet.context.bodies.held_bytes == 0)
 
 
-@pytest.mark.parametrize("mode", ["standard", "lean", "headers"])
+@pytest.mark.parametrize("mode", ["standard", "lean"])
 async def test_a_client_that_leaves_cancels_its_queued_request(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     async with replica() as fleet:
         fleet.gate.open.clear()
-        first = headers(mode, {"x-request-id": "made-1"}, metadata={"picker.request": {"model": "m"}})
-        call = await fleet.begin(first, *([body(ASK)] if mode != "headers" else []))
+        call = await fleet.begin(headers(mode, {"x-request-id": "made-1"}), body(ASK))
         await until(fleet.gate.asked.is_set)
 
         call.cancel()

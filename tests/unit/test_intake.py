@@ -24,7 +24,6 @@ from picker_fleet.intake import (
     Intake,
     _name_fault,
     read_body,
-    read_metadata,
     read_subset,
     wanted_headers,
 )
@@ -84,11 +83,11 @@ def test_a_body_tells_model_and_stream(more: str, stream: bool) -> None:
     assert (read.model, read.stream) == ("m", stream)
 
 
-# Bodies, short and long ones, and what Envoy has read of one.
-BAD: dict[str, dict[str, bytes | dict[str, object]]] = {
+# Short and long bodies.
+BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
     "not valid JSON": {
-        "NaN": b'{"model": NaN}', "no UTF-8": b'{"model": "\xff"}', "Envoy's word": {"error": "invalid-json"},
+        "NaN": b'{"model": NaN}', "no UTF-8": b'{"model": "\xff"}',
         "long, cut": b'{"model": "m", "prompt": "%s' % LONG,
         "long, a quote outside": b'{"model": \\"m", "prompt": "%s"}' % LONG,
     },
@@ -98,16 +97,13 @@ BAD: dict[str, dict[str, bytes | dict[str, object]]] = {
     "must be a JSON object": {"a list": b'["model"]', "a text": b'"model"'},
     "has no model": {
         "no model": b'{"prompt": "p"}', "long": b'{"prompt": "%s"}' % LONG,
-        "metadata without": {}, "empty metadata": {"model": "", "stream": False},
     },
     "model must be a string": {
         "a number": b'{"model": 5}', "null": b'{"model": null}', "an object": b'{"model": {"model":"m"}}',
-        "a number of Envoy's": {"model": 5.0}, "null of Envoy's": {"model": None},
     },
     "model is empty": {"nothing": b'{"model": ""}', "blank": b'{"model": "   "}'},
     "model contains a control character": {
         "31": b'{"model": "a\\u001fb"}', "0": b'{"model": "a\\u0000"}', "a line": b'{"model": "a\\nb"}',
-        "metadata": {"model": "a\x1fb"},
     },
     "model is longer than 256 bytes": {
         **{name[0]: orjson.dumps({"model": name}) for name in ("m" * 257, "é" * 129)},
@@ -126,15 +122,9 @@ BAD: dict[str, dict[str, bytes | dict[str, object]]] = {
 @cases("says, asked", {
     f"{says}: {name}": (says, asked) for says, bodies in BAD.items() for name, asked in bodies.items()
 })  # fmt: skip
-def test_a_bad_body_is_named(says: str, asked: bytes | dict[str, object]) -> None:
+def test_a_bad_body_is_named(says: str, asked: bytes) -> None:
     with pytest.raises(BadRequest, match=says):
-        read_body(asked) if isinstance(asked, bytes) else read_metadata(asked)
-
-
-@pytest.mark.parametrize("stream", [True, "true", False, None])
-def test_metadata_of_a_body_is_as_good_as_the_body(stream: object) -> None:
-    read = read_metadata({"model": "m", "stream": stream, "max_tokens": 7.0}, 100)
-    assert read == Ask("m", bool(stream), None, body_bytes=100, answer_tokens=7)
+        read_body(asked)
 
 
 TOKENS = parse({
@@ -178,17 +168,16 @@ def test_the_newest_name_of_the_maximum_goes_first() -> None:
 
 
 @cases("fields, length, cost, learns", {
-    "its length": ({"model": "m"}, 4000, 1000, True),
-    "its length and the answer": ({"model": "m", "max_tokens": 50.0}, 4000, 1050, False),
-    "the least without a length": ({"model": "m"}, 0, 1, True),
-    "an answer that its model cannot give": ({"model": "short", "max_tokens": 1e6}, 4000, 2000, False),
-    "an answer that its model can give": ({"model": "short", "max_tokens": 50}, 4000, 1050, False),
-    "a prompt that its model does not take": ({"model": "short"}, 400_000, 2000, True),
+    "an answer that its model cannot give": ({"max_tokens": 1e6}, 4000, 2000, False),
+    "an answer that its model can give": ({"max_tokens": 50}, 4000, 1050, False),
+    "a prompt that its model does not take": ({}, 400_000, 2000, True),
 })  # fmt: skip
-def test_a_body_that_envoy_read_costs(
+def test_a_request_costs_at_most_what_its_model_takes(
     fields: dict[str, object], length: int, cost: float, learns: bool
 ) -> None:
-    assert costed(read_metadata(fields, length)) == (cost, learns)
+    ask = {"model": "short", **fields, "prompt": ""}
+    body = orjson.dumps({**ask, "prompt": "p" * (length - len(orjson.dumps(ask)))})
+    assert costed(read_body(body)) == (cost, learns)
 
 
 def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:

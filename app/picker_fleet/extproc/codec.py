@@ -8,7 +8,6 @@ The first message's `protocol_config` says how much of a request and its answer 
 request body           response body          mode
 FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
 FULL_DUPLEX_STREAMED   NONE                   lean
-NONE                   NONE                   headers
 """
 
 import struct
@@ -35,7 +34,6 @@ SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
 # {id, token}, and {waited, target} of a queued request, come back in the access log; {session, pressure} go
 # to the client
 PICKER = "picker"
-REQUEST = "picker.request"  # what Envoy read from the body (`headers` mode)
 
 CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
 WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what an Envoy buffers by default
@@ -44,7 +42,7 @@ _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
-_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): "headers"}
+_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean"}
 
 _PRESSURE_STEPS = 100
 _PRESSURES = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
@@ -58,7 +56,7 @@ def mode_of(message: ProcessingRequest) -> str:
     """The mode that Envoy speaks.
 
     Raises:
-        Unsupported: it would send bodies in a way that is none of the three modes.
+        Unsupported: it would send bodies in a way that is neither of the two modes.
     """
     if not message.HasField("protocol_config"):
         return "standard"
@@ -70,7 +68,7 @@ def mode_of(message: ProcessingRequest) -> str:
         asked, answered = names.get(request, request), names.get(response, response)
         raise Unsupported(
             f"request_body_mode {asked} with response_body_mode {answered} is not supported; "
-            "FULL_DUPLEX_STREAMED or NONE is, for both or with NONE for the response"
+            "FULL_DUPLEX_STREAMED is, for both or with NONE for the response"
         )
     return mode
 

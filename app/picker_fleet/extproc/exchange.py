@@ -2,7 +2,7 @@
 one for each stream.
 
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
-      └─ header-only request, headers mode ──────▲  └─── sent, lean and headers ──────────▲
+      └─ header-only request ────────────────────▲  └─── sent, lean ──────────────────────▲
 
 The mode is what Envoy says it will send (`codec.mode_of`).
 
@@ -50,7 +50,6 @@ from picker_fleet.intake import (
     TEST_SELECTION,
     Ask,
     read_body,
-    read_metadata,
     read_subset,
 )
 from picker_fleet.request import InferenceRequest, Placement
@@ -187,7 +186,7 @@ class Exchange:
                         return await self._answer_body()
                 return ()
             if self._step is _OPEN and part == "request_headers":
-                return () if self._begin(message) else await self._place_headers(message)
+                return () if self._begin(message) else await self._place_read()
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
@@ -281,8 +280,6 @@ class Exchange:
             return False
         self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
         self._body.expect(self._headers.pop(CONTENT_LENGTH, b""))
-        if self._mode == "headers":
-            return False
         self._step = _BODY
         return True
 
@@ -312,25 +309,13 @@ class Exchange:
 
     # Placement.
 
-    async def _place_headers(self, message: ProcessingRequest) -> Sequence[bytes]:
-        """Place a read, or a request whose body Envoy has parsed."""
-        if message.request_headers.end_of_stream:
-            placement = await self._context.gate.route(self._subset)
-            self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
-            if self._mode == "standard":
-                self._response = self._own_response("", None)
-            return (self._placed(self._answer_to(placement).message()),)
-        fields = codec.read_metadata(message, codec.REQUEST)
-        if fields is None:
-            raise BadRequest("no model could be read from the body; is its content-type application/json?")
-        ask = read_metadata(fields, max(self._body.content_length, 0))
-        request = self._read_request(ask)
-        if request.target_model != ask.model:
-            raise Unsupported(
-                f"headers mode cannot send model {ask.model} as {request.target_model}; lean and standard can"
-            )
-        placement = await self._admit(request, self._started_s)
-        return (self._placed(self._answer_to(placement, request).message()),)
+    async def _place_read(self) -> Sequence[bytes]:
+        """Place a request without a body, which is not admitted."""
+        placement = await self._context.gate.route(self._subset)
+        self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
+        if self._mode == "standard":
+            self._response = self._own_response("", None)
+        return (self._placed(self._answer_to(placement).message()),)
 
     async def _place_body(self) -> None:
         """Place the request of a whole body; the result is in `_placed_body`."""

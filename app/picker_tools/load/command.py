@@ -19,7 +19,7 @@ from picker_tools.load.generator import Kind, Load
 from picker_tools.load.result import RunResult, Sample
 from picker_tools.load.scenarios import SCENARIOS, Plan
 from picker_tools.load.session import Session
-from picker_tools.local_fleet.parts import MODES
+from picker_tools.local_fleet.parts import MODES, mode
 from picker_tools.local_fleet.processes import first_error, logs_folder, on_signal
 
 _LINE_EVERY_S = 2.0
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--own", action="store_true", help="a fleet of its own, whatever runs")
     add("--replicas", type=whole_number(1), metavar="N", help="of its own fleet (default: 3)")
     add("--endpoints", type=whole_number(1), metavar="N", help="of its own fleet (default: 4)")
-    add("--mode", choices=MODES, help="of its own fleet (default: lean)")
+    add("--mode", type=mode, choices=MODES, help="of its own fleet (default: lean)")
     add("--duration", type=_SECONDS, metavar="S", help=f"seconds of arrivals, at most {_LONGEST_S:g}")
     about = "requests a second in all (default: by what the fleet can serve)"
     add("--rate", type=decimal("rate", 10_000), metavar="N", help=about)

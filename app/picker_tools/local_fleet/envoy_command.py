@@ -12,12 +12,13 @@ from picker_fleet.allowlist import trusted, trusted_name
 from picker_fleet.errors import ConfigError
 from picker_fleet.units import split_host_port
 from picker_tools.arguments import whole_number
-from picker_tools.local_fleet.parts import MODES
+from picker_tools.local_fleet.parts import MODES, mode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
+    about = "how Envoy asks the pickers (default: %(default)s)"
+    add("--mode", type=mode, choices=MODES, default="lean", help=about)
     add("--config", type=Path, metavar="FILE", help="the replicas' configuration")
     add("--listen", type=_host_port, default=("0.0.0.0", 8080), metavar="HOST:PORT", help="for clients")
     about = "for clients of one of several pools; at --listen the host of a request names its pool"

@@ -1,7 +1,7 @@
 """Envoy's listener for each mode: the connection manager, its HTTP filters, its routes, and the access log.
 
-The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only;
-`headers` no body, but what Envoy's own JSON parser found in it; `http` asks by ext_authz instead of ext_proc.
+The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only; `http`
+asks by ext_authz instead of ext_proc.
 
 Where the fleet serves several pools (docs/protocol.md), the host of a request names its pool: metadata of
 that host's routes, which Envoy passes on to the picker.
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from picker_fleet.allowlist import NOT_LISTED, STEERING, PathRule, rules, untrusted
 from picker_fleet.config import Settings, pools_of
-from picker_fleet.errors import ConfigError
 from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ext_authz.server import PREFIX
 from picker_fleet.extproc.accesslog import METADATA_HEADERS
@@ -62,14 +61,13 @@ from picker_tools.local_fleet.envoy_types import (
 from picker_tools.local_fleet.parts import Mode
 
 USAGE_NAMESPACE = "picker.usage"
-REQUEST_NAMESPACE = "picker.request"
 PICKER_NAMESPACE = "picker"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
 _EXT_AUTHZ = "envoy.filters.http.ext_authz"
 _EXT_PROC = "envoy.filters.http.ext_proc"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
-_BODY_READERS = (_EXT_AUTHZ, _EXT_PROC, _JSON_TO_METADATA)  # filters that need a request's body
+_BODY_READERS = (_EXT_AUTHZ, _EXT_PROC)  # filters that need a request's body
 
 # All steering headers; untrusted ones are removed, or ignored by the picker.
 _STEERING = frozenset(name for pair in STEERING for name in pair)
@@ -80,8 +78,7 @@ _NONE = ext_proc_v3.ProcessingModeBodySendMode.NONE
 
 # The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
-# It limits `headers` mode only, in which Envoy waits for this message while a request queues. It is the
-# longest that Envoy accepts; the picker answers before it.
+# The longest that Envoy accepts. It bounds only requests without a body, which do not queue.
 _MESSAGE_TIMEOUT_S = 3600.0
 _GRPC_FAILURES = "reset,connect-failure,unavailable,refused-stream,cancelled,internal"
 _HTTP_FAILURES = "reset,connect-failure,refused-stream"
@@ -116,21 +113,11 @@ def _naming(settings: Settings, pool: str | None) -> dict[str, str]:
 
 
 def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_v3.HttpFilter]:
-    """The filters of `mode` in the order of a request; answers pass them in reverse.
-
-    Raises:
-        ConfigError: requests may queue for longer than Envoy waits in this mode.
-    """
-    longest_s = _MESSAGE_TIMEOUT_S - _ANSWER_MARGIN_S
-    if mode == "headers" and _longest_wait_s(settings) > longest_s:
-        raise ConfigError(
-            "fair_request_queue.queue_ttl: in headers mode Envoy waits an hour at most; "
-            f"valid: up to {longest_s:g}s"
-        )
+    """The filters of `mode` in the order of a request; answers pass them in reverse."""
     filters: list[hcm_v3.HttpFilter] = []
     if mode != "standard":  # in which the picker reads the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
-        filters.append(_named(_JSON_TO_METADATA, _json(read_request=mode == "headers")))
+        filters.append(_named(_JSON_TO_METADATA, _json_usage()))
     naming = _naming(settings, pool)
     if mode == "http":
         filters.append(_named(_EXT_AUTHZ, _ext_authz(settings, naming)))
@@ -142,9 +129,7 @@ def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_
 def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_proc_v3.ExternalProcessor:
     namespace = settings.extproc.metadata_namespace
     forwarded = [SUBSET_NAMESPACE]
-    if mode == "headers":
-        forwarded.append(REQUEST_NAMESPACE)
-    elif mode == "standard":
+    if mode == "standard":
         forwarded.append(namespace)  # it names the endpoint that served
     return ext_proc_v3.ExternalProcessor(
         grpc_service=picker_grpc(_redrive(), naming),
@@ -210,12 +195,11 @@ def _ext_authz(settings: Settings, naming: Mapping[str, str]) -> ext_authz_v3.Ex
 
 
 def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
-    body = _NONE if mode == "headers" else _DUPLEX
     answer_head, answer_body = (_SEND, _DUPLEX) if mode == "standard" else (_SKIP, _NONE)
     return ext_proc_v3.ProcessingMode(
         request_header_mode=_SEND,
-        request_body_mode=body,
-        request_trailer_mode=_SKIP if mode == "headers" else _SEND,
+        request_body_mode=_DUPLEX,
+        request_trailer_mode=_SEND,
         response_header_mode=answer_head,
         response_body_mode=answer_body,
         response_trailer_mode=answer_head,
@@ -254,56 +238,24 @@ def _sse_usage() -> sse_rules_v3.SseToMetadata:
     )
 
 
-def _json(*, read_request: bool) -> json_rules_v3.JsonToMetadata:
-    request = None
-    if read_request:
-        # Any content type: the picker refuses a body that is not JSON.
-        request = json_rules_v3.JsonToMetadataMatchRules(
-            rules=_request_rules(),
-            allow_empty_content_type=True,
-            allow_content_types_regex=matcher_v3.RegexMatcher(regex=".*"),
-        )
+def _json_usage() -> json_rules_v3.JsonToMetadata:
     answer = json_rules_v3.JsonToMetadataMatchRules(
         rules=_usage_rules(_USAGE_IN_ANSWER),
         allow_content_types_regex=matcher_v3.RegexMatcher(regex=r"(?i)application/json\s*(;.*)?"),
     )
-    return json_rules_v3.JsonToMetadata(request_rules=request, response_rules=answer)
-
-
-def _request_rules() -> list[json_rules_v3.JsonToMetadataRule]:
-    model = _rule(("model",), REQUEST_NAMESPACE, "model")
-    model.on_missing = _constant("model", "")
-    model.on_error = _constant("error", "invalid-json")
-    return [
-        model,
-        _rule(("stream",), REQUEST_NAMESPACE, "stream"),
-        _rule(("max_tokens",), REQUEST_NAMESPACE, "max_tokens", _NUMBER),
-        _rule(("max_completion_tokens",), REQUEST_NAMESPACE, "max_tokens", _NUMBER),
-    ]
-
-
-_NUMBER = json_rules_v3.JsonToMetadataValueType.NUMBER
+    return json_rules_v3.JsonToMetadata(response_rules=answer)
 
 
 def _usage_rules(paths: Mapping[str, Sequence[tuple[str, ...]]]) -> list[json_rules_v3.JsonToMetadataRule]:
-    return [_rule(path, USAGE_NAMESPACE, key, _NUMBER) for key, ways in paths.items() for path in ways]
+    return [_usage_rule(path, key) for key, ways in paths.items() for path in ways]
 
 
-def _rule(
-    path: tuple[str, ...],
-    namespace: str,
-    key: str,
-    kind: json_rules_v3.JsonToMetadataValueType = json_rules_v3.JsonToMetadataValueType.PROTOBUF_VALUE,
-) -> json_rules_v3.JsonToMetadataRule:
-    return json_rules_v3.JsonToMetadataRule(
-        selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path],
-        on_present=json_rules_v3.JsonToMetadataKeyValuePair(metadata_namespace=namespace, key=key, type=kind),
+def _usage_rule(path: tuple[str, ...], key: str) -> json_rules_v3.JsonToMetadataRule:
+    number = json_rules_v3.JsonToMetadataKeyValuePair(
+        metadata_namespace=USAGE_NAMESPACE, key=key, type=json_rules_v3.JsonToMetadataValueType.NUMBER
     )
-
-
-def _constant(key: str, text: str) -> json_rules_v3.JsonToMetadataKeyValuePair:
-    return json_rules_v3.JsonToMetadataKeyValuePair(
-        metadata_namespace=REQUEST_NAMESPACE, key=key, value=protobuf.Value(string_value=text)
+    return json_rules_v3.JsonToMetadataRule(
+        selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path], on_present=number
     )
 
 
@@ -315,9 +267,8 @@ _ROUTER = _named("envoy.filters.http.router", router_v3.Router())
 
 # What Envoy reads at once, and so the largest message with a part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers whole bodies for retries (G9) and, in `headers` mode, to read them; plain answers to read
-# their usage. A longer request is refused in that mode (413), a longer plain answer outside `standard`
-# (500).
+# Envoy buffers whole bodies for retries (G9), and plain answers to read their usage: outside `standard` it
+# refuses a longer one (500).
 _BODY_BYTES = 32 * 1024 * 1024
 _NEVER = seconds(0)
 _HEADERS_S = 10.0  # from a request's first byte to the end of its headers
@@ -456,7 +407,7 @@ def _routes(
         name=POOL,
         virtual_hosts=hosts,
         response_headers_to_add=_added(
-            (_PICKER_HEADERS if mode in ("lean", "headers") else {})
+            (_PICKER_HEADERS if mode == "lean" else {})
             | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
         ),
     )

@@ -3,6 +3,7 @@
 Imports nothing of Envoy's types, which take half a second to load.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,17 @@ from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
 
-# The three ways to put the picker behind Envoy (docs/protocol.md).
-Mode = Literal["standard", "lean", "headers", "http"]
+# The ways to put the picker behind Envoy (docs/protocol.md).
+Mode = Literal["standard", "lean", "http"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def mode(text: str) -> str:
+    """The `type` of an argument that names a mode, beside `choices=MODES`."""
+    if text == "headers":
+        raise argparse.ArgumentTypeError("there is no mode headers; use http, which costs less and does more")
+    return text
+
 
 # The user of a local fleet is tenant and operator in one. The workload header needs no trust.
 TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])

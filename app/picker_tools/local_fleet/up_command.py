@@ -9,7 +9,7 @@ from picker_fleet import config
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_tools.arguments import milliseconds, port, whole_number
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
-from picker_tools.local_fleet.parts import MODES, SimOptions
+from picker_tools.local_fleet.parts import MODES, SimOptions, mode
 from picker_tools.local_fleet.processes import Report, logs_folder, on_signal
 
 
@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoints", type=whole_number(0), default=4, metavar="N", help=about)
     about = "serve these pools, the first by default; each gets --endpoints (default: those of --config)"
     add("--pools", type=_pools, metavar="NAME,…", help=about)
-    add("--mode", choices=MODES, default="lean", help="how Envoy asks the pickers (default: %(default)s)")
+    about = "how Envoy asks the pickers (default: %(default)s)"
+    add("--mode", type=mode, choices=MODES, default="lean", help=about)
     add("--redis", metavar="URL", help="use this one instead of an embedded Valkey")
     add("--port", type=port, default=8080, metavar="N", help="Envoy's; 0: free ports everywhere")
     add("--admin-port", type=port, default=8081, metavar="N", help="the first replica's; others follow")
