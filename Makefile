@@ -6,7 +6,7 @@ ARGS ?=
 # The fleet stops with `make`, also when the signal is for `make` alone.
 DIE_WITH_MAKE = $(BIN)/python -I -S app/picker_tools/local_fleet/die_with_parent.py $$PPID SIGTERM
 # Benches and long tests use what tests have around a real API server, and attacks.
-WITH_TESTS = PYTHONPATH=tests:tests/fleet:tests/faults:tests/kubernetes
+WITH_TESTS = PYTHONPATH=tests:tests/fleet:tests/faults:tests/kubernetes:tests/unit:tests/scripts
 BENCH = $(WITH_TESTS) $(BIN)/python -m bench
 LONG = export $(WITH_TESTS); exec $(DIE_WITH_MAKE) $(BIN)/python -m long
 # A fleet starts ten Python processes: each would compile the project anew.

@@ -1,17 +1,10 @@
-"""Token buckets: how often each of many may do a thing. And smoothed figures."""
+"""Token buckets: how often each of many may do a thing."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable
 
-_SMALLEST = 1e-9
 _MOST_RETRY_S = 3600
-
-
-def smoothed(mean: float, figure: float, alpha: float) -> float:
-    """An exponential moving average, 0 below 1e-9, as in lua/lib/pool.lua: its quotients do not overflow."""
-    found = alpha * figure + (1.0 - alpha) * mean
-    return 0.0 if found < _SMALLEST else found
 
 
 def retry_after_s(wait_s: float) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from metrics_page import samples
 from redis_servers import Server
-from test_time_lapse import BOUND, SERVICE_S
-from time_lapse import fleet, time_lapse
+from time_lapse import BOUND, SERVICE_S, fleet, time_lapse
 
 from picker_fleet import background
 

@@ -14,8 +14,6 @@ import yaml
 from compose_stack import ROOT, TOKEN, Stack
 from crowd import http_client
 
-from picker_tools.local_fleet.processes import picker_command
-
 ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 4}
 
 
@@ -87,9 +85,6 @@ async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> N
     state = (await client.get(f"{admin}/api/v1/state")).json()
     assert state["ready_backends"] == 3
     assert "<html" in (await client.get(f"{admin}/")).text
-    command = picker_command("top", "--admin", admin, "--once", "--view", "replicas")
-    top = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-    assert top.returncode == 0, top.stderr
     refused = await client.post(f"{admin}/api/v1/pause")
     assert (refused.status_code, refused.json()["code"]) == (401, "token_needed")
     for change in ("pause", "resume"):

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import json
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from crowd import http_client
 from edge_envoy import Edge, Tree, started
 from fleet_load import metric
 from redis_servers import Server, redis_server
+from test_top import screen
 from whole_fleet import Fleet, exact_bounds, running
 
 from picker_fleet.config import parse
@@ -25,7 +25,7 @@ from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import Mode
-from picker_tools.local_fleet.processes import picker_command
+from picker_tools.top.command import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 POOLS = ("default", "batch")
@@ -207,10 +207,10 @@ async def test_the_dashboard_and_top_show_the_chosen_pool(two: Two, dashboard: A
             await shown.says("#rows-endpoints", endpoints[pool])
             assert await shown.page.locator("#pools").input_value() == pool
             assert await shown.page.locator("#rows-endpoints tr").count() == 1
-    for pool, options in (("default", ()), ("batch", ("--pool", "batch"))):
-        top = picker_command("top", "--admin", here.admin_url(), "--view", "endpoints", "--once", *options)
-        frame = await asyncio.to_thread(subprocess.run, top, capture_output=True, text=True, timeout=60)
-        assert endpoints[pool] in frame.stdout
+    for pool in POOLS:
+        async with screen(url_of(here.admin_url(), pool)) as top:
+            await top.press("3")
+            await top.shows(endpoints[pool])
 
 
 async def test_both_pools_are_served_without_redis_and_return_to_it(two: Two) -> None:

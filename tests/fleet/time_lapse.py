@@ -5,6 +5,7 @@ awaited. The replicas run in this process (`picker_fleet.serve`); Envoy's side i
 """
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import random
@@ -35,6 +36,9 @@ _CLOCK = "test-clock"
 _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
 _NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
+HOUR_S = 3600.0
+SERVICE_S = 2.0  # of a request
+BOUND = 4  # of the two model servers
 
 
 class Server:
@@ -232,6 +236,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(_NO_LOAD)
+                page.requests = collections.deque(maxlen=1)  # it would keep those of a week
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},
@@ -243,3 +248,36 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             for pool in made:
                 await pool.parts.membership.known()
             yield Fleet([Replica(*pair) for pair in zip(made, bound, strict=True)], mode)
+
+
+async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
+    """One request at a time, which no other waits for."""
+    until_s = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < until_s:
+        await some.ask(SERVICE_S)
+        await asyncio.sleep(every_s)
+
+
+async def at_rest(some: Fleet, client: redis.Redis) -> None:
+    """Nothing is counted that is not there, and every figure is within its range."""
+    await asyncio.sleep(60.0)
+    for replica in some.replicas:
+        parts = replica.pool.parts
+        assert parts.failover.outage is None
+        state = await parts.store.state(60.0)
+        assert (state.stock, state.queued, state.leases, state.overdue) == (0, 0, 0, 0)
+        assert set(state.in_flight.values()) <= {0}
+        assert set(state.queue_bytes.values()) == {0}
+        assert 0 <= state.guard_credit <= 1.1
+        assert 0 <= state.drain_rate < 100
+        assert 1 <= state.retry_after_s <= 60
+        assert 1 <= parts.shared.retry_after_s <= 60
+        assert all(0 <= tag < 2**53 for tag in state.virtual_times.values())
+        assert len(state.replicas) == len(some.replicas)
+        assert parts.shared.places_are_awaited is False
+    prefix = "epp:{default}:"
+    for name in ("requests", "inflight", "timers", "overdue", "limits", "suspects", "blockers"):
+        assert not client.exists(prefix + name), name
+    assert not list(client.scan_iter(f"{prefix}queue:*"))
+    for name in client.scan_iter(f"{prefix}finish:*"):
+        assert client.zcard(name) <= 1

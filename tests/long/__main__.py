@@ -7,6 +7,7 @@
     load-tools       Locust, GuideLLM, AIPerf, inference-perf on a running fleet (installs 7 GB once)
     pulses           replicas and Valkey stopped and continued at random
     soak             an hour of steady load: memory, keys, drift
+    time-lapse       a week of a fleet's life on a clock that jumps
     vllm             real vLLM servers on the CPU behind the fleet (installs 6 GB once)
 
 `NAME --help` lists the options. `--out DIR` writes the report to DIR/NAME.md.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from picker_fleet.rates import smoothed
+from picker_fleet.state.connection import smoothed
 
 
 @dataclass(slots=True)

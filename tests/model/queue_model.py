@@ -11,7 +11,7 @@ from model_state import Request
 from pool_model import CHUNK, PoolModel, Reply, first
 
 from picker_fleet.failover.fair_queue import QueueFull
-from picker_fleet.rates import smoothed
+from picker_fleet.state.connection import smoothed
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ import hiredis
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import Connection, ConnectionPool
 
-from picker_fleet.rates import smoothed
 from picker_fleet.state.primary import raise_if_cancelled
 
 DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
@@ -40,6 +39,7 @@ _RECENT_S = 1.0  # for how long a process counts as just resumed
 _BACKLOG_S = 0.05
 CALM_S = 30.0
 _ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
+_SMALLEST = 1e-9  # of a smoothed figure
 _SUSPECTED = 0.1  # of the floor, at least
 _STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
 _MAX_REPEATS = 4
@@ -225,6 +225,12 @@ class Health(enum.Enum):
     SUSPECT = "suspect"
     STUCK = "stuck"
     UNAVAILABLE = "unavailable"
+
+
+def smoothed(mean: float, figure: float, alpha: float) -> float:
+    """An exponential moving average, 0 below 1e-9, as in lua/lib/pool.lua: its quotients do not overflow."""
+    found = alpha * figure + (1.0 - alpha) * mean
+    return 0.0 if found < _SMALLEST else found
 
 
 class RetransmissionTimeout:

@@ -182,10 +182,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Changes need the fleet's token, where there is one, in PICKER_ADMIN__TOKEN."
 
 
+def url_of(admin: str, pool: str | None) -> str:
+    """Where a replica serves the admin API of `pool`, or of the pool of requests that name none."""
+    below = f"/pools/{quote(pool, safe='')}" if pool else ""
+    return f"{admin.rstrip('/')}{below}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the operator leaves, 143 on SIGTERM; an AdminError if there is no terminal."""
-    below = f"/pools/{quote(args.pool, safe='')}" if args.pool else ""
-    admin = AdminClient(f"{args.admin.rstrip('/')}{below}", os.environ.get("PICKER_ADMIN__TOKEN"))
+    admin = AdminClient(url_of(args.admin, args.pool), os.environ.get("PICKER_ADMIN__TOKEN"))
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AdminError("picker top needs a terminal; programs read the admin API")
     top = Top(admin)
