@@ -100,7 +100,7 @@ chaos: $(VENV)/.installed ## long test: audit 200 000 requests among kills, canc
 hostile: $(VENV)/.installed ## long test: every attack at once, honest clients beside them (ARGS='--minutes 1')
 	@$(LONG) hostile $(ARGS)
 
-compose-test: $(VENV)/.installed ## long test: the Dockerfile and compose file on Docker or podman (ARGS=--once)
+compose-test: $(VENV)/.installed ## long test: the Dockerfile and compose file on Docker or podman (ARGS=--no-build)
 	@$(LONG) compose $(ARGS)
 
 vllm: $(VENV)/.installed ## long test: real vLLM servers on the CPU behind the fleet (installs 6 GB once)

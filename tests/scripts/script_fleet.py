@@ -343,7 +343,7 @@ async def running(
             yield fleet
             if checked:
                 report = await fleet.audit()
-                assert report.violations == 0, report.as_json()["promises"]
+                assert report.violations == 0, report.findings
         finally:
             for task in background:
                 task.cancel()

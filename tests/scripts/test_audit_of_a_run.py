@@ -213,13 +213,10 @@ async def test_the_command_reports_a_violation_and_its_evidence(
         *_, (_, last) = await it.redis.xrange(it.keys.log)
         await it.redis.xadd(it.keys.log, {**last, "seq": str(int(last["seq"]) + 1)})
         # When it is audited, the exit code and the text say so.
-        command = ["audit", "--redis", valkey_url, "--pool", it.pool]
-        assert main(command) == 1
+        assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 1
         shown = capsys.readouterr().out
         assert "G6: request r ends without having begun, or twice: completed" in shown
         assert f"#{int(last['seq']) + 1} " in shown
-        assert main([*command, "--json"]) == 1
-        assert '"violations": 1' in capsys.readouterr().out
 
 
 async def test_a_pool_without_a_log_is_exit_code_2(

@@ -363,7 +363,7 @@ def test_a_broken_rule_is_found_and_named_with_evidence(
     load(broken)
     report = audit(broken.log)
     found = [violation for violation in report.of(promise).violations if words in violation.what]
-    assert found, report.as_json()["promises"]
+    assert found, report.findings
     assert all(violation.evidence for violation in found)
 
 

@@ -120,7 +120,7 @@ async def test_the_official_client_gets_streams_of_one_event_a_token(pace: tuple
         assert events[-1].usage == whole.usage
 
 
-async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking_unless_configured() -> None:
+async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking() -> None:
     async with sim(*AT_ONCE) as client, official(client) as api:
         stream = await api.chat.completions.create(model="llama", messages=HI, stream=True, max_tokens=4)
         events = [event async for event in stream]
@@ -128,10 +128,6 @@ async def test_a_streamed_chat_has_usage_on_its_last_choice_without_asking_unles
         assert len("".join(event.choices[0].delta.content or "" for event in events).split()) == 4
         assert [event.usage is None for event in events] == [True] * 4 + [False]
         assert events[-1].choices[0].finish_reason == "length"
-    async with sim(*AT_ONCE, "--no-always-usage") as client:
-        answer = await client.post("/v1/completions", json=ask(stream=True))
-        assert "usage" not in answer.text
-        assert answer.text.endswith("data: [DONE]\n\n")
 
 
 async def test_beyond_max_num_seqs_requests_wait_and_disconnects_free_their_slot() -> None:
@@ -186,13 +182,13 @@ async def test_loras_are_models_with_a_limited_number_of_slots() -> None:
 
 
 async def test_the_metrics_page_has_the_names_of_vllm() -> None:
-    async with sim("--kv-blocks", "77", "--block-size", "8", "--model", 'odd"name\\') as client:
+    async with sim("--kv-blocks", "77", "--model", 'odd"name\\') as client:
         page = await families(client)
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             (sample,) = page[f"vllm:{name}"].samples
             assert (sample.labels, sample.value) == ({"model_name": 'odd"name\\'}, 0)
         (cache,) = page["vllm:cache_config_info"].samples
-        assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("8", "77")
+        assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("16", "77")
         assert "vllm:lora_requests_info" not in page
 
 
@@ -281,7 +277,7 @@ def test_impossible_arguments_are_refused(words: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_and_the_metrics_page_count_the_prompt_tokens_that_were_cached(stream: bool) -> None:
-    async with sim(*AT_ONCE) as client, sim(*AT_ONCE, "--no-prefix-caching") as without:
+    async with sim(*AT_ONCE) as client:
         body = ask(prompt="x" * 400, max_tokens=1, stream=stream)
         texts = [(await client.post("/v1/completions", json=body)).text for _ in range(2)]
         # The second time all whole blocks are cached, except the last token's.
@@ -289,6 +285,3 @@ async def test_usage_and_the_metrics_page_count_the_prompt_tokens_that_were_cach
         assert '"prompt_tokens_details":{"cached_tokens":96}' in texts[1]
         page = await metrics(client)
         assert (page["prefix_cache_queries_total"], page["prefix_cache_hits_total"]) == (200, 96)
-        for _ in range(2):
-            await without.post("/v1/completions", json=body)
-        assert (await metrics(without))["prefix_cache_hits_total"] == 0

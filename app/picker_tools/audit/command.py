@@ -1,7 +1,6 @@
 """`picker audit`: did the fleet keep its promises? Replays the decision log and checks G1 to G6."""
 
 import argparse
-import json
 import sys
 
 from rich.console import Console
@@ -15,7 +14,6 @@ from picker_tools.audit.report import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis", metavar="URL", default=Redis().url, help="where the log is (%(default)s)")
     parser.add_argument("--pool", metavar="NAME", default="default", help="whose log (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,8 +23,5 @@ def run(args: argparse.Namespace) -> int:
     except (LogUnreadable, EntryError) as fault:
         print(fault, file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        show(report, Console())
+    show(report, Console())
     return 1 if report.violations else 0

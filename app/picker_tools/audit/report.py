@@ -1,7 +1,6 @@
 """What an audit found, promise by promise, and how a terminal shows it."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -63,30 +62,6 @@ class Report:
             if finding.promise == promise:
                 return finding
         raise KeyError(promise)
-
-    def as_json(self) -> dict[str, Any]:
-        """The report for machines: evidence as the entries print, one string each."""
-        return {
-            "entries": self.entries,
-            "first_seq": self.first_seq,
-            "last_seq": self.last_seq,
-            "open_at_end": self.open_at_end,
-            "remarks": list(self.remarks),
-            "violations": self.violations,
-            "promises": [
-                {
-                    "promise": finding.promise,
-                    "title": finding.title,
-                    "checked": finding.checked,
-                    "broken": finding.broken,
-                    "violations": [
-                        {"what": violation.what, "evidence": [str(entry) for entry in violation.evidence]}
-                        for violation in finding.violations
-                    ],
-                }
-                for finding in self.findings
-            ],
-        }
 
 
 def show(report: Report, console: Console) -> None:

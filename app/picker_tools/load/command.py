@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-requests", type=most, default=20_000, metavar="N", help="stop there (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of arrivals, prompts and faults (%(default)s)")
     add("--slo-ttft", type=_SECONDS, metavar="S", help="promise: 95 %% of first tokens within S seconds")
-    add("--slo-latency", type=_SECONDS, metavar="S", help="promise: 95 %% of answers within S seconds")
     add("--report", type=Path, metavar="DIR", help="where the report goes (default: load-reports/SCENARIO)")
 
 
@@ -102,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
         max_requests=args.max_requests,
         rate_per_s=args.rate,
         slo_ttft_p95_s=args.slo_ttft,
-        slo_latency_p95_s=args.slo_latency,
     )
     report = args.report or Path("load-reports") / scenario.name
     try:

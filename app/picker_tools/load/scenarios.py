@@ -96,7 +96,6 @@ class Plan:
     max_requests: int
     rate_per_s: float | None = None
     slo_ttft_p95_s: float | None = None
-    slo_latency_p95_s: float | None = None
 
 
 _LOW_TTL_S = 8.0

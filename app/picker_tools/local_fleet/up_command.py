@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
     add("--sim-ttft", type=milliseconds, metavar="MS", help="simulators' time to first token")
     add("--sim-itl", type=milliseconds, metavar="MS", help="simulators' time from token to token")
-    add("--sim-max-num-seqs", type=whole_number(1), metavar="N", help="requests a simulator runs at once")
     add("--seed", type=int, metavar="N", help="of the simulators")
 
 
@@ -52,12 +51,7 @@ def run(args: argparse.Namespace) -> int:
         state_file=args.state_file,
         restart=args.restart,
         debug_headers=args.debug_headers,
-        sim=SimOptions(
-            ttft_ms=args.sim_ttft,
-            itl_ms=args.sim_itl,
-            max_num_seqs=args.sim_max_num_seqs,
-            seed=args.seed,
-        ),
+        sim=SimOptions(ttft_ms=args.sim_ttft, itl_ms=args.sim_itl, seed=args.seed),
     )
     asked = {"pool": args.pools[0], "pools": {name: {} for name in args.pools}} if args.pools else {}
     settings = config.load(args.config, os.environ, flags=asked)

@@ -1,9 +1,8 @@
 """OpenAI's answer shapes, whole and as server-sent events. Pure.
 
 A stream has one event a token, the last with the finish reason, then `[DONE]`. Usage comes in an event
-of its own with empty `choices` if the client asked for it (`stream_options.include_usage`). If it did
-not and the server sends usage always, the last token's event has it: clients may read `choices[0]` of every
-event.
+of its own with empty `choices` if the client asked for it (`stream_options.include_usage`). If it did not,
+the last token's event has it: clients may read `choices[0]` of every event.
 """
 
 import hashlib
@@ -43,11 +42,8 @@ class Answer:
     `cached_tokens` are those of the prompt that the prefix cache had.
     """
 
-    def __init__(
-        self, request: CompletionRequest, *, answer_id: str, created_s: int, always_usage: bool
-    ) -> None:
+    def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:
         self._request = request
-        self._always_usage = always_usage
         kind = "chat.completion" if request.chat else "text_completion"
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
@@ -78,8 +74,7 @@ class Answer:
         if self._request.include_usage:
             usage = {**self._common, "choices": [], "usage": self._usage(cached_tokens)}
             return _event(last) + _event(usage) + DONE
-        if self._always_usage:
-            last["usage"] = self._usage(cached_tokens)
+        last["usage"] = self._usage(cached_tokens)
         return _event(last) + DONE
 
     def whole(self, words: list[bytes], cached_tokens: int) -> bytes:

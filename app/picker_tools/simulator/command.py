@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--itl", type=milliseconds, default=own.itl_ms, metavar="MS", help="token to token")
     add("--max-num-seqs", type=_COUNT, default=limits.max_num_seqs, metavar="N", help="requests run at once")
     add("--kv-blocks", type=_COUNT, default=limits.kv_blocks, metavar="N", help="blocks of the KV cache")
-    add("--block-size", type=_COUNT, default=limits.block_size_tokens, metavar="TOKENS")
     add("--loras", type=_names, default=(), metavar="A,B", help="adapters, asked for as models")
     add("--max-loras", type=_COUNT, default=None, metavar="N", help="adapters run at once (default: all)")
     add(
@@ -106,15 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answered 500, 0 to 1",
     )
     add("--seed", type=int, default=own.seed, metavar="N", help="of words and failures")
-    switches = {
-        "--always-usage": (own.always_usage, "usage in every stream, asked for or not"),
-        "--prefix-caching": (
-            own.prefix_caching,
-            "a prompt's beginning in the KV cache needs no time",
-        ),
-    }
-    for flag, (default, what) in switches.items():
-        add(flag, action=argparse.BooleanOptionalAction, default=default, help=what)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,13 +128,10 @@ def _profile(args: argparse.Namespace) -> Profile:
         limits=Limits(
             max_num_seqs=args.max_num_seqs,
             kv_blocks=args.kv_blocks,
-            block_size_tokens=args.block_size,
             max_loras=args.max_loras or max(1, len(args.loras)),
         ),
         failure_rate=args.failure_rate,
         seed=args.seed,
-        always_usage=args.always_usage,
-        prefix_caching=args.prefix_caching,
     )
 
 

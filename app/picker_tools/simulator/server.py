@@ -28,10 +28,10 @@ from picker_tools.simulator.request import ApiError, CompletionRequest, parse
 class Profile:
     """One server: its model and adapters, its speed, its size, its failures.
 
-    `ttft_ms` runs from admission to the first token, less the part of the prompt that is cached (with
-    `prefix_caching`); `itl_ms` from one token to the next.
+    `ttft_ms` runs from admission to the first token, less the part of the prompt that is cached; `itl_ms`
+    from one token to the next.
     `failure_rate` is the share of valid requests answered 500 before their first byte; which ones, and
-    the generated words, follow from `seed`. `always_usage` adds usage to streams that did not ask for it.
+    the generated words, follow from `seed`.
     """
 
     model: str = "llama"
@@ -41,8 +41,6 @@ class Profile:
     limits: Limits = field(default_factory=Limits)
     failure_rate: float = 0.0
     seed: int = 0
-    always_usage: bool = True
-    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         names = (self.model, *self.loras)
@@ -182,7 +180,6 @@ class ModelServer:
             request,
             answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{_request_id(scope)}",
             created_s=int(time.time()),
-            always_usage=self._profile.always_usage,
         )
         with self._begin(request) as generation:
             # except* because the task group wraps the watcher's ClientGone.
@@ -199,9 +196,7 @@ class ModelServer:
 
     def _begin(self, request: CompletionRequest) -> Generation:
         adapter = request.model if request.model in self._loras else None
-        blocks: tuple[bytes, ...] = ()
-        if self._profile.prefix_caching:
-            blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
+        blocks = prompt_blocks(request.prompt, self._profile.limits.block_size_tokens, adapter)
         try:
             return self._simulator.begin(
                 prompt_tokens=request.prompt_tokens,

@@ -21,7 +21,7 @@ import httpx
 
 from long.compose.engine import BASE, ROOT, Engine, enter_namespace, find_engine, restrict
 from long.compose.fleet import REQUESTS, Fleet, is_allowed
-from long.compose.images import PROMETHEUS, REDIS, differences, examine, fetch_or_make
+from long.compose.images import PROMETHEUS, REDIS, examine, fetch_or_make
 from long.findings import Findings
 from picker_tools.load.generator import Load, closed_loop
 from picker_tools.local_fleet.network import ensure_free
@@ -68,7 +68,6 @@ class Steps:
 def add_options(parser: argparse.ArgumentParser) -> None:
     switches = {
         "--images": "build and examine the images only",
-        "--once": "without the second build that must equal the first",
         "--no-build": "with the images of a run before",
     }
     for flag, what in switches.items():
@@ -84,12 +83,12 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
     if options.no_build:
         restrict(engine)
     else:
-        _images(engine, log, twice=not options.once)
+        _images(engine, log)
     if not options.images:
         _run_fleet(engine, log)
 
 
-def _images(engine: Engine, log: Steps, *, twice: bool) -> None:
+def _images(engine: Engine, log: Steps) -> None:
     for name, what in ((BASE, "base image"), (REDIS, "Redis"), (PROMETHEUS, "Prometheus")):
         with log.step(f"image: {what}") as notes:
             notes.append(fetch_or_make(engine, name))
@@ -105,14 +104,6 @@ def _images(engine: Engine, log: Steps, *, twice: bool) -> None:
             notes.append(f"{target} {above_mb:.0f} MB above the base, {quality.packages} packages")
             for fault in quality.faults[:10]:
                 log.fault(f"image {target}: {fault}")
-    if twice:
-        with log.step("build picker again from nothing") as notes:
-            again = f"{_IMAGES['picker']}-again"
-            engine.build("picker", again, fresh=True)
-            differ = differences(engine, _IMAGES["picker"], again)
-            notes.append(f"{len(differ)} files differ from the first build's")
-            if differ:
-                log.fault(f"two builds differ in {len(differ)} files: {', '.join(differ[:10])}")
 
 
 async def _under_load(fleet: Fleet, log: Steps) -> None:

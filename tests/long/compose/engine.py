@@ -75,10 +75,10 @@ class Engine:
         files = [word for file in self.files for word in ("-f", file)]
         return command(*self.compose_command, "-p", PROJECT, *files, *words, environment=self.environment)
 
-    def build(self, target: str, name: str, *, fresh: bool = False) -> None:
-        """Build the Dockerfile's `target`; `fresh` uses nothing of a build before."""
+    def build(self, target: str, name: str) -> None:
+        """Build the Dockerfile's `target`."""
         isolated = ("--isolation", "chroot", "--layers") if self.is_podman else ()
-        self.run("build", *isolated, *(("--no-cache",) if fresh else ()), "--target", target, "-t", name, ".")
+        self.run("build", *isolated, "--target", target, "-t", name, ".")
 
     def containers(self, service: str = "") -> list[str]:
         """Names of the containers of `service`, running or not, in the order of their numbers."""

@@ -1,6 +1,5 @@
 """The images of the compose file: those that are not built here, and what is asked of those that are."""
 
-import hashlib
 import json
 import subprocess
 import tarfile
@@ -40,18 +39,6 @@ _STAND_INS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A file, folder or link of an image; `digest` is of a file's content or a link's target."""
-
-    path: str
-    kind: str
-    mode: int
-    owner: tuple[int, int]
-    size_bytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Quality:
     """What was found of one image; `faults` in words, none if all is as it should be."""
 
@@ -80,8 +67,8 @@ def fetch_or_make(engine: Engine, name: str) -> str:
     return "made from Debian, since no registry answers"
 
 
-def entries(engine: Engine, image: str) -> Iterator[Entry]:
-    """Everything in `image`, by path."""
+def members(engine: Engine, image: str) -> Iterator[tuple[PurePosixPath, tarfile.TarInfo]]:
+    """Everything in `image`, with its path."""
     container = engine.run("create", image, "true").split()[-1]
     try:
         with (
@@ -89,25 +76,9 @@ def entries(engine: Engine, image: str) -> Iterator[Entry]:
             tarfile.open(fileobj=export.stdout, mode="r|") as tar,
         ):
             for member in tar:
-                content = tar.extractfile(member) if member.isfile() else None
-                digest = hashlib.sha256(content.read()).hexdigest() if content else member.linkname
-                yield Entry(
-                    f"/{member.name.removeprefix('./').strip('/')}",
-                    member.type.decode("latin-1"),
-                    member.mode,
-                    (member.uid, member.gid),
-                    member.size,
-                    digest,
-                )
+                yield PurePosixPath("/", member.name.removeprefix("./")), member
     finally:
         engine.run("rm", "--force", container)
-
-
-def differences(engine: Engine, one: str, other: str) -> list[str]:
-    """Paths whose content, mode, owner or kind differs between two images; times do not count."""
-    trees = [{each.path: each for each in entries(engine, image)} for image in (one, other)]
-    paths = trees[0].keys() | trees[1].keys()
-    return sorted(path for path in paths if trees[0].get(path) != trees[1].get(path))
 
 
 def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
@@ -120,17 +91,16 @@ def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
     if is_small and above > MOST_ABOVE_BASE_BYTES:
         faults.append(f"{above / 1e6:.0f} MB above the base")
     packages = set()
-    for each in entries(engine, image):
-        path = PurePosixPath(each.path)
+    for path, each in members(engine, image):
         if path.name in _NO_TOOLS and path.parent.name in ("bin", "sbin"):
             faults.append(f"a tool to build or install: {path}")
         if path.parent.name in ("site-packages", "dist-packages", "python3.11") and path.name in _NO_PACKAGES:
             faults.append(f"a package to install others: {path}")
         if not path.is_relative_to(_OWN):
             continue
-        if path.name in ("test", "tests") and each.kind == tarfile.DIRTYPE.decode():
+        if path.name in ("test", "tests") and each.isdir():
             faults.append(f"tests: {path}")
-        if each.owner != (0, 0) or (each.mode & 0o022 and each.kind != tarfile.SYMTYPE.decode()):
+        if (each.uid, each.gid) != (0, 0) or (each.mode & 0o022 and not each.issym()):
             faults.append(f"others than root may change {path}")
         if path.suffix == ".dist-info":
             packages.add(path.stem.rpartition("-")[0].lower().replace("-", "_").replace(".", "_"))
