@@ -23,7 +23,7 @@ control gives each replica a queue of its own and its part of the bounds, as ind
   at half its TTL.
 - **Strict bands.** Critical arrives at random at 0.3 of what can be served, Default at 0.55, Sheddable always
   waits. A dispatch is an inversion if a request of a higher band waited at that moment; dispatches of the
-  guard are counted apart.
+  guard are left out.
 - **Tokens.** Two flows of equal weight; the stock counts tokens (20 000). Estimates are the real number times
   a random factor between 0.25 and 4 (even in its logarithm), corrected when a request ends."""
 

@@ -1,5 +1,6 @@
-"""What a request and a fleet cost Redis: writes lifecycle.md and sizing.md, or prints for another server than
-the embedded Valkey. Exit status 1 if a limit is not met. `make bench-lifecycle`.
+"""What a request and a fleet cost Redis: writes lifecycle.md and sizing.md.
+
+Exit status 1 if a limit is not met.
 """
 
 import sys
@@ -136,29 +137,19 @@ def _keys_left(redis_server: Server, requests: int) -> Row:
 def main() -> int:
     parser = options_parser("python -m bench.lifecycle")
     parser.add_argument("--quick", action="store_true", help="small sizes, in less than a minute")
-    parser.add_argument("--only", choices=("requests", "fleets"), help="one of the two pages")
-    about = "redis-server or valkey-server to measure instead of the embedded one"
-    parser.add_argument("--server", metavar="PATH", help=about)
     options = parser.parse_args()
     about = describe_run(" ".join(["python -m bench.lifecycle", *sys.argv[1:]]))
-    met, pages = True, {}
-    with server(options.server) as redis_server:
+    with server() as redis_server:
         about += f" On {redis_server.kind}."
-        if options.only != "fleets":
-            rows = list(_all_rows(redis_server, quick=options.quick))
-            met, pages["lifecycle"] = all(row.met for row in rows), _page(about, rows)
-        if options.only != "requests":
-            fits, text = measure_fleets(redis_server)
-            met, pages["sizing"] = (
-                met and fits,
-                f"# How much of a Valkey a fleet takes\n\n{about}\n\n{text}\n",
-            )
-    for name, page in pages.items():
-        if options.server or options.quick:
+        rows = list(_all_rows(redis_server, quick=options.quick))
+        fits, text = measure_fleets(redis_server)
+    sizing = f"# How much of a Valkey a fleet takes\n\n{about}\n\n{text}\n"
+    for name, page in {"lifecycle": _page(about, rows), "sizing": sizing}.items():
+        if options.quick:
             print(page)
         else:
             write_page(options.out / f"{name}.md", page)
-    return 0 if met else 1
+    return 0 if fits and all(row.met for row in rows) else 1
 
 
 def _all_rows(redis_server: Server, *, quick: bool) -> Iterator[Row]:

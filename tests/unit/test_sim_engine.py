@@ -4,7 +4,6 @@ import asyncio
 
 import orjson
 import pytest
-from background import until
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
@@ -287,10 +286,6 @@ async def generate(simulator: Simulator, *, prompt_tokens: int, max_tokens: int,
             await asyncio.sleep(0)  # as a write to a client would
         assert generation.is_over
     return tokens
-
-
-async def until_queue(simulator: Simulator, *, running: int, waiting: int) -> None:
-    await until(lambda: (simulator.load.running, simulator.load.waiting) == (running, waiting))
 
 
 @pytest.mark.parametrize("itl_s", [0.0, 0.0005])

@@ -184,12 +184,10 @@ def events(entries: Iterable[Entry], source: str, source_of: SourceOf) -> Counte
 
 @dataclass(slots=True)
 class Order:
-    """Dispatches across bands. One is inverted if a request of a higher band waited at that time."""
+    """Dispatches across bands but the guard's. One is inverted if a request of a higher band waited at that
+    time."""
 
-    turns: int = 0
     inverted_turns: int = 0
-    guards: int = 0
-    inverted_guards: int = 0
     low_turns: int = 0  # below the highest band, so they may be inverted
 
 
@@ -197,15 +195,9 @@ def order(entries: Iterable[Entry]) -> Order:
     found = Order()
     backlog = Backlog()
     for entry in entries:
-        if entry.event == "granted":
+        if entry.event == "granted" and entry.by != GUARD:
             above = [count for each, count in backlog.of_priority.items() if each > entry.priority]
-            inverted = any(above)
-            if entry.by == GUARD:
-                found.guards += 1
-                found.inverted_guards += inverted
-            else:
-                found.turns += 1
-                found.inverted_turns += inverted
-                found.low_turns += bool(above)
+            found.inverted_turns += any(above)
+            found.low_turns += bool(above)
         backlog.apply(entry)
     return found

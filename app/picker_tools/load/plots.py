@@ -9,14 +9,11 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from picker_fleet.bands import NAMED, Band
-from picker_tools.load.generator import Kind, quantile
+from picker_tools.load.generator import quantile
 from picker_tools.load.result import RunResult, flow_shares
 
 _SOURCES = ("#3b82f6", "#f59e0b", "#10b981", "#d946ef", "#8b5cf6", "#ef4444")
-_BANDS = {Band.CRITICAL: "#ef4444", Band.DEFAULT: "#3b82f6", Band.SHEDDABLE: "#94a3b8"}
-_KINDS = {Kind.SERVED: "#10b981", Kind.REFUSED: "#f59e0b", Kind.FAILED: "#ef4444", Kind.LEFT: "#94a3b8"}
-_BOUND, _FAULT = "#ef4444", "#f59e0b"
+_BOUND, _FAULT, _DUE = "#ef4444", "#f59e0b", "#94a3b8"
 _BINS = 40
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -41,8 +38,6 @@ def draw(run: RunResult) -> dict[str, str]:
     painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
         "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "stock": (_stock, bool(run.samples)),
-        "queue": (_queue, any(not each.degraded for each in run.samples)),
-        "outcomes": (_outcomes, bool(run.answers)),
         "shares": (_shares, len({source.flow for source in run.sources}) > 1 and bool(flow_shares(run))),
         "latency": (_latency, any(answer.served for answer in run.answers)),
     }
@@ -72,37 +67,6 @@ def _stock(axes: Axes, run: RunResult) -> None:
     _over_time(axes, run, "Stock against its bounds")
 
 
-def _queue(axes: Axes, run: RunResult) -> None:
-    known = [each for each in run.samples if not each.degraded]
-    gap = dict.fromkeys((band.name for band in NAMED), math.nan)
-    queued = [gap if each.degraded else each.queued for each in run.samples]
-    used = [band for band in NAMED if any(each.queued.get(band.name) for each in known)] or [Band.DEFAULT]
-    axes.stackplot(
-        [each.at_s for each in run.samples],
-        *([each.get(band.name, 0) for each in queued] for band in used),
-        labels=[band.name for band in used],
-        colors=[_BANDS[band] for band in used],
-        alpha=0.75,
-        step="post",
-        linewidth=0,
-    )
-    axes.set_ylabel("requests")
-    _over_time(axes, run, "Queue by band")
-
-
-def _outcomes(axes: Axes, run: RunResult) -> None:
-    kinds = [kind for kind in Kind if any(each.kind is kind for each in run.answers)]
-    axes.hist(
-        [[each.sent_s for each in run.answers if each.kind is kind] for kind in kinds],
-        _BINS,
-        stacked=True,
-        color=[_KINDS[kind] for kind in kinds],
-        label=[kind.value for kind in kinds],
-    )
-    axes.set_ylabel("requests")
-    _over_time(axes, run, "What became of requests, by when they were sent")
-
-
 def _waits(axes: Axes, run: RunResult) -> None:
     width = max(1.0, (run.plan.duration_s + 2) / _BINS)
     for source, colour in zip(run.sources, _SOURCES, strict=False):
@@ -128,7 +92,7 @@ def _shares(axes: Axes, run: RunResult) -> None:
     axes.barh([place - 0.2 for place in places], [each["served"] for each in found.values()], 0.36,
               color=_SOURCES[0], label="had")  # fmt: skip
     axes.barh([place + 0.2 for place in places], [each["fair"] for each in found.values()], 0.36,
-              color=_BANDS[Band.SHEDDABLE], label="was due")  # fmt: skip
+              color=_DUE, label="was due")  # fmt: skip
     axes.set_yticks(list(places), list(found))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")

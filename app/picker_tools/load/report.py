@@ -29,7 +29,6 @@ def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
     """
     plan, target, faults = run.plan, run.target, run.faults_injected
     kinds = Counter(answer.kind for answer in run.answers)
-    stock = [each for each in run.samples if not each.degraded]
     summary = {
         "scenario": run.scenario.name,
         "about": run.scenario.summary,
@@ -49,11 +48,8 @@ def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "picker-fleet": version("picker-fleet")},
         "counts": {"sent": run.sent, **{kind.value: kinds[kind] for kind in Kind}},
         "ends": dict(Counter(answer.outcome for answer in run.answers).most_common()),
-        "by_endpoint": dict(Counter(each.endpoint for each in run.answers if each.endpoint).most_common()),
         "sources": {source.name: _source_summary(run, source) for source in run.sources},
         "shares": flow_shares(run),
-        "highest_stock": max((each.stock for each in stock), default=None),
-        "longest_queue": max((each.total_queued for each in stock), default=None),
         "kills": [{"at_s": at_s, "replica": name} for at_s, name in faults.kills],
         "redis_away": [{"from_s": began, "to_s": ended} for began, ended in faults.outages],
         "promises": [
