@@ -20,7 +20,7 @@ from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
-from picker_fleet.admission.gate import Deferred, Gate
+from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
 from picker_fleet.config import Settings
@@ -113,7 +113,6 @@ class Pool:
             ),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),
-            ends=Deferred(lambda: parts.gate.places_are_awaited),
             open_requests=open_requests,
             metrics=parts.metrics,
             lines=DecisionLines(clock, parts.chooser.explain, **self._labels),
@@ -193,7 +192,6 @@ class Pool:
 
     async def leave(self) -> None:
         """Tell the others that this replica goes."""
-        self.context.ends.run()  # while Redis can still be told
         await self.parts.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:

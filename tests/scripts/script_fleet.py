@@ -16,6 +16,7 @@ from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement, Workload
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.primary import client
@@ -122,6 +123,7 @@ class Replica:
         self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
+        self.keys = Keyring()  # that it signs accounting tokens with
         self.membership: Membership | None = None
         self.store = Store(
             url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
@@ -136,6 +138,7 @@ class Replica:
             endpoints=self.cell,
             fallbacks=2,
             on_unknown_pool=lambda: self.membership and self.membership.heartbeat_now(),
+            keys=self.keys,
         )
 
     def on_notification(self, what: str, about: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.admission.gate import Deferred
 from picker_fleet.config import Settings, parse
 from picker_fleet.extproc import context
 from picker_fleet.extproc.certificates import Certificates
@@ -47,7 +46,6 @@ class ScriptedGate:
         self.settled: list[Completion] = []
         self.renewed: list[Alive] = []
         self.suspected: list[str] = []
-        self.places_are_awaited = False
         self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
@@ -135,7 +133,6 @@ def exchange_context(
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", variant_key=lambda: b"the pool's"),
         gate=gate,
         drain_gate=context.DrainGate(gate),
-        ends=Deferred(lambda: True),
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),
         clock=clock or (lambda: float(next(ticks))),

@@ -1,21 +1,17 @@
 """The access log over real gRPC: what each entry reports to the gate, in order."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
-from background import running, until
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import ScriptedGate, serving_on
 from metrics_page import page_of
 from tables import cases
 
-from picker_fleet.admission import gate as admission_gate
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.accesslog import Account
 from picker_fleet.request import Alive, Completion, Outcome
@@ -112,43 +108,6 @@ def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
     gate, metrics = ScriptedGate(), Metrics()
     accesslog.take(entries, [Account(gate, metrics, KEYS)])
     return gate, page_of(metrics).decode()
-
-
-async def test_messages_wait_for_decisions_and_come_in_order_but_at_once_where_requests_wait() -> None:
-    gate = ScriptedGate()
-    collector = accesslog.Collector([Account(gate, Metrics(), KEYS)])
-
-    def send(*names: str) -> None:
-        for name in names:
-            collector.on_message(batch(entry(request_id=name)).SerializeToString())
-
-    send("first", "second")
-    assert gate.settled == []
-    gate.places_are_awaited = True
-    send("third")
-    assert [each.id for each in gate.settled] == ["first", "second", "third"]
-    gate.places_are_awaited = False
-    send("fourth")
-    assert len(gate.settled) == 3
-    await until(lambda: len(gate.settled) == 4)
-    send(*(str(number) for number in range(16)))  # no more than can be read at once
-    assert len(gate.settled) == 20
-
-
-async def test_what_has_come_is_reported_where_the_stream_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_gate, "_DEFERRED_S", 60.0)
-    gate, come = ScriptedGate(), asyncio.Event()
-    collector = accesslog.Collector([Account(gate, Metrics(), KEYS)])
-
-    async def read_all(take: Callable[[bytes], None]) -> None:
-        take(batch(entry()).SerializeToString())
-        come.set()
-        await asyncio.Event().wait()
-
-    async with running(collector.collect(Mock(read_all=read_all))):
-        await come.wait()
-        assert gate.settled == []
-    assert [end.id for end in gate.settled] == ["req-1"]
 
 
 BARE_END = Completion("req-1", Outcome.COMPLETED, 200, *[None] * 5, accounting_token=signed("req-1"))

@@ -1,7 +1,6 @@
 """One exchange with Envoy in every mode, whole and broken: messages in, answers out."""
 
 import asyncio
-import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet import errors
-from picker_fleet.admission import gate
-from picker_fleet.admission.gate import Deferred
 from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.codec import WHOLE_BYTES
@@ -437,20 +434,6 @@ async def test_standard_settles_once_however_the_answer_ends(
     assert (completion.outcome, completion.status) == (outcome, status)
     assert (completion.prompt_tokens, completion.completion_tokens) == (None, None)
     assert talk.gate.withdrawn == []
-
-
-async def test_an_end_is_reported_later_unless_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_DEFERRED_S", 60.0)
-    talk = Talk()
-    talk.here = dataclasses.replace(talk.here, ends=Deferred(lambda: talk.gate.places_are_awaited))
-    answer = [*asks("standard"), envoy.response_headers(200), envoy.response_body(b"{}", ended=True)]
-    await talk.another().say(*answer)
-    assert talk.gate.settled == []
-    talk.here.ends.run()
-    assert [end.id for end in talk.gate.settled] == ["made-1"]
-    talk.gate.places_are_awaited = True
-    await talk.another().say(*answer)
-    assert [end.id for end in talk.gate.settled] == ["made-1", "made-2"]
 
 
 @pytest.mark.parametrize("begun", [[], [headers("standard"), body(b"{", ended=False)]])

@@ -1,9 +1,5 @@
-"""What every gate shares: the interface that Envoy's side uses, a request's wait, the errors that end it, and
-how ends are reported."""
+"""What every gate shares: the interface that Envoy's side uses, a request's wait, the errors that end it."""
 
-import asyncio
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,17 +33,9 @@ REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "total-capacity": (TotalCapacity, "the queue is full"),
 }
 
-_DEFERRED_S = 0.005
-_MOST_DEFERRED = 16  # that many ends take about half a millisecond
-
 
 class Gate(Protocol):
     """Admission and placement of requests, from one event loop."""
-
-    @property
-    def places_are_awaited(self) -> bool:
-        """Whether requests wait, so that the end of another is to be reported at once."""
-        ...
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         """Wait for the request's turn and its endpoints. Its place in the queue is that of one that arrived
@@ -86,7 +74,8 @@ class Gate(Protocol):
         ...
 
     def settle(self, completion: Completion) -> object:
-        """Account for a request's end. Returns at once; the next batch carries it. Idempotent."""
+        """Account for a request's end. Returns at once; the next batch carries it, ahead of what is admitted
+        after it. Idempotent."""
         ...
 
     def suspect(self, request_id: str) -> None:
@@ -97,36 +86,6 @@ class Gate(Protocol):
     def renew(self, alive: Alive) -> None:
         """Renew a request's lease. Returns at once; the next batch carries it."""
         ...
-
-
-class Deferred:
-    """Work on requests that have ended, which no client waits for: done in order, up to 5 ms later.
-
-    So a client's next request, which often comes right behind the end of its last one, is decided first, and
-    what is done together costs less. Where requests wait for a place, as `awaited` says, it is done at once.
-    One event loop.
-    """
-
-    def __init__(self, awaited: Callable[[], bool]) -> None:
-        self._awaited = awaited
-        self._work: deque[Callable[[], object]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, work: Callable[[], object]) -> None:
-        """Call `work` now or soon."""
-        self._work.append(work)
-        if len(self._work) >= _MOST_DEFERRED or self._awaited():
-            self.run()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_DEFERRED_S, self.run)
-
-    def run(self) -> None:
-        """Do all of it now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._work:
-            self._work.popleft()()
 
 
 class Wait(msgspec.Struct, eq=False):

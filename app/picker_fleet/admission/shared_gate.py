@@ -141,7 +141,8 @@ class SharedGate:
 
     @property
     def places_are_awaited(self) -> bool:
-        """As in `Gate`; of other replicas as of the last heartbeat or dispatch."""
+        """Whether requests wait, so that an end is urgent; of other replicas as of the last heartbeat or
+        dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     def running_by_model(self) -> Counter[str]:

@@ -25,10 +25,6 @@ class TracedGate:
         self._traces = traces
         self._traceparents: dict[str, str] = {}  # owned stream's request -> its traceparent
 
-    @property
-    def places_are_awaited(self) -> bool:
-        return self._gate.places_are_awaited
-
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         spans = self._traces.begin(request)
         if spans is None:

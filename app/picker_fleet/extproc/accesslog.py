@@ -12,14 +12,13 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.admission.gate import Deferred, Gate
+from picker_fleet.admission.gate import Gate
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import Alive, Completion, Outcome
 from picker_fleet.state import accounting_token
@@ -84,21 +83,14 @@ class Collector:
 
     def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
         self._accounts, self._namespace = accounts, namespace
-        self._unread = Deferred(lambda: any(account.gate.places_are_awaited for account in accounts))
 
     async def collect(self, stream: Stream) -> bytes:
         """Take the messages of one stream until it ends."""
-        try:
-            await stream.read_all(self.on_message)
-        finally:
-            self._unread.run()  # a replica that drains does nothing later
+        await stream.read_all(self.on_message)
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> None:
         """Take one StreamAccessLogsMessage."""
-        self._unread.add(partial(self._read, data))
-
-    def _read(self, data: bytes) -> None:
         message = _message(data)
         if message.HasField("http_logs"):
             take(message.http_logs.log_entry, self._accounts, self._namespace)

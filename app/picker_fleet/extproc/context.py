@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
-from picker_fleet.admission.gate import Deferred, Gate
+from picker_fleet.admission.gate import Gate
 from picker_fleet.allowlist import NOT_LISTED, PathRule, rules
 from picker_fleet.config import Settings
 from picker_fleet.errors import (
@@ -464,9 +464,8 @@ class OpenRequests:
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
     """Made once a pool. `reads` limits requests that go through without admission, `fill` is the part of the
-    queue that is taken, 0 to 1. `ends` reports those of answers that pass through the picker. `clock` is in
-    seconds; only its differences count. `selected` reads the conformance suite's choice of endpoints; None
-    where clients have none."""
+    queue that is taken, 0 to 1. `clock` is in seconds; only its differences count. `selected` reads the
+    conformance suite's choice of endpoints; None where clients have none."""
 
     settings: Settings
     paths: AllowedPaths
@@ -476,7 +475,6 @@ class ExchangeContext:
     intake: Intake
     gate: Gate
     drain_gate: DrainGate
-    ends: Deferred
     open_requests: OpenRequests
     metrics: Metrics
     lines: DecisionLines

@@ -430,7 +430,6 @@ class Exchange:
         return Response(
             *(request_id, rename),
             settle=context.gate.settle,
-            ends=context.ends,
             clock=context.clock,
             started_s=self._started_s,
             placed_s=context.clock(),

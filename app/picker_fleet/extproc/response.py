@@ -4,12 +4,10 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import orjson
 
-from picker_fleet.admission.gate import Deferred
 from picker_fleet.extproc import codec
 from picker_fleet.request import Completion, Outcome
 
@@ -150,7 +148,6 @@ class Response:
         rename: ModelRename | None,
         *,
         settle: Callable[[Completion], object],
-        ends: Deferred,
         clock: Callable[[], float],
         started_s: float,
         placed_s: float,
@@ -168,7 +165,7 @@ class Response:
         self._target_model = target_model
         self._request_id = request_id
         self._rename = rename
-        self._settle, self._ends = settle, ends
+        self._settle = settle
         self._clock = clock
         self._started_s = started_s
         self._placed_s = placed_s
@@ -222,12 +219,12 @@ class Response:
         return [codec.response_body(body, ended=ended)]
 
     def _end(self, outcome: Outcome) -> None:
-        if not self.ended:
-            self.ended = True
-            if self._request_id:
-                self._ends.add(partial(self._tell_end, outcome, self._clock()))
-
-    def _tell_end(self, outcome: Outcome, ended_s: float) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        if not self._request_id:
+            return
+        ended_s = self._clock()
         prompt_tokens, completion_tokens = self._usage.tokens()
         self._settle(
             Completion(

@@ -187,10 +187,6 @@ class FailoverGate:
         """The present outage; None while Redis decides."""
         return self._outage.status(self._state.value) if self._outage is not None else None
 
-    @property
-    def places_are_awaited(self) -> bool:
-        return self._outage is not None or self._shared.places_are_awaited
-
     def fill(self) -> float:
         """The occupied part of the queue, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
         during an outage."""

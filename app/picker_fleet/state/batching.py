@@ -1,11 +1,14 @@
 """One connection to Redis that carries every script call of a replica, in batches; state/store.py calls it.
 
-Calls that arise while a message is in flight go out together in the next one, so a single call leaves at
-once, and load makes batches larger rather than messages more numerous.
+Calls that arise while a message is in flight go out together in the next one. Otherwise a call leaves at the
+end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the same
+reason an end that comes within `_BATCH_DELAY_S` of the last message waits at most that long for an admission,
+unless it is urgent.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
-  settled, and a request is admitted before it is cancelled.
+  settled, an end frees its place before the next request is admitted, and a request is admitted before it is
+  cancelled.
 - Redis runs messages in the order in which they were written, and items of one script in the order in which
   they were submitted, except those that it denied or refused, which are retried later.
 - Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then they go
@@ -53,9 +56,9 @@ HEAD = 4  # epoch, notifications, attempts, successes: the first elements of eve
 MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
-_BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or a delayed script for others
+_BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or other calls for decisions
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
-_DELAYED = ("settle", "renew", "acknowledge")  # nobody waits for their replies, unless they are urgent
+_DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
 _DECISIONS = ("admit", "place")
 _REPEATABLE = ("view_", "claim_queue_snapshot")  # beginnings of scripts' names
 _RECONNECT_PAUSE_S = 0.05
@@ -325,6 +328,7 @@ class BatchingClient:
         self._not_primary = ""  # the error of a server that is not, or not now, the primary
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
         self._soon = False  # it is sent in this turn of the event loop
+        self._sent_s = 0.0  # when the last message left
         self.connection_epoch = 0  # connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -348,8 +352,8 @@ class BatchingClient:
     def submit(
         self, name: str, args: tuple[Argument, ...], *, durable: bool = False, urgent: bool = False
     ) -> asyncio.Future[Reply]:
-        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` item is
-        not delayed for others.
+        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` end never
+        waits for an admission.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
@@ -362,7 +366,8 @@ class BatchingClient:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
         self._pending.add(name, Item(args, answer, durable))
-        self._schedule(now=urgent or name not in _DELAYED)
+        may_wait = name == "settle" and not urgent and self._loop.time() < self._sent_s + _BATCH_DELAY_S
+        self._schedule(now=name not in _DELAYED and not may_wait)
         return answer
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:
@@ -474,7 +479,7 @@ class BatchingClient:
     def _send(
         self, calls: list[Call], *, exclusive: bool = True, state: MessageState = MessageState.SENT
     ) -> None:
-        now_s = self._loop.time()
+        now_s = self._sent_s = self._loop.time()
         paused_s = self._pause_detector.paused_until(now_s)
         self._in_flight.append(Message(calls, now_s, paused_s, exclusive, state))
         self._write(calls)

@@ -1,0 +1,79 @@
+"""When an end reaches Redis: with the next admission, ahead of it, or at the end of the event loop's turn."""
+
+import asyncio
+
+import pytest
+from decision_ledger import events_of
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask
+
+from picker_fleet.extproc.accesslog import Account, Collector
+from picker_fleet.request import Outcome, Placement
+from picker_fleet.state import batching
+
+E1, E2 = addresses(2)
+
+
+@pytest.fixture(autouse=True)
+def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for others waits for longer than a test takes."""
+    monkeypatch.setattr(batching, "_BATCH_DELAY_S", 60.0)
+
+
+def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
+    """Envoy's entry of a request that has ended reaches `replica`."""
+    entry = accesslog_pb2.HTTPAccessLogEntry(
+        request={"request_id": request_id},
+        response={"response_code": {"value": 200}},
+        common_properties={"access_log_type": "DownstreamEnd"},
+    )
+    entry.common_properties.metadata.filter_metadata["picker"].update({"token": placement.accounting_token})
+    message = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]})
+    Collector([Account(replica.gate, replica.metrics, replica.keys)]).on_message(message.SerializeToString())
+
+
+async def test_a_client_that_asks_again_at_once_finds_its_last_request_ended(fleet: OpenFleet) -> None:
+    # Each endpoint serves one request: another client's, and this client's last one.
+    async with fleet("a", endpoints=2, upper_per=1) as (it, a):
+        other = await a.gate.admit(ask("other"), stream_owned=False)
+        last = await a.gate.admit(ask("last"), stream_owned=False)
+        assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
+        # When the last one ends and the next one comes in the same turn, the next one has its place.
+        logged_end(a, "last", last)
+        following = await a.gate.admit(ask("following"), stream_owned=False)
+        assert following.endpoints[0] == last.endpoints[0]
+        assert events_of(await it.log(), "following") == ["bypassed"]
+        # So it is where the end is read after the next request, in one turn.
+        again = asyncio.create_task(a.gate.admit(ask("again"), stream_owned=False))
+        await asyncio.sleep(0)
+        logged_end(a, "following", following)
+        assert (await again).endpoints[0] == last.endpoints[0]
+        assert events_of(await it.log(), "again") == ["bypassed"]
+        await it.ends(a, "other", "again")
+
+
+async def test_an_end_leaves_with_its_turn_and_those_behind_it_in_one_message(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet("a", upper_per=8) as (it, a):
+        names = [f"r{number}" for number in range(7)]
+        for name in names:
+            await a.admit(name)
+        messages: list[int] = []  # how many items each carried
+        monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
+        # After a while without a message two requests end in one turn, four while these two are on their way.
+        monkeypatch.setattr(a.store._client, "_sent_s", float("-inf"))
+        ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
+        await asyncio.sleep(0)
+        ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.gather(*ends) == ["settled llama"] * 6
+        assert messages == [2, 4]
+        # One that ends right behind a message travels with the next admission.
+        last = a.store.settle("r6", Outcome.COMPLETED)
+        await asyncio.sleep(0.01)
+        assert messages == [2, 4]
+        await a.admit("next")
+        assert (last.result(), messages) == ("settled llama", [2, 4, 2])
+        await it.ends(a, "next")
