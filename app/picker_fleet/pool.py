@@ -296,10 +296,7 @@ def assemble(
         scraping=settings.scraping,
         engine=engine_of(settings.scraping.engine, settings.scraping.series),
         heartbeat_s=settings.leases.heartbeat,
-        picked_by=lambda: any(
-            scorer.weight and scorer.name in SCRAPED_SCORERS
-            for scorer in fleet.config.settings.scheduling.scorers
-        ),
+        picked_by=lambda: not SCRAPED_SCORERS.isdisjoint(fleet.config.settings.scheduling.scorers),
         busy=lambda: fleet.busy,
         live=lambda: fleet.live,
         endpoints=endpoints,
@@ -395,7 +392,7 @@ def _ids() -> Iterator[str]:
 
 def _scheduler(settings: Settings) -> Scheduler | None:
     """What ranks endpoints under `settings`; None where no scorer does."""
-    weights = settings.scheduling.weights
+    weights = settings.scheduling.scorers
     return Scheduler(with_in_flight(weights)) if weights else None
 
 

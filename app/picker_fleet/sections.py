@@ -23,7 +23,7 @@ from pydantic import (
 from picker_fleet.allowlist import PathRule, path_rule, trusted_name
 from picker_fleet.bands import NAMED, Band, Bands, Criticality, nearest
 from picker_fleet.errors import ConfigError
-from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name
+from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name, weights_by_name
 from picker_fleet.state.primary import redis_url
 from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
 from picker_fleet.units import (
@@ -402,9 +402,8 @@ class Workloads(Section):
     wait_signal: WaitSignal = "request"
 
 
-class Scorer(Section):
-    name: Annotated[str, AfterValidator(scorer_name)]
-    weight: Number = Field(1, gt=0, le=1e6)
+ScorerName = Annotated[str, AfterValidator(scorer_name)]
+ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
 
 
 class Latency(Section):
@@ -424,21 +423,10 @@ class Latency(Section):
 class Scheduling(Section):
     """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
 
-    scorers: tuple[Scorer, ...] = ()
+    scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of the scorers, by name."""
-        return {scorer.name: scorer.weight for scorer in self.scorers}
-
-    @model_validator(mode="after")
-    def _each_once(self) -> Self:
-        if twice := repeated(scorer.name for scorer in self.scorers):
-            raise ValueError(f"scorer {twice[0]} is named twice")
-        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,7 @@ def test_a_pool_alone_gives_the_ports_and_defaults_of_the_reference() -> None:
 def test_what_a_chart_passes_starts_the_picker_and_unknown_flags_are_named(tmp_path: Path) -> None:
     (tmp_path / "plugins.yaml").write_text(PLUGINS)
     settings, remarks = made(*(word.format(file=tmp_path / "plugins.yaml") for word in CHART))
-    scorers = {each.name: each.weight for each in settings.scheduling.scorers}
-    assert scorers == {"queue-depth": 5, "prefix-affinity": 1}
+    assert settings.scheduling.scorers == {"queue-depth": 5, "prefix-affinity": 1}
     named = "\n".join(remarks)
     flags = ("--zap-encoder", "--v ", "--ha-enable-leader-election")
     assert [text for text in (*flags, "made-up-scorer", "lruCapacityPerServer") if text not in named] == []
@@ -95,7 +94,7 @@ def test_our_own_configuration_may_come_by_either_flag(tmp_path: Path) -> None:
     file.write_text("scheduling: {scorers: []}\ndiscovery: {static: [{address: '10.0.0.1:8000'}]}\n")
     for flag in ("--config", "--config-file"):
         settings, _ = made("--pool-name", "llm", flag, str(file))
-        assert settings.scheduling.scorers == ()
+        assert settings.scheduling.scorers == {}
         assert settings.discovery.kubernetes is None, "the file's source replaces the pool"
 
 

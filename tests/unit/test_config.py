@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import cases
 
 from picker_fleet import cli
 from picker_fleet.bands import Band
@@ -194,7 +195,10 @@ WRONG: dict[str, list[Any]] = {
     "discovery.file": [""],
     "admin.token": ["two words", "\u0442\u0430\u0439\u043d\u0430", " \n"],
     "admin.hosts.0": ["picker:8081", "http://picker", "*", "*.", "a..b", "", "a b", 7],
-    "scheduling.scorers.0.name": ["luck"],
+    "scheduling.scorers.luck": [1],
+    "scheduling.scorers.random": ["3", 0, True, None],
+    "scheduling.scorers": [5, ["random"], [{"weight": 2}], [{"name": "random", "wait": 2}],
+                           [{"name": "random"}, {"name": "random"}]],
     "scheduling.latency.alpha": [-1],
     "scheduling.latency.beta": ["high"],
     "scheduling.latency.gamma": [float("inf")],
@@ -236,7 +240,6 @@ UNFITTING: list[tuple[dict[str, object], str]] = [
     ({"request_queue_controller": {"upper_bound_per_backend": 1}}, "request_queue_controller"),
     ({"request_queue_controller": {"lower_bound_per_backend": 3}}, "request_queue_controller"),
     ({"models": [{"name": "a"}, {"name": "a"}]}, "configuration"),
-    ({"scheduling": {"scorers": [{"name": "random"}, {"name": "random"}]}}, "scheduling"),
     ({"scheduling": {"latency": {"alpha": 0, "beta": 0, "gamma": 0}}}, "scheduling.latency"),
     ({"scraping": {"interval": "1s", "stale_after": "10ms"}}, "scraping"),
     ({"scraping": {"engine": "own"}}, "scraping"),
@@ -254,6 +257,22 @@ def test_values_that_do_not_fit_each_other_are_one_line_that_names_their_section
     message = fault(tree)
     assert message.startswith(f"{where}: ")
     assert "\n" not in message
+
+
+@cases("listed, says", {
+    "unknown": ([{"name": "speed"}], r"scheduling.scorers.speed.*: no scorer is named 'speed'; valid"),
+    "twice": ([{"name": "random"}, {"name": "random", "weight": 2}], "scheduling.scorers: .*is named twice"),
+    "no number": ([{"name": "random", "weight": "much"}], "scheduling.scorers.random: .*number"),
+    "no weights": (["random"], r"scheduling.scorers: .*map scorers to weights, or list \{name, weight\}"),
+})  # fmt: skip
+def test_a_fault_in_a_list_of_scorers_is_named(listed: object, says: str) -> None:
+    assert re.match(says, fault({"scheduling": {"scorers": listed}}))
+
+
+def test_scorers_are_a_list_or_a_mapping() -> None:
+    listed = [{"name": "kv-cache"}, {"name": "random", "weight": 2}]
+    for form in (listed, {"kv-cache": 1, "random": 2}):
+        assert parse({"scheduling": {"scorers": form}}).scheduling.scorers == {"kv-cache": 1, "random": 2}
 
 
 def test_a_fault_has_a_line_of_its_own_and_says_what_would_be_valid() -> None:

@@ -217,9 +217,13 @@ def test_scorers_change_one_by_one_and_a_weight_of_zero_turns_one_off() -> None:
         ([off], {"prefix-affinity": 2, "latency": 3}),
         ([off, back], {"prefix-affinity": 2, "kv-cache": 1, "latency": 3}),
         ([off, scorers(None)], {"prefix-affinity": 2, "kv-cache": 1}),
+        (
+            [scorers([{"name": "kv-cache", "weight": 0}, {"name": "random"}])],
+            {"prefix-affinity": 2, "random": 1},
+        ),
     ):
         scheduling = live_config.applied(configured, changed(*patches)).settings.scheduling
-        assert {one.name: one.weight for one in scheduling.scorers} == weights
+        assert scheduling.scorers == weights
         assert scheduling.fallbacks == 1
     assert live_config.overrides(configured, changed(off)) == {"live_weight": pytest.approx(1 / 6)}
     assert changed(off, scorers(None)) == {}
@@ -234,7 +238,10 @@ BAD_CHANGES: list[tuple[dict[str, Any], str, str]] = [
       for key, value in CANNOT_CHANGE.items()),
     ({"admin": {"token": "x"}}, "admin", "cannot change live"),
     ({"": {}}, "", "cannot change live"),
-    (scorers([{"name": "random"}]), "scheduling.scorers", "object of scorer and weight"),
+    (scorers(["random"]), "scheduling.scorers", "map scorers to weights, or list {name, weight}"),
+    (scorers([{"name": "random"}, {"name": "random"}]), "scheduling.scorers", "random is named twice"),
+    (scorers([{"name": "speed"}]), "scheduling.scorers.speed", "valid: queue-depth, kv"),
+    (scorers([{"name": "random", "weight": "3"}]), "scheduling.scorers.random", "must be a number"),
     (scorers({"in-flight": 0}), "scheduling.scorers.in-flight", "above 0, or all"),
     (scorers({"speed": 1}), "scheduling.scorers.speed", "valid: queue-depth, kv"),
     (scorers({"random": -1}), "scheduling.scorers.random", "0 turns it off"),

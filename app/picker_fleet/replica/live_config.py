@@ -18,7 +18,7 @@ from picker_fleet.errors import ConfigError
 from picker_fleet.request import finite_number
 from picker_fleet.scheduling.chooser import with_in_flight
 from picker_fleet.scheduling.scheduler import Scheduler
-from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name
+from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name, weights_by_name
 from picker_fleet.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 
 # Every key that may change -> the shared settings that follow from it.
@@ -76,8 +76,11 @@ def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality
         if known and isinstance(keys, dict):
             for key, value in keys.items():
                 name = f"{section}.{key}"
-                if name == _SCORERS and not isinstance(value, dict | None):
-                    faults.append(f"{name}: must be an object of scorer and weight")
+                if name == _SCORERS and value is not None:
+                    try:
+                        changes |= _by_name(name, weights_by_name(value), SCORERS)
+                    except ValueError as fault:
+                        faults.append(f"{name}: {fault}")
                 elif name == _BANDS:
                     faults += _band_faults(value)
                     changes |= _of_bands(value, bands)
@@ -118,8 +121,8 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
     for section, keys in patch.items():
         tree[section] = {**tree.get(section, {}), **keys}
     if scorers:
-        by_name = settings.scheduling.weights | scorers
-        named = [{"name": name, "weight": weight} for name, weight in by_name.items() if weight > 0]
+        by_name = settings.scheduling.scorers | scorers
+        named = {name: weight for name, weight in by_name.items() if weight > 0}
         tree["scheduling"] = {**tree.get("scheduling", {}), "scorers": named}
     try:
         return EffectiveConfig(parse(tree), weights)
@@ -322,7 +325,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "paused": 0,
         "queue_enabled": int(controller.enabled),
         "queue_unready": int(queue.queue_without_endpoints),
-        "live_weight": Scheduler(with_in_flight(settings.scheduling.weights)).live_weight,
+        "live_weight": Scheduler(with_in_flight(settings.scheduling.scorers)).live_weight,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }

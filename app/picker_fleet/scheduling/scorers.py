@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -225,6 +225,26 @@ def scorer_name(value: str) -> str:
     if value not in SCORERS:
         raise ValueError(f"no scorer is named {value[:40]!r}; valid: {', '.join(SCORERS)}")
     return value
+
+
+def weights_by_name(value: Any) -> dict[Any, Any]:
+    """Scorers and their weights, unchecked, from either form: `[{name, weight}]`, weight 1 by default, or
+    `{name: weight}`.
+
+    Raises:
+        ValueError: it has neither form, or lists a scorer twice.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    weights: dict[Any, Any] = {}
+    for entry in value if isinstance(value, list | tuple) else (value,):
+        if not isinstance(entry, Mapping) or not {"name"} <= entry.keys() <= {"name", "weight"}:
+            raise ValueError("must map scorers to weights, or list {name, weight}")
+        name = str(entry["name"])
+        if name in weights:
+            raise ValueError(f"scorer {name[:40]} is named twice")
+        weights[name] = entry.get("weight", 1)
+    return weights
 
 
 def _fewest_first(figures: Sequence[float | None]) -> list[float]:
