@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from background import running as background
-from fault_load import HANGS_S, JOINED, UPPER, admit_all, loaded, rests_within_a_lease, serve, settle_all
+from fault_load import HANGS_S, JOINED, UPPER, admit_all, loaded, rests_within_a_lease, settle_all
 from proxy import LOOPBACK, Proxy
 from redis_servers import Server
 from script_fleet import Fleet, running, until
@@ -26,21 +26,6 @@ async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Flee
     how = {"through": {"a": between.url}, "silence_s": SHORT_S}
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, **how) as it:
         yield it
-
-
-async def test_a_redis_50_ms_away_serves_within_its_bounds(between: Proxy, pool: str) -> None:
-    # Every reply of Redis takes 50 ms more.
-    between.delay_s = 0.05
-    async with running(between.url, pool, "a", "b", joined=JOINED, listening=True) as it:
-        assert (await serve(it, 100)).highest <= UPPER
-
-
-async def test_every_request_is_served_without_wake_ups(between: Proxy, pool: str) -> None:
-    # No wake-up reaches the replicas.
-    between.drop_messages = True
-    async with running(between.url, pool, "a", "b", "c", joined=JOINED, listening=True) as it:
-        assert (await serve(it, 200)).highest == UPPER
-    assert between.dropped > 0
 
 
 async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
@@ -79,42 +64,6 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         settle_all(a, "runs1", "runs2", "runs3")
         settle_all(b, "waits")
         await rests_within_a_lease(it)
-
-
-async def test_a_primary_that_refuses_writes_is_called_again_until_it_takes_them(
-    redis7: Server, pool: str
-) -> None:
-    async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
-        async with loaded(it) as load:
-            await load.served_more(20)
-            await asyncio.to_thread(redis7.ask, "REPLICAOF", LOOPBACK, "1")
-            # Calls fail in time.
-            await until(
-                lambda: load.refused and any("READONLY" in str(each.store.fault) for each in it.replicas)
-            )
-            # When it takes writes again, everything goes on.
-            await asyncio.to_thread(redis7.ask, "REPLICAOF", "NO", "ONE")
-            await load.served_more(50)
-        assert load.highest == UPPER
-        await rests_within_a_lease(it)
-
-
-async def test_a_half_open_connection_is_noticed_and_replaced(hasty: Fleet, between: Proxy) -> None:
-    # A replica under load whose connection is half-open.
-    async with loaded(hasty) as load:
-        await load.served_more(50)
-        made = between.connections
-        between.vanished = True
-        # Its calls fail in time, and it connects again.
-        with pytest.raises(StateUnavailable):
-            await hasty.replicas[0].store.live_config()
-        await until(lambda: between.connections > made + 1)
-        between.vanished = False
-        between.cut()  # what has lost bytes cannot go on
-        await until(lambda: hasty.replicas[0].store.fault is None)
-        await load.served_more(100)
-    assert load.highest <= 2 * UPPER
-    await rests_within_a_lease(hasty)
 
 
 async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fleet, between: Proxy) -> None:

@@ -3,8 +3,6 @@
 A lease lasts 15 s. What is released sooner was released because its client left.
 """
 
-import asyncio
-import random
 from functools import partial
 from typing import Any
 
@@ -71,19 +69,6 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
     while PLACED_AND_CANCELLED not in seen:
         assert len(seen) < TRIES, seen
         seen.append(await events_of_one())
-    await at_rest(slow, within_s=SOON_S)
-
-
-async def test_clients_that_leave_at_random_moments_leave_nothing_behind(slow: Any) -> None:
-    chance = random.Random(7)
-
-    async def visit() -> None:
-        caller = await Caller.ask(slow.url, tokens=1)
-        await asyncio.sleep(chance.uniform(0, 0.15))  # before, during or after placement
-        await caller.leave()
-
-    for _ in range(5):
-        await asyncio.gather(*(visit() for _ in range(20)))
     await at_rest(slow, within_s=SOON_S)
 
 

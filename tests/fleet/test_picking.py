@@ -1,6 +1,5 @@
 """Picking by scores in a whole fleet: replicas share what they scrape and route."""
 
-import asyncio
 from functools import partial
 from typing import Any
 
@@ -75,37 +74,6 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
     final = {one["address"]: one["final"] for one in explained["candidates"]}
     assert final[answer.endpoint] >= max(final.values()) - 0.0002  # rounded for the script
-
-
-async def test_a_choice_without_scorers_and_a_refusal_are_explained_too(fleet: Any) -> None:
-    here = fleet("--replicas", "1", "--endpoints", "2", "--sim-ttft", "5", "--sim-itl", "5")
-    async with asyncio.TaskGroup() as tasks:
-        endless = tasks.create_task(complete(here.url, "runs", 10_000, streamed=True))
-        running = await here.eventually(lambda: entries(here, "bypassed"), what="the stream")
-        answer = await complete(here.url, "new", 2)
-        _, second = await entries(here, "bypassed")
-        choice = (await here.get(f"requests/{second.request}"))["explanation"]
-        assert choice["rule"].startswith("no scorers: the fewest in flight")
-        assert [(one["address"], one["live"]) for one in choice["candidates"]] == [
-            (answer.endpoint, 0),
-            (running[0].endpoint, 1),
-        ]
-        addresses = [each["address"] for each in here.state["endpoints"]]
-        for address in addresses:
-            await here.post(f"endpoints/{address}/drain")
-
-        async def is_explained() -> bool:
-            # The replica learns of a drain slightly later than the scripts.
-            assert (await complete(here.url, "one more", 2)).status == 503
-            refused = (await entries(here, "refused"))[-1]
-            request = await here.get(f"requests/{refused.request}")
-            assert request["why"] == "this replica refused it: there was no endpoint for it"
-            assert request["explanation"]["chosen"] == []
-            return bool(request["explanation"]["excluded"] == dict.fromkeys(addresses, "draining"))
-
-        await here.eventually(is_explained, what="a refusal that names both as draining")
-        endless.cancel()
-    await at_rest(here)
 
 
 async def entries(fleet: Any, event: str) -> list[Entry]:

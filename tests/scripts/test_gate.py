@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from decision_ledger import events_of
-from script_fleet import Fleet, OpenFleet, addresses, ask, asked, config, ended, until, until_is, waiting
+from script_fleet import Fleet, OpenFleet, addresses, ask, asked, until, until_is, waiting
 
 from picker_fleet.admission import shared_gate
 from picker_fleet.errors import NoEndpoints
@@ -34,21 +34,6 @@ async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: Open
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert not await it.has("inbox:b")
-
-
-async def test_many_waiters_are_served_by_heartbeats_alone(fleet: OpenFleet) -> None:
-    # Memberships that beat, and no wake-ups at all.
-    async with fleet("a", "b", endpoints=2, joined=config(2)) as (it, a, b):
-
-        async def one(number: int) -> None:
-            name = f"r{number}"
-            await (a, b)[number % 2].gate.admit(ask(name), stream_owned=False)
-            (b, a)[number % 2].gate.settle(ended(name))
-
-        # When more come than fit, all are served.
-        await asyncio.gather(*(one(number) for number in range(24)))
-        await until(it.at_rest)
-        assert (await it.ledger()).ends == {"completed": 24}
 
 
 async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: OpenFleet) -> None:

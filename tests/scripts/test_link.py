@@ -1,17 +1,14 @@
 """The link to Redis: batches, a lost script cache, a server that is away, ends it cannot have seen (G8)."""
 
 import asyncio
-import re
 
 import pytest
 from proxy import proxy_to
 from redis_servers import Server
-from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask, in_turn, until
+from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, in_turn, until
 
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
-from picker_fleet.state import accounting_token
-from picker_fleet.state.scripts import load_library
 from picker_fleet.state.store import Decision
 
 E1 = addresses(1)[0]
@@ -65,29 +62,6 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
         assert (placed.status, cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
         assert ("placed", "queued") in a.notifications
-
-
-@pytest.mark.parametrize("forgotten", ["renew", "admit"])
-async def test_an_end_takes_effect_although_only_the_script_before_it_was_forgotten(
-    valkey_fleet: OpenFleet, forgotten: str
-) -> None:
-    # A server that has forgotten one script and knows the others.
-    async with valkey_fleet("a") as (it, a):
-        await it.redis.function_flush()
-        registered = rf"redis\.register_function\{{function_name='{forgotten}_.*\n.*\}}\n"
-        without, removed = re.subn(registered, "", load_library().source)
-        assert removed == 1
-        await it.redis.function_load(without)
-        # A renewal or an admission and the same request's end are sent together.
-        if forgotten == "renew":
-            begins = in_turn(a.store.renew, "r", None, "", accounting_token.write(ask("r"), E1))
-            ends = in_turn(a.store.settle, "r", Outcome.COMPLETED)
-        else:
-            begins, ends = a.admit("r"), in_turn(a.store.cancel, "r", 1, "cancelled")
-        await asyncio.gather(begins, ends)
-        assert {"restored", "bypassed"} & {entry.event for entry in await it.log()}
-        # The end has the last word.
-        assert await it.at_rest()
 
 
 async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:

@@ -30,24 +30,6 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
     return served
 
 
-async def test_a_flow_and_a_workload_whose_names_join_to_the_key_of_others_stay_apart(
-    fleet: OpenFleet,
-) -> None:
-    # An attacker's flow and workload and another's, which joined by ':' read the same.
-    async with fleet("a", ordering="workload-aware", full=True) as (it, replica):
-        attacker = {"flow": "llama3:8b", "workload": "chat"}
-        other = {"flow": "llama3", "workload": "8b:chat"}
-        for request_id, who in (("x0", attacker), ("x1", attacker), ("v0", other)):
-            assert (await replica.admit(request_id, **who)).status == "queued"
-        # When all are served, each once and by its own turn.
-        assert await _serve_all(it, replica, "runs") == ["v0", "x0", "x1"]
-        # and when the other comes again, it is taken and served
-        await replica.admit("runs again", flow="other")
-        assert (await replica.admit("v1", **other)).status == "queued"
-        assert await _serve_all(it, replica, "runs again") == ["v1"]
-        assert await it.at_rest()
-
-
 @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
     flows=["llama3", "llama3:8b"], workloads=["8b:chat", "chat"], replica="a", ids=["1", "2", "3", "4"],

@@ -60,19 +60,6 @@ async def until_accounted(it: Fleet, count: int) -> None:
     await until(are_accounted)
 
 
-async def test_a_flush_while_requests_wait_and_run_loses_none(fleet: OpenFleet) -> None:
-    # Four streams and nine waiting on three replicas.
-    async with fleet("a", "b", "c", endpoints=2, joined=CONFIG, listening=True) as it:
-        _, waiting = await filled(it, 4, 9)
-        # Everything is lost.
-        await it.redis.flushall()
-        # Without a word from anyone, all thirteen are accounted for again.
-        await until_accounted(it, 13)
-        assert not any(task.done() and task.exception() for task in waiting)
-        # And as the streams end, every waiter has its turn, and nothing is left.
-        await all_served(it, 4, waiting)
-
-
 async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

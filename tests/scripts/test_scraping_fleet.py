@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
-import httpx
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
@@ -180,35 +179,6 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(scraping: O
                 assert reading.metrics.kv_utilisation == 0.0
                 assert reading.metrics.max_adapters == 2
             await until(lambda meter=replica.meter: meter.ages_s().keys() == set(fleet.addresses))
-
-
-async def test_load_on_an_endpoint_is_seen_by_every_replica(scraping: OpenScraping) -> None:
-    # A request of an adapter that runs on one endpoint.
-    async with (
-        scraping() as fleet,
-        httpx.AsyncClient(verify=False, timeout=30) as client,
-        asyncio.TaskGroup() as tasks,
-    ):
-        await fleet.settled()
-        busy = fleet.addresses[0]
-        body = {"model": "sql", "prompt": "x", "max_tokens": 100_000, "stream": True}
-
-        async def ask() -> None:
-            async with client.stream("POST", f"http://{busy}/v1/completions", json=body) as answer:
-                async for _ in answer.aiter_bytes():
-                    pass
-
-        asked = tasks.create_task(ask())
-
-        # When it is scraped. Every replica sees one running there, with its adapter, and none elsewhere.
-        def seen(replica: Replica) -> bool:
-            snapshot = replica.task.readings.snapshot()
-            return [snapshot[each].metrics.running for each in fleet.addresses] == [1.0, 0.0, 0.0, 0.0]
-
-        await until(lambda: all(map(seen, fleet.replicas.values())))
-        for replica in fleet.replicas.values():
-            assert replica.task.readings.snapshot()[busy].metrics.active_adapters == {"sql"}
-        asked.cancel()
 
 
 async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping: OpenScraping) -> None:

@@ -2,15 +2,12 @@
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator
 
-import pytest
 from decision_ledger import order_of
 from script_fleet import OpenFleet, addresses, ask, until
 
 from picker_fleet.admin.changes import FleetControls
-from picker_fleet.bands import NAMED
 from picker_fleet.config import parse
 from picker_fleet.pool import Parts, assemble
 from picker_fleet.request import Endpoint, InferenceRequest
@@ -48,42 +45,6 @@ async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(val
         assert fronts
         assert all(0 <= int(words[3]) < 100 for words in fronts)
         assert order_of(await it.log()) == ["r0", "r1"]
-
-
-POLICIES = itertools.product(("weighted-fair", "round-robin", "none"), ("fcfs", "edf", "workload-aware"))
-CHANGES = list(itertools.permutations(POLICIES, 2))[::5]
-
-
-@pytest.mark.parametrize(("before", "after"), CHANGES, ids=lambda policy: " ".join(policy))
-async def test_policies_change_while_requests_wait(
-    fleet: OpenFleet, before: tuple[str, str], after: tuple[str, str]
-) -> None:
-    former, latter = (dict(zip(("fairness", "ordering"), each, strict=True)) for each in (before, after))
-    # Requests of several flows, bands and workloads, named or not, that wait under one policy.
-    async with fleet("a", guard_share=0, **former, full=True) as (it, a):
-        for i in range(24):
-            await a.admit(
-                f"q{i:02}", flow=f"f{i % 3}", band=NAMED[i % 2], workload=f"w{i % 4}" if i % 4 else "",
-                ttl_s=60 - i, criticality=1 + i % 5,
-            )  # fmt: skip
-        # When another is chosen, and the sweep has reordered them
-        await a.store.set_live_config(latter, latter)
-        while (await a.sweep()).more:
-            pass
-        # The order is the same as if they had come under it.
-        await a.settle("runs")
-        for _ in range(23):
-            await a.settle(order_of(await it.log())[-1])
-        got = order_of(await it.log())
-        assert sorted(got) == [f"q{i:02}" for i in range(24)]
-        assert got[:12] == sorted(got[:12], key=lambda name: int(name[1:]) % 2)
-        if after in (("none", "fcfs"), ("none", "edf")):
-            assert got[:12] == sorted(got[:12], reverse=after[1] == "edf")
-        await a.settle(got[-1])
-        # And nothing of the former order is left
-        assert await it.at_rest()
-        for kind in ("queue", "line", "growing", "static", "flows"):
-            assert await it.redis.keys(f"{it.keys.prefix}{kind}:*") == []
 
 
 PROMPT = (b"a" * 8, b"b" * 8)

@@ -69,29 +69,6 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         assert await a.store.reads.flow_queue("nobody") == []
 
 
-@pytest.mark.parametrize("page", [1, 7, 150])
-async def test_pages_of_flow_queues_have_each_once_though_all_have_the_same_tag(
-    fleet: OpenFleet, page: int
-) -> None:
-    # 230 flows in two bands, whose tags are all 0.
-    async with fleet("a", total_capacity=1000, full=True) as (_, a):
-        names = [f"flow-{i:03d} é" for i in range(115)]
-        expected = [(each, name) for each in (7, -3) for name in names]
-        await asyncio.gather(
-            *(a.admit(f"{each}-{name}", flow=name, priority=each) for each, name in expected)
-        )
-        # When they are read page by page, and the one at which a page ended leaves in between
-        found = seen = (await a.store.reads.flow_queues(page)).queues
-        while len(found) == page:
-            last = found[-1]
-            await a.store.cancel(f"{last.priority}-{last.name}", 1, "cancelled")
-            behind = (repr(last.start), last.name)
-            found = (await a.store.reads.flow_queues(page, group=last.group, behind=behind)).queues
-            seen = seen + found
-        # Each came exactly once, in order.
-        assert [(each.priority, each.name) for each in seen] == expected
-
-
 @pytest.mark.parametrize("ordering", ["fcfs", "edf", "workload-aware"])
 async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
     # Two flow queues, one of them longer than a call may read.
@@ -318,19 +295,6 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
             (row,) = get_args(model.model_fields[rows].annotation)
             for each in (page, *page[rows]):
                 assert set(each) == set((model if each is page else row).model_fields)
-
-
-async def test_one_flow_or_band_is_listed_by_itself(valkey_fleet: OpenFleet) -> None:
-    of_y = [(f"y{i}", "y", Band.DEFAULT) for i in range(3)]
-    async with listed(valkey_fleet, *((f"x{i}", "x", NAMED[i % 2]) for i in range(6)), *of_y) as (_, lists):
-        of_x = await pages(lists.queue, "requests", 2, band=None, flow="x")
-        assert [each["id"] for each in of_x] == ["x0", "x2", "x4", "x1", "x3", "x5"]
-        of_both = await pages(lists.queue, "requests", 2, band="Default", flow="x")
-        assert [each["id"] for each in of_both] == ["x1", "x3", "x5"]
-        default = await pages(lists.queue, "requests", 4, band="Default", flow=None)
-        assert [each["id"] for each in default] == ["x1", "y0", "x3", "y1", "x5", "y2"]
-        assert await pages(lists.queue, "requests", 4, band="Sheddable", flow=None) == []
-        assert await lists.flow("nobody") is None
 
 
 async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None:
