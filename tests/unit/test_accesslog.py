@@ -137,14 +137,6 @@ async def test_other_kinds_of_entries_are_ignored_as_is_a_periodic_one_of_a_queu
     assert await reported(batch(entry(kind), bare("DownstreamPeriodic"))) == []
 
 
-async def test_entries_are_reported_in_order() -> None:
-    ids = [f"r{number}" for number in range(50)]
-    batches = [batch(entry("DownstreamPeriodic", one), entry("DownstreamEnd", one)) for one in ids]
-    items = await reported(*batches)
-    expected = [(kind, one) for one in ids for kind in (Alive, Completion)]
-    assert [(type(item), item.id) for item in items] == expected
-
-
 OUTCOMES = [
     ("downstream_connection_termination", 0, Outcome.CLIENT_GONE),
     ("downstream_connection_termination", 200, Outcome.CLIENT_GONE),
@@ -266,13 +258,6 @@ async def test_entries_are_counted_by_kind() -> None:
     _, page = taken(entry(), entry("DownstreamPeriodic"), entry("UpstreamEnd"))
     for kind in ("ended", "alive", "ignored"):
         assert f'epp_access_log_entries_total{{kind="{kind}"}} 1.0' in page
-
-
-async def test_an_open_access_log_stream_ends_when_the_server_stops() -> None:
-    async with serving(ScriptedGate()) as channel:
-        call = channel.stream_unary(METHOD)(timeout=30)
-        await call.write(batch(entry()).SerializeToString())
-    assert await call.code() is not grpc.StatusCode.OK
 
 
 def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:

@@ -1,17 +1,10 @@
 """`redis.url`: its forms, and the faults of bad ones."""
 
-import contextlib
-import string
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from picker_fleet.state.primary import Address
-
-HOSTS = st.text(string.ascii_lowercase, min_size=1, max_size=8)
-NODES = st.lists(st.tuples(HOSTS, st.integers(1, 65535)), min_size=1, max_size=4)
 
 
 def server(host: str = "h", port: int = 6379, **fields: Any) -> Address:
@@ -81,20 +74,6 @@ def test_a_bad_url_is_refused_with_its_fault_and_without_its_password(url: str, 
     with pytest.raises(ValueError, match=r"^(?!.*hunter2)") as caught:
         Address.parse(url.replace("://", "://user:hunter2@", 1) if "//" in url else url)
     assert fault in str(caught.value)
-
-
-@given(NODES)
-def test_nodes_keep_their_order(nodes: list[tuple[str, int]]) -> None:
-    hosts = ",".join(f"{host}:{port}" for host, port in nodes)
-    assert Address.parse(f"redis+cluster://{hosts}").nodes == tuple(nodes)
-    assert Address.parse(f"redis+sentinel://x@{hosts}/s").nodes == tuple(nodes)
-
-
-@given(st.text())
-def test_any_text_is_parsed_or_raises_value_error(text: str) -> None:
-    for url in (text, f"redis://{text}", f"redis+sentinel://{text}"):
-        with contextlib.suppress(ValueError):
-            Address.parse(url)
 
 
 def test_the_repr_of_an_address_has_no_password() -> None:

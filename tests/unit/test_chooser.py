@@ -117,12 +117,6 @@ def test_the_shortest_queue_comes_first_and_an_unknown_one_last() -> None:
     assert found[B] == pytest.approx(0.75)
 
 
-def test_endpoints_that_take_nothing_new_are_not_candidates() -> None:
-    known = Knowledge(Endpoint(A, drained=True), Endpoint(B, down=True), Endpoint(C), queue_depth=1)
-    assert list(known.choose()) == [C]
-    assert known.choose(subset=(A, B)) == {}
-
-
 def test_new_figures_count_after_a_moment_and_new_endpoints_at_once() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), queue_depth=1)
     known.waiting(0.0, 9.0)
@@ -182,12 +176,6 @@ def test_a_refusal_is_explained_with_scorers_and_without() -> None:
         explained = chooser.explain("r")
         assert explained is not None
         assert (explained.chosen, explained.excluded) == ((), {A: "draining"})
-
-
-async def test_with_a_limit_per_endpoint_every_endpoint_is_a_candidate() -> None:
-    known = Knowledge(*(Endpoint(f"10.0.1.{i}:8000") for i in range(20)), queue_depth=1)
-    assert len(known.choose()) == 8
-    assert len(known.choose(limit=1)) == 20
 
 
 async def test_only_successful_completions_are_shared_without_their_wait_in_the_queue() -> None:

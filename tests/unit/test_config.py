@@ -1,14 +1,11 @@
 """Configuration: the documented example, clear faults, the environment's overlay, and `picker check`."""
 
-import contextlib
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet import cli
@@ -396,23 +393,6 @@ def test_settings_are_frozen_and_share_no_defaults() -> None:
     weights = settings.fair_request_queue.model_copy(deep=True).band_weights
     weights.clear()
     assert len(Settings().fair_request_queue.band_weights) == 3
-
-
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
-keys = st.sampled_from(["url", "listen", "static", "address", "name", "weight", "queue_ttl", "unit"])
-trees = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys | st.integers(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from(list(Settings.model_fields)) | st.integers(), trees, max_size=3))
-def test_any_tree_is_settings_or_a_named_fault(tree: dict[str, object]) -> None:
-    found = None
-    with contextlib.suppress(ConfigError):
-        found = parse(tree)
-    assert found is not None or fault(tree)
 
 
 def test_check_prints_a_summary_of_a_valid_file_or_a_line_for_each_fault(

@@ -164,9 +164,3 @@ async def test_a_stream_that_the_client_ends_ends_with_ok() -> None:
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
-
-
-async def test_an_open_eds_stream_ends_when_the_server_stops() -> None:
-    async with subscribed(filled(), "pool") as call:
-        await call.read()
-    assert await call.code() is not grpc.StatusCode.OK

@@ -175,25 +175,6 @@ def test_the_holders_of_the_longest_part_are_named_first() -> None:
     assert index.match(shared, ["short", "unknown"]) == {"short": 3}
 
 
-def test_no_holders_are_named_unless_asked_for() -> None:
-    index = PrefixIndex()
-    index.add("a", chain("chat", 3))
-    assert index.holders(chain("chat", 3), 8) == []
-
-
-@given(served_by("abcdefg", max_size=60))
-def test_who_is_named_as_a_holder_has_a_part_of_the_prompt(served: list[tuple[str, list[int]]]) -> None:
-    index = PrefixIndex(per_endpoint=12, in_total=40)
-    index.name_holders()
-    for address, path in served:
-        links = links_of(path)
-        index.add(address, links)
-        found = index.match(links)
-        holders = index.holders(links, 3)
-        assert set(holders) <= found.keys()
-        assert found[holders[0]] == max(found.values())
-
-
 @pytest.mark.parametrize("blocks", [22_000, 31_250])
 @pytest.mark.parametrize("names_holders", [False, True])
 def test_memory_stays_within_the_stated_bound(blocks: int, names_holders: bool) -> None:

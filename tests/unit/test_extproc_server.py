@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -126,20 +125,6 @@ async def rest(call: Any) -> list[ProcessingResponse]:
         while (answer := await call.read()) is not grpc.aio.EOF:
             said.append(answer)
     return said
-
-
-async def test_lean_ends_the_stream_with_its_answer(fleet: Replica) -> None:
-    ask = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
-    chunks = [body(ask[at : at + 50_000], ended=False) for at in range(0, len(ask), 50_000)]
-    call = fleet.exchange()
-    said = await talk(call, headers("lean"), *chunks, body(), answers=11)
-
-    assert parts(said) == ["request_headers"] + ["request_body"] * 10
-    assert envoy.whole(said) == ask
-    assert await call.read() is grpc.aio.EOF
-    assert await call.code() is grpc.StatusCode.OK
-    assert fleet.metrics.answers == [("lean", "m", "ok")]
-    assert fleet.gate.withdrawn == []
 
 
 async def test_standard_lasts_as_long_as_the_answer(fleet: Replica) -> None:
