@@ -118,11 +118,6 @@ def test_rewrites_count_before_configured_targets_and_no_target_is_rewritten_aga
     assert ask(use(gate, rewrite("r", "1", *rules)), "m")[0] == target
 
 
-def test_rewrites_that_name_each_other_are_one_step() -> None:
-    gate = use(intake(), rewrite("r", "1", rule({"b": 1}, "a"), rule({"a": 1}, "b")))
-    assert (ask(gate, "a")[0], ask(gate, "b")[0]) == ("b", "a")
-
-
 def test_a_cycle_of_rewrites_is_named() -> None:
     first = rewrite("first", "1", rule({"b": 1, "a": 9}, "a"))
     second = rewrite("second", "2", rule({"c": 1}, "b"))

@@ -180,10 +180,6 @@ def test_a_request_costs_at_most_what_its_model_takes(
     assert costed(read_body(body)) == (cost, learns)
 
 
-def test_a_stock_of_requests_charges_one_whatever_the_body() -> None:
-    assert costed(read_body(b'{"model": "m", "max_tokens": 500}'), SETTINGS) == (1.0, False)
-
-
 @pytest.mark.parametrize(
     ("objective", "limits"), [("", (3, 0)), ("tight", (2, 2)), ("wide", (3, 5)), ("any", (3, 0))]
 )
@@ -263,7 +259,7 @@ CRITICALITIES = [
 NO_CONTEXTS = [
     *(json.dumps({"workload_id": bad}) for bad in ("a\0b", "a\x1fb", "x" * 129, "ü" * 65, "x" * 1_000_000)),
     *('["workload_id"]', "5", '{"workload_id": "b", "criticality": NaN}', "[" * 50_000, "{", ""),
-    *('{"workload_id": "b", "criticality": 1e999}', '{"workload_id": "a\x00b"}'),
+    *('{"workload_id": "a\x85b"}', '{"workload_id": "b", "criticality": 1e999}', '{"workload_id": "a\x00b"}'),
 ]
 
 
@@ -331,16 +327,6 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
         for each in (simple, simple._replace(read=Body(text)))
     )
     assert small == whole
-
-
-@given(st.fixed_dictionaries({"workload_id": json_values, "criticality": json_values}))
-def test_any_json_as_workload_makes_a_sound_workload(context: dict[str, object]) -> None:
-    workload = asked({"x-workload-context": json.dumps(context)}).workload
-
-    assert type(workload.criticality) is int
-    assert 1 <= workload.criticality <= 5
-    assert len(workload.id.encode()) <= 128
-    assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in workload.id)
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))

@@ -116,13 +116,6 @@ def test_every_manifest_is_listed_and_valid() -> None:
     assert kinds == {"Service": 2, **dict.fromkeys(once, 1)}
 
 
-def test_a_manifest_with_a_misspelt_field_is_refused() -> None:
-    trees = plain()
-    container_of(trees)["readinesProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        check(trees)
-
-
 def test_the_parts_fit_each_other() -> None:
     trees = plain()
     settings, pod = settings_of(trees), of(trees, "Deployment")["spec"]["template"]

@@ -163,15 +163,6 @@ def test_an_endpoint_below_its_limit_is_picked_first() -> None:
     assert set(picker.pick(ask("b"), most=2)) == {E1, E2}
 
 
-async def test_a_request_waits_until_budget_is_released() -> None:
-    gate = gate_of(1.0)
-    assert await start(gate, "a")
-    (task,) = await waiting(gate, "b")
-    gate.release(1.0)
-    assert await task
-    assert (gate.free, gate.waiting) == (0.0, 0)
-
-
 async def test_no_budget_above_the_bound_is_kept() -> None:
     gate = gate_of(50.0, bound=3.0)
     assert (gate.free, gate.charge(10.0)) == (3.0, 3.0)

@@ -118,32 +118,6 @@ def test_the_bodies_of_a_band_have_their_part_of_its_bytes() -> None:
     queue.offer(ask("fourth", band=band, body_bytes=200), 1.0, 3.0)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), min_size=1, max_size=60),
-    st.tuples(*[st.integers(1, 4)] * 3),
-)
-def test_the_gap_between_backlogged_flows_stays_within_the_bound_of_g2(
-    arrivals: list[tuple[str, int]], weights: tuple[int, int, int]
-) -> None:
-
-    weight = dict(zip("abc", map(float, weights), strict=True))
-    queue = LocalQueue(rules(flow_capacity=1000, **NO_GUARD))
-    left = {name: [cost for flow, cost in arrivals if flow == name] for name in "abc"}
-    largest = {name: max(costs, default=0) for name, costs in left.items()}
-    for n, (flow, cost) in enumerate(arrivals):
-        queue.offer(ask(str(n), flow=flow, weight=weight[flow]), float(cost), float(n))
-
-    work = dict.fromkeys("abc", 0.0)
-    for waiting in served(queue):
-        work[waiting.request.flow] += waiting.cost
-        left[waiting.request.flow].pop(0)
-        # Any two that wait have had the same for their weight, within one request of each.
-        backlogged = [flow for flow in "abc" if left[flow]]
-        for f, g in itertools.pairwise(backlogged):
-            gap = abs(work[f] / weight[f] - work[g] / weight[g])
-            assert gap <= largest[f] / weight[f] + largest[g] / weight[g] + 1e-9
-
-
 def test_the_guard_serves_overdue_requests_up_to_its_share() -> None:
     # Sheddable requests have waited past half their TTL beside many critical ones.
     queue = LocalQueue(rules(guard_share=0.1, flow_capacity=1000))

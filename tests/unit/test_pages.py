@@ -189,11 +189,13 @@ def test_every_command_has_its_exit_codes_on_the_page() -> None:
     assert sorted(cells[0] for cells in table("Exit codes")) == sorted(commands)
 
 
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("operations", "errors", "tuning", "upgrading")]
+PAGES = [
+    ROOT / "docs" / f"{name}.md" for name in ("operations", "errors", "specification", "tuning", "upgrading")
+]
 LINKED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
 SECTIONS = "|".join(name for name, field in Settings.model_fields.items() if name != "pool")
-KEY = re.compile(rf"`((?:{SECTIONS})\.[a-z_.]+)`")
+KEY = re.compile(rf"`((?:{SECTIONS})(?:\[\])?\.[a-z_.]+)`")
 
 
 def keys(of: type[Section], before: str = "") -> Iterator[str]:
@@ -219,14 +221,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
 
 
-FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)`")
+FILE = re.compile(r"`((?:app|bench|deploy|examples|lua|tests)/[\w./-]+)(?:::(\w+))?`")
 EXAMPLES = ("lua/flow_length.lua", "bench/results/faults/CASE/")  # not in the repository
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    named = FILE.findall(page.read_text(encoding="utf-8"))
-    assert [each for each in named if each not in EXAMPLES and not (ROOT / each).exists()] == []
+def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
+    for path, test in FILE.findall(page.read_text(encoding="utf-8")):
+        assert path in EXAMPLES or (ROOT / path).exists(), path
+        if test:
+            assert re.search(rf"def {test}\(", (ROOT / path).read_text(encoding="utf-8")), f"{path}::{test}"
 
 
 CITED = re.compile(r'docs/([\w-]+)\.md, "([^"\n]+)"')
@@ -242,7 +246,7 @@ def test_parts_of_pages_that_the_code_cites_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_that_are_named_exist(page: Path) -> None:
-    named = set(KEY.findall(page.read_text(encoding="utf-8")))
+    named = {key.replace("[]", "") for key in KEY.findall(page.read_text(encoding="utf-8"))}
     assert named
     assert named <= set(keys(Settings))
 
@@ -282,23 +286,6 @@ def test_every_warning_of_the_log_is_on_the_page() -> None:
 
 
 SPECIFICATION = text_of("specification")
-QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", SPECIFICATION)))
-PATHS = [text for text in QUOTED if re.match(r"(app|bench|deploy|lua|tests)/", text)]
-SETTINGS = [text for text in QUOTED if text.partition(".")[0].rstrip("[]") in Settings.model_fields]
-
-
-@pytest.mark.parametrize("named", PATHS)
-def test_what_the_page_names_is_there(named: str) -> None:
-    path, _, test = named.partition("::")
-    assert (ROOT / path).exists(), f"docs/specification.md names {path}"
-    if test:
-        text = (ROOT / path).read_text(encoding="utf-8")
-        assert re.search(rf"def {test}\(", text), f"{path} has no {test}"
-
-
-@pytest.mark.parametrize("named", SETTINGS)
-def test_a_setting_that_the_page_names_can_be_set(named: str) -> None:
-    assert named.replace("[]", "") in set(keys(Settings)), f"docs/specification.md names {named}"
 
 
 def test_every_statement_has_code_and_a_test_or_says_why_not() -> None:

@@ -143,11 +143,6 @@ def test_the_page_of_an_engine_says_what_it_means(
     assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
 
 
-def test_the_pages_are_legal_for_a_full_parser() -> None:
-    for path in DATA.glob("*.prom"):
-        assert list(text_string_to_metric_families(path.read_text()))
-
-
 THREE = [
     "queue 3\n", "queue\t3\n", "  queue 3  \n", "queue 3 1700000000000\n", "queue 3\r\n", "queue{} 3\n",
     'queue{a="b"}3\n', 'queue {a="b" , c = "d",} 3\n', 'queue{a="}"} 3\n', 'queue{a="\\"} 9"} 3\n',
@@ -263,16 +258,6 @@ def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str
         for sample in metrics_page.samples(text.encode(), name.encode())
     ]
     assert sorted(found) == sorted(expected)
-
-
-@given(st.lists(lines(), min_size=1, max_size=6), st.integers(0, 10_000))
-def test_a_page_cut_anywhere_says_no_more_than_its_whole_lines(page_lines: list[str], cut: int) -> None:
-    text = "".join(f"{line}\n" for line in page_lines).encode()
-    part = text[: cut % (len(text) + 1)]
-    whole = part[: part.rfind(b"\n") + 1]
-    for name in (b"queue", b"run"):
-        said = [repr(sample) for sample in metrics_page.samples(part, name)]
-        assert said == [repr(sample) for sample in metrics_page.samples(whole, name)]
 
 
 def test_an_engine_is_known_by_name_or_a_matter_of_configuration() -> None:

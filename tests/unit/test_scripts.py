@@ -29,11 +29,6 @@ def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
     assert set(gate.REFUSALS) == set(schema.REFUSALS)
 
 
-def test_an_unknown_function_is_named() -> None:
-    with pytest.raises(KeyError, match="nonesuch"):
-        load_library().function("nonesuch")
-
-
 def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:
     numbers = (1, 1.0, 1, 60_000, 0, 3, 0, False, 900)
     packed = store.pack_arrival(("id", "1", "flow", "", "modèle", "*"), numbers)

@@ -22,7 +22,7 @@ from tables import cases
 from test_accesslog import FIELDS, Entry, bare, describe
 
 from picker_fleet.cli import main
-from picker_fleet.config import Settings, load, parse, pools_of
+from picker_fleet.config import load, parse, pools_of
 from picker_fleet.errors import BufferFull, ConfigError, ShuttingDown
 from picker_fleet.ext_authz.server import CheckServer
 from picker_fleet.extproc import accesslog
@@ -39,7 +39,6 @@ from picker_fleet.extproc.context import (
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.server import SERVICE, Server
 from picker_fleet.extproc.transport import RpcError, Status, Stream
-from picker_fleet.replica import live_config
 from picker_fleet.request import InferenceRequest
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -311,12 +310,6 @@ def test_the_metrics_of_pools_are_on_one_page_told_apart_by_a_label() -> None:
     assert len(own) > 40
     assert all("pool" in sample.labels for family in own for sample in family.samples)
     assert {sample.labels["pool"] for sample in families["epp_stock_level"].samples} == {"a", "b"}
-
-
-def test_settings_of_a_pool_change_live_as_those_of_a_fleet_with_one() -> None:
-    its: Settings = pools_of(parse(TWO))["b"]
-    changed = live_config.applied(its, {"fair_request_queue.total_capacity": 600}).settings
-    assert (changed.pool, changed.fair_request_queue.total_capacity) == ("b", 600)
 
 
 def test_commands_know_the_pools_of_a_configuration(

@@ -8,8 +8,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from picker_fleet.config import parse
 from picker_fleet.extproc.context import BodyBudget, OpenRequests
@@ -36,25 +34,6 @@ def test_shares_keep_within_the_binomial_spread(weights: tuple[int, ...]) -> Non
         assert abs(found[f"v{number}"] - count * share) <= 4.5 * spread + 1e-6
 
 
-@given(st.lists(st.integers(0, 1_000_000), min_size=1, max_size=5).filter(any), st.binary(), st.binary())
-def test_every_identity_leads_to_a_variant_with_a_weight(
-    weights: list[int], key: bytes, identity: bytes
-) -> None:
-    split = Split.of((str(number), weight) for number, weight in enumerate(weights))
-    assert weights[int(split.variant(key[:64], identity))] > 0
-
-
-def test_one_variant_gets_everything() -> None:
-    assert {Split.of([("a", 3), ("b", 0)]).variant(KEY, each) for each in identities(100)} == {"a"}
-
-
-def test_another_key_is_another_assignment() -> None:
-    # By chance two keys agree about 0.9 * 0.9 + 0.1 * 0.1 of the identities.
-    count, expected = 10_000, 0.82
-    same = sum(CANARY.variant(KEY, each) == CANARY.variant(b"other", each) for each in identities(count))
-    assert abs(same - expected * count) < 5 * math.sqrt(count * expected * (1 - expected))
-
-
 def test_new_weights_move_only_the_difference() -> None:
     more = Split.of([("stable", 80), ("canary", 20)])
     moves = Counter((CANARY.variant(KEY, each), more.variant(KEY, each)) for each in identities(10_000))
@@ -62,12 +41,7 @@ def test_new_weights_move_only_the_difference() -> None:
     assert abs(moves["stable", "canary"] - 1000) < 5 * math.sqrt(10_000 * 0.1 * 0.9)
 
 
-def test_bodies_spread_by_key_flow_and_content() -> None:
-    prompts = [b'{"model": "m", "prompt": "%d"}' % number for number in range(2000)]
-    found = [CANARY.variant(KEY, identity_of_body(KEY, "tenant", each)) for each in prompts]
-    assert abs(found.count("canary") - 200) < 5 * math.sqrt(2000 * 0.1 * 0.9)
-    assert found != [CANARY.variant(KEY, identity_of_body(KEY, "other", each)) for each in prompts]
-    # The key seeds the hash of the body, too.
+def test_the_key_seeds_the_hash_of_a_body_too() -> None:
     assert len({identity_of_body(bytes([seed]) * 16, "tenant", b"body") for seed in range(20)}) == 20
 
 
