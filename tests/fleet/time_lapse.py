@@ -22,6 +22,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from extproc_client import body, converse, headers, response_body, response_headers
 from own_replica import served_here
 from page_server import answered, serving
+from timed_server import library_with_time
 
 from picker_fleet import serve
 from picker_fleet.extproc import accesslog
@@ -29,7 +30,6 @@ from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.pool import Pool
 from picker_fleet.serve import Bound
 from picker_fleet.state import batching, subscriptions
-from picker_fleet.state.scripts import Library, load_library
 
 BEGIN_S = 1_800_000_000.0
 _CLOCK = "test-clock"
@@ -102,16 +102,6 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
 
-def _library() -> Library:
-    """The scripts, which read the clock that is set."""
-    library = load_library()
-    assert library.source.count("redis.call('TIME')") == 1
-    clock = f"redis.call('HMGET', '{_CLOCK}', 'seconds', 'microseconds')"
-    source = library.source.replace("redis.call('TIME')", clock)
-    version = f"{library.version}_lapse"
-    return Library(source.replace(library.version, version), version)
-
-
 class _TimedCommands(subscriptions.CommandClient):
     """Asks for the clock that is set."""
 
@@ -125,7 +115,7 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
     from picker_fleet.endpoints import metrics_channel
     from picker_fleet.scheduling import route_stream
 
-    library = _library()
+    library = library_with_time(f"redis.call('HMGET', '{_CLOCK}', 'seconds', 'microseconds')")
     monkeypatch.setattr(batching, "load_library", lambda: library)
     monkeypatch.setattr(metrics_channel, "CommandClient", _TimedCommands)
     monkeypatch.setattr(route_stream, "CommandClient", _TimedCommands)

@@ -10,10 +10,11 @@ from picker_fleet.state.scripts import Library, load_library
 LEASE_MS, SILENCE_MS, SECOND_MS = 15_000, 5_000, 1_000
 
 
-def _with_time_from_a_key() -> Library:
+def library_with_time(time: str) -> Library:
+    """The scripts, for which the Lua expression `time` stands for Redis's TIME."""
     library = load_library()
     assert library.source.count("redis.call('TIME')") == 1
-    source = library.source.replace("redis.call('TIME')", "{redis.call('GET', 'seconds'), '0'}")
+    source = library.source.replace("redis.call('TIME')", time)
     version = f"{library.version}_time"
     return Library(source.replace(library.version, version), version)
 
@@ -22,7 +23,7 @@ class TimedPool(DirectPool):
     """A replica of it beats and sweeps."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
-        super().__init__(client, pool, _with_time_from_a_key())
+        super().__init__(client, pool, library_with_time("{redis.call('GET', 'seconds'), '0'}"))
         self.real_ms, self._off_ms = 0, 0
         self._last_beat: tuple[bytes, int, int] | None = None
         self.step(0)
