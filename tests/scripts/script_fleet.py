@@ -8,6 +8,7 @@ from typing import Any
 
 from decision_ledger import Ledger
 from packed import counters
+from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
 from picker_fleet.admission.shared_gate import SharedGate
@@ -78,17 +79,23 @@ def ended(request_id: str, outcome: Outcome = Outcome.COMPLETED) -> Completion:
 
 
 async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> Any:
-    """The first true value of `condition`, which may be asynchronous. AssertionError past the deadline."""
+    """The first true value of `condition`, which may be asynchronous. AssertionError past the deadline.
+
+    A server that a busy machine keeps silent is asked again.
+    """
     loop = asyncio.get_running_loop()
-    end = loop.time() + within_s
+    end, fault = loop.time() + within_s, None
     while loop.time() < end:
-        found = condition()
-        if asyncio.iscoroutine(found):
-            found = await found
+        try:
+            found = condition()
+            if asyncio.iscoroutine(found):
+                found = await found
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            found, fault = None, error
         if found:
             return found
         await asyncio.sleep(0.005)
-    raise AssertionError(f"never became true: {condition}")
+    raise AssertionError(f"never became true: {condition}") from fault
 
 
 async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
