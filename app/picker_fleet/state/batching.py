@@ -2,8 +2,8 @@
 
 Calls that arise while a message is in flight go out together in the next one. Otherwise a call leaves at the
 end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the same
-reason an end that comes within `_BATCH_DELAY_S` of the last message waits at most that long for an admission,
-unless it is urgent.
+reason an end waits at most `_BATCH_DELAY_S` for an admission, unless it is urgent, while ends arrive at shorter
+intervals than that.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
@@ -57,6 +57,8 @@ MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays wel
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or other calls for decisions
+_IDLE_INTERVAL_S = 10 * _BATCH_DELAY_S  # longer intervals between ends count as this one
+_END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
 _DECISIONS = ("admit", "place")
@@ -328,7 +330,7 @@ class BatchingClient:
         self._not_primary = ""  # the error of a server that is not, or not now, the primary
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
         self._soon = False  # it is sent in this turn of the event loop
-        self._sent_s = 0.0  # when the last message left
+        self._ended_s, self._end_interval_s = 0.0, _IDLE_INTERVAL_S  # the last end; smoothed
         self.connection_epoch = 0  # connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -366,9 +368,17 @@ class BatchingClient:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
         self._pending.add(name, Item(args, answer, durable))
-        may_wait = name == "settle" and not urgent and self._loop.time() < self._sent_s + _BATCH_DELAY_S
-        self._schedule(now=name not in _DELAYED and not may_wait)
+        may_wait = name in _DELAYED or (name == "settle" and self._ends_are_frequent() and not urgent)
+        self._schedule(now=not may_wait)
         return answer
+
+    def _ends_are_frequent(self) -> bool:
+        """Whether ends arrive within the batch delay of each other, this one included."""
+        now_s = self._loop.time()
+        interval_s = min(now_s - self._ended_s, _IDLE_INTERVAL_S)
+        self._ended_s = now_s
+        self._end_interval_s += _END_ALPHA * (interval_s - self._end_interval_s)
+        return self._end_interval_s < _BATCH_DELAY_S
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:
         """Run script `name` by itself with `args`; the future brings its whole reply."""
@@ -479,7 +489,7 @@ class BatchingClient:
     def _send(
         self, calls: list[Call], *, exclusive: bool = True, state: MessageState = MessageState.SENT
     ) -> None:
-        now_s = self._sent_s = self._loop.time()
+        now_s = self._loop.time()
         paused_s = self._pause_detector.paused_until(now_s)
         self._in_flight.append(Message(calls, now_s, paused_s, exclusive, state))
         self._write(calls)
