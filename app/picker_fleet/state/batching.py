@@ -2,8 +2,8 @@
 
 Calls that arise while a message is in flight go out together in the next one. Otherwise a call leaves at the
 end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the same
-reason an end waits at most `_BATCH_DELAY_S` for an admission, unless it is urgent, while ends arrive at shorter
-intervals than that.
+reason an end waits at most `_BATCH_DELAY_S` for an admission, unless it is urgent, while ends arrive at
+shorter intervals than that.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
