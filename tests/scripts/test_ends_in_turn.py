@@ -17,8 +17,9 @@ E1, E2 = addresses(2)
 
 @pytest.fixture(autouse=True)
 def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for others waits for longer than a test takes."""
+    """What waits for others waits for longer than a test takes. A few ends at once count as frequent."""
     monkeypatch.setattr(batching, "_BATCH_DELAY_S", 60.0)
+    monkeypatch.setattr(batching, "_END_ALPHA", 0.5)
 
 
 def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
@@ -62,15 +63,14 @@ async def test_an_end_leaves_with_its_turn_and_those_behind_it_in_one_message(
             await a.admit(name)
         messages: list[int] = []  # how many items each carried
         monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
-        # After a while without a message two requests end in one turn, four while these two are on their way.
-        monkeypatch.setattr(a.store._client, "_sent_s", float("-inf"))
+        # After a while without an end two requests end in one turn, four while these two are on their way.
         ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]
         async with asyncio.timeout(DEADLINE_S):
             assert await asyncio.gather(*ends) == ["settled llama"] * 6
         assert messages == [2, 4]
-        # One that ends right behind a message travels with the next admission.
+        # While ends are frequent, one travels with the next admission.
         last = a.store.settle("r6", Outcome.COMPLETED)
         await asyncio.sleep(0.01)
         assert messages == [2, 4]

@@ -57,7 +57,7 @@ MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays wel
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
 _BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or other calls for decisions
-_IDLE_INTERVAL_S = 10 * _BATCH_DELAY_S  # longer intervals between ends count as this one
+_LONGEST_INTERVALS = 10  # batch delays: longer intervals between ends count as such a one
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
@@ -330,7 +330,8 @@ class BatchingClient:
         self._not_primary = ""  # the error of a server that is not, or not now, the primary
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
         self._soon = False  # it is sent in this turn of the event loop
-        self._ended_s, self._end_interval_s = 0.0, _IDLE_INTERVAL_S  # the last end; smoothed
+        self._ended_s = float("-inf")  # when the last end came
+        self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # between two, smoothed
         self.connection_epoch = 0  # connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -375,7 +376,7 @@ class BatchingClient:
     def _ends_are_frequent(self) -> bool:
         """Whether ends arrive within the batch delay of each other, this one included."""
         now_s = self._loop.time()
-        interval_s = min(now_s - self._ended_s, _IDLE_INTERVAL_S)
+        interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s
         self._end_interval_s += _END_ALPHA * (interval_s - self._end_interval_s)
         return self._end_interval_s < _BATCH_DELAY_S
