@@ -83,12 +83,6 @@ class Settings(Section):
     logging: sections.Logging = sections.Logging()
     tracing: sections.Tracing = sections.Tracing()
 
-    @property
-    def claim_share(self) -> float:
-        """The part of the bound that one request takes at most."""
-        in_tokens = self.request_queue_controller.unit == "tokens"
-        return self.fair_request_queue.claim_share if in_tokens else 1.0
-
     @model_validator(mode="before")
     @classmethod
     def _pools_over_the_rest(cls, tree: object) -> object:

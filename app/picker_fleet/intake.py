@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import msgspec
 import orjson
 
-from picker_fleet import allowlist
+from picker_fleet import allowlist, cost
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
 from picker_fleet.bands import Band, Bands, Criticality
 from picker_fleet.config import Settings
@@ -26,7 +26,7 @@ from picker_fleet.errors import BadRequest
 from picker_fleet.request import InferenceRequest, Workload, finite_number
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
-from picker_fleet.scheduling.endpoint_history import block_hashes, prompt_bytes
+from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
 from picker_fleet.sections import Model, Objective
 from picker_fleet.traffic_split import Split, identity_of_body
 from picker_fleet.units import duration_s, endpoint_address, has_control
@@ -60,16 +60,9 @@ DEFAULT_CRITICALITY = 3
 _ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
 
-# A token is about four bytes of a JSON body, its field names included; `settle` corrects what was charged.
-_BYTES_A_TOKEN = 4
-_MAX_ANSWER = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-_MOST_ANSWER_TOKENS = 1_000_000
-
-# JSON texts that are worth building: a name all in escapes, the longest finite number written out.
+# The longest JSON text of a name: all in escapes.
 _LONGEST_NAME = 6 * MAX_NAME_BYTES + 2
-_LONGEST_NUMBER = 400
 _QUOTE = ord('"')
-_NUMBER = b"-0123456789"
 _SALT_BYTES = 1024
 
 MODEL = "model"
@@ -85,11 +78,11 @@ _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
 _USED = frozenset((
-    MODEL, "stream", *_MAX_ANSWER, "messages", "prompt", "input", "tools", "functions", "instructions",
-    "cache_salt",
+    MODEL, "stream", *cost.MAX_ANSWER, *PROMPT_MEMBERS, "cache_salt",
 ))  # fmt: skip
 
 _ANYWHERE: Mapping[str, str] = {}
+_NO_MEMBERS: cost.Members = {}
 
 _GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's TimeoutValue and TimeoutUnit
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -101,15 +94,15 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `read` is the parsed body, or its bytes if it is a simple one. `body_bytes` is its length; `answer_tokens`
-    the longest answer it allows, None if it sets no maximum.
+    `read` is the parsed body, or its bytes if it is a simple one. `body_bytes` is its length; `members` say
+    what it costs, those of a simple body decoded.
     """
 
     model: str
     stream: bool
     read: "Body | bytes"
     body_bytes: int = 0
-    answer_tokens: int | None = None
+    members: cost.Members = _NO_MEMBERS
 
     @property
     def body(self) -> "Body":
@@ -136,7 +129,7 @@ def read_body(text: bytes) -> Ask:
     members = _simple_members(short)
     if members is not None:
         asks_stream = members.get("stream") is True
-        return Ask(_model(members[MODEL]), asks_stream, text, len(text), _answer_tokens(members))
+        return Ask(_model(members[MODEL]), asks_stream, text, len(text), members)
     body = Body(text)
     try:
         values = (body if short is text else Body(short)).values
@@ -146,7 +139,7 @@ def read_body(text: bytes) -> Ask:
     if model is None:
         raise BadRequest("the body has no model")
     asks_stream = "stream" in values and bytes(memoryview(values["stream"])[:5]) == b"true"
-    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), _answer_tokens(_numbers(values)))
+    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), values)
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
@@ -224,6 +217,7 @@ class Intake:
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
+        self._answer_tokens = queue.default_answer_tokens
         self._models = _ranks(settings.models, self._bands)
         self._limits = _limits(settings.models)
         self._longest = {each.name: each.max_model_len for each in settings.models if each.max_model_len}
@@ -299,7 +293,7 @@ class Intake:
         model = rewrite or ask.model  # and with it what the request may use
         settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
         target, band, weight, limit, selector = settings
-        cost, learn = _tokens(ask, self._longest.get(model, math.inf)) if self._in_tokens else (1.0, False)
+        charge, learn = self._cost(ask, model)
         flow = fairness_id if fairness_id and self._by_fairness_id else model
         if not target:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
@@ -307,9 +301,18 @@ class Intake:
         prefix = _prefix(target, ask) if prefixes and prefixes.needs_prefix_hashes else ()
         # By position: by name it takes three times as long.
         return InferenceRequest(
-            request_id, model, target, ask.stream, flow, band, weight, workload, cost, ttl_s,
+            request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
         )  # fmt: skip
+
+    def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
+        """The cost of `ask` in the stock's unit, and whether it lacks the answer's part."""
+        if self._in_tokens:
+            most = self._longest.get(model, math.inf)
+            return cost.tokens(ask.text, ask.body_bytes, ask.members, most, self._answer_tokens)
+        if isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members):
+            return 1.0, False
+        return float(cost.sequences(ask.members)), False
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
@@ -395,47 +398,28 @@ class _PromptMembers(TypedDict, total=False):
     tools: msgspec.Raw
     functions: msgspec.Raw
     instructions: msgspec.Raw
+    system: msgspec.Raw
+    systemInstruction: msgspec.Raw
     messages: msgspec.Raw
     prompt: msgspec.Raw
     input: msgspec.Raw
+    contents: msgspec.Raw
+    inputs: msgspec.Raw
     cache_salt: msgspec.Raw
 
 
 _prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_PromptMembers)
 
 
-def _tokens(ask: Ask, most: float) -> tuple[float, bool]:
-    """The cost of `ask` in tokens, and whether it lacks the answer's part; `most` is what its model takes and
-    answers, whatever is claimed."""
-    prompt_tokens = max(1.0, ask.body_bytes / _BYTES_A_TOKEN)
-    if ask.answer_tokens is None:
-        return min(prompt_tokens, most), True
-    return min(prompt_tokens + ask.answer_tokens, most), False
-
-
-def _answer_tokens(fields: Mapping[str, object]) -> int | None:
-    """The answer's maximum that `fields` set, in any API's name for it; None without a sensible one."""
-    for name in _MAX_ANSWER:
-        value = fields.get(name)
-        if value is None:
-            continue
-        if type(value) is int and 1 <= value <= _MOST_ANSWER_TOKENS:
-            return value  # the common case
-        number = finite_number(value)
-        if number is not None and number >= 1:
-            return int(min(number, _MOST_ANSWER_TOKENS))
-    return None
-
-
-def _numbers(values: Mapping[str, msgspec.Raw | memoryview]) -> dict[str, object]:
-    """The answer's maxima in a body's `values`, those that are numbers."""
-    found: dict[str, object] = {}
-    for name in _MAX_ANSWER:
-        if name in values:
-            text = memoryview(values[name])
-            if text[0] in _NUMBER and len(text) <= _LONGEST_NUMBER:
-                found[name] = orjson.loads(text)
-    return found
+def _is_one_sequence(members: cost.Members) -> bool:
+    """Whether decoded `members` ask for one answer to one prompt; False if that is to be found out."""
+    if not cost.SEVERAL.isdisjoint(members):
+        return False
+    for name in cost.PROMPTS:
+        value = members.get(name)
+        if type(value) is list and value and type(value[0]) is not dict:
+            return False
+    return True
 
 
 def _workload(text: str) -> Workload:

@@ -113,6 +113,12 @@ class Alive(NamedTuple):
     accounting_token: str
 
 
+def largest_claim(share: float, bound: float) -> float:
+    """What one request takes of the stock at most under `bound`, as in the scripts: its `share`, but a whole
+    request where the bound has room for one."""
+    return max(share * bound, min(1.0, bound))
+
+
 def finite_number(value: object) -> float | None:
     """`value` as a finite float if it is a JSON number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -187,12 +187,14 @@ function pool.release(taken)
   pool.stock = left > RESIDUE and left or 0
 end
 
--- The stock that a request of `cost` takes under the bound `most`: at most `claim_share` of the bound, since a client
--- may claim any number of tokens. With the queue off it takes nothing: requests are placed as they arrive.
+-- The stock that a request of `cost` takes under the bound `most`: at most `largest_claim` of the bound, since a client
+-- may claim any number of sequences or tokens, but a whole request where the bound has room for one. With the queue off
+-- it takes nothing: requests are placed as they arrive.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
-  most = most * (settings.claim_share or 1)
-  return cost < most and cost or most
+  local claim = most * (settings.largest_claim or settings.claim_share or 1)
+  if claim < 1 then claim = most < 1 and most or 1 end
+  return cost < claim and cost or claim
 end
 
 -- The bounds are per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...

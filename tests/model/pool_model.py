@@ -166,7 +166,9 @@ class PoolModel:
 
     def claim(self, cost: float, most: float) -> float:
         """What a request of `cost` takes of a stock of `most`."""
-        return min(cost, most * self.moment.settings.get("claim_share", 1)) if self.queues else 0.0
+        settings = self.moment.settings
+        share = settings.get("largest_claim", settings.get("claim_share", 1))
+        return min(cost, max(most * share, min(1, most))) if self.queues else 0.0
 
     @property
     def _caps(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ LIVE: Choices = {
     "total_capacity": [2, 6, 12],
     "flow_capacity": [1, 3, 8],
     "max_flows": [1, 3, 1000],
-    "claim_share": [1, 0.25, 0.5],
+    "largest_claim": [1, 0.25, 0.5],
     "guard_share": [0, 0.1, 0.5, 1],
     "starvation_ms": [0, 300, 2500],
     "band_weights": [[70, 20, 10], [1, 1, 1], [4, 2, 1, 3, 2]],

@@ -32,6 +32,12 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "nothing bypasses a queue": ({"upper_per": 4}, "r1 cost=3, r2 cost=2", "r3", QUEUED),
     "it takes no more than its share of the stock": (
         {"upper_per": 1000, "claim_share": 0.25}, "r1 cost=1000000.0", "r2 cost=750", "placed e1 1"),
+    "a batch takes no more than its share of the places": (
+        {"upper_per": 8, "largest_claim": 0.25}, "r1 cost=6400, r2 cost=64, r3 cost=3", "r4", "placed e1 3"),
+    "a batch takes one place of two": (
+        {"upper_per": 2, "largest_claim": 0.25}, "r1 cost=64", "r2", "placed e1 1"),
+    "two batches take two places": (
+        {"upper_per": 2, "largest_claim": 0.25}, "r1 cost=64, r2 cost=64", "r3", QUEUED),
     "a flow has its part of the queue": (
         {"flow_capacity": 2}, "runs, x0, x1", "x2", "refused insufficient-flow-capacity 1"),
     "the queue has its capacity": ({"total_capacity": 2}, "runs, x0, y0", "z0", FULL),

@@ -1,4 +1,4 @@
-"""The ext_proc messages as Envoy reads them (docs/specification.md, 002), and the usage in an answer."""
+"""The ext_proc messages as Envoy reads them (docs/specification.md, 002)."""
 
 import json
 
@@ -9,7 +9,6 @@ from extproc_client import PLACEMENT, given_back, headers, set_headers, whole
 from picker_fleet import errors
 from picker_fleet.errors import ExpiredTtl, RequestError
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.response import UsageTail
 
 message = ProcessingResponse.FromString
 HEADER = "10.0.0.1:8000,[fd00::2]:8000"
@@ -86,26 +85,3 @@ def test_metadata_is_read_as_plain_values() -> None:
     assert codec.read_metadata(message, "some") == {**fields, "deep": None}
     assert codec.read_metadata(message, "other") is None
     assert codec.read_metadata(ProcessingRequest(), "some") is None
-
-
-COUNTS = [
-    *((count, count) for count in (0, 100, 1_000_000_000)),
-    *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
-]
-
-
-@pytest.mark.parametrize(("count", "expected"), COUNTS)
-def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
-    tail = UsageTail()
-    tail.add(json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": count}}).encode())
-    assert tail.tokens() == (7, expected)
-
-
-@pytest.mark.parametrize("usage_first", [True, False])
-def test_usage_is_found_before_and_after_a_long_text(usage_first: bool) -> None:
-    usage, text = {"usage": {"prompt_tokens": 7, "completion_tokens": 9}}, {"choices": ["word " * 20_000]}
-    answer = json.dumps({**usage, **text} if usage_first else {**text, **usage}).encode()
-    tail = UsageTail()
-    for at in range(0, len(answer), 1000):
-        tail.add(answer[at : at + 1000])
-    assert tail.tokens() == (7, 9)

@@ -491,7 +491,7 @@ async def renamed(
 
 TEXT = b'"text":"\\"model\\":\\"m-v2\\""'
 NAMED = b'data: {"model":"m-v2",%b}\n\ndata: {"model": "m-v2"}\n\n{"model":"m-v22"}' % TEXT
-SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model":"m"}\n\n{"model":"m-v22"}' % TEXT
+SHOWN = b'data: {"model":"m",%b}\n\ndata: {"model": "m"}\n\n{"model":"m-v22"}' % TEXT
 
 
 @given(st.integers(min_value=1, max_value=len(NAMED)), st.booleans())

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tables import cases
 
+from picker_fleet import cost
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import BadRequest
@@ -144,27 +146,107 @@ def costed(read: Ask, settings: Any = TOKENS) -> tuple[float, bool]:
     return request.cost, request.learn
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 @pytest.mark.parametrize(
     ("value", "answer"),
     [
         *((given, given) for given in (1, 100, 7.0, 1e6)),
         *((given, 1_000_000) for given in (2**62, 1e300)),
-        *((given, None) for given in (0, -5, 0.5, True, "100", None, [100])),
+        ("100", 100),  # engines take a quoted number
+        *((given, None) for given in (0, -5, 0.5, True, "many", None, [100])),
     ],
 )
+@pytest.mark.parametrize("within", ["", "sampling_params", "parameters", "options", "generationConfig"])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "num_predict"])
 def test_the_answers_maximum_is_charged_where_it_makes_sense(
-    name: str, value: object, answer: float | None
+    name: str, within: str, value: object, answer: float | None
 ) -> None:
-    bare = len(orjson.dumps({"model": "m", name: value, "prompt": ""}))
-    body = orjson.dumps({"model": "m", name: value, "prompt": "p" * (400 - bare)})
-    assert costed(read_body(body)) == (100 + (answer or 0), answer is None)
+    fields = {within: {name: value}} if within else {name: value}
+    for length in (400, 8000):
+        bare = len(orjson.dumps({"model": "m", **fields, "prompt": ""}))
+        body = orjson.dumps({"model": "m", **fields, "prompt": "p" * (length - bare)})
+        assert costed(read_body(body)) == (length / 4 + (answer or 0), answer is None)
 
 
-def test_the_newest_name_of_the_maximum_goes_first() -> None:
-    both = {"model": "m", "max_tokens": 5, "max_completion_tokens": 9}
-    assert read_body(orjson.dumps(both)).answer_tokens == 9
-    assert read_body(orjson.dumps({**both, "max_completion_tokens": None})).answer_tokens == 5
+# Which of several maxima counts depends on the engine and its API.
+@pytest.mark.parametrize("fields", [{"max_tokens": 5, "max_completion_tokens": 9}, {"max_tokens": 9}])
+def test_the_largest_maximum_counts(fields: dict[str, object]) -> None:
+    body = orjson.dumps({"model": "m", **fields, "max_output_tokens": None, "prompt": "p"})
+    assert costed(read_body(body)) == (len(body) / 4 + 9, False)
+
+
+def chat(*content: object, **more: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": content or "", **more}], "max_tokens": 10}
+
+
+WORDS = [f'{number}, \\"[{{' for number in range(100)]
+IDS = list(range(1000, 2000))
+TEXT = {"role": "user", "content": "p" * 400}
+PNG = {"media_type": "image/png", "data": "iVBO" * 500_000}
+ANTHROPICS_IMAGE = {"type": "image", "source": {"type": "base64", **PNG}}
+PLAIN_TEXT = {"type": "text", "media_type": "text/plain", "data": "p" * 4000}
+# Fields, sequences, tokens (None: as many as bytes / 4 and maxima make).
+COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
+    "a prompt": ({"prompt": "p" * 400, "max_tokens": 10}, 1, 100 + 10),
+    "answers": ({"prompt": "p" * 400, "max_tokens": 10, "n": 64}, 64, 100 + 640),
+    "the best of": ({"prompt": "p" * 400, "max_tokens": 10, "n": "1", "best_of": 64.0}, 64, 100 + 640),
+    "nested": ({"text": "p" * 400, "sampling_params": {"max_new_tokens": 10, "n": 64}}, 64, 100 + 640),
+    "nested for each": (
+        {"text": ["p" * 200] * 2, "sampling_params": [{"n": 1}, {"max_new_tokens": 10, "n": 64}]}, 128, 1380),
+    "prompts": ({"prompt": WORDS, "max_tokens": 10, "n": 64}, 6400, None),
+    "many prompts": ({"prompt": WORDS * 100, "max_tokens": 10, "n": 64}, 640_000, None),
+    "long prompts": ({"input": ["p" * 40_000] * 3, "max_tokens": 10}, 3, 30_000 + 30),
+    "ids": ({"prompt": IDS, "max_tokens": 10}, 1, 1000 + 10),
+    "short ids": ({"prompt": [1] * 4000, "max_tokens": 10}, 1, 4000 + 10),
+    "prompts of ids": ({"prompt": [IDS, IDS, IDS], "max_tokens": 10}, 3, 3000 + 30),
+    "documents": ({"query": "q", "documents": [{"text": "p" * 80}] * 5, "max_tokens": 1}, 5, None),
+    "pairs": ({"text_1": "a", "text_2": ["b", "c"], "max_tokens": 1}, 2, None),
+    "a chat": ({"messages": [TEXT] * 3, "max_tokens": 10}, 1, 300 + 10),
+    "chats": ({"messages": [[TEXT]] * 3, "max_tokens": 10}, 3, 300 + 30),
+    "items": ({"input": [TEXT] * 3, "max_output_tokens": 10}, 1, 300 + 10),
+    "no maximum": ({"prompt": "p" * 400, "n": 10}, 10, 100 + 10 * 256),
+    "absurd": ({"prompt": "p", "n": 1e300, "max_tokens": 1}, 1_000_000, 1_000_000),
+    "no numbers": ({"prompt": "p", "n": None, "best_of": "x", "max_tokens": 1, "options": "o"}, 1, 1),
+    "an image": (chat({"image_url": {"url": "data:image/png;base64," + "iVBO" * 500_000}}), 1, 1500 + 10),
+    "an image by address": (chat({"type": "image_url", "image_url": {"url": "http://a"}}), 1, 1500 + 10),
+    "a tool's image": (chat({"type": "tool_result", "content": [ANTHROPICS_IMAGE]}), 1, 1500 + 10),
+    "Ollama's image": (chat(images=["iVBO" * 500_000]), 1, 1500 + 10),
+    "Responses' image": (
+        {"input": [{"content": [{"image_url": "data:" + "iVBO" * 500_000}]}], "max_tokens": 10}, 1, 1510),
+    "Gemini's image": ({"contents": [{"parts": [{"inlineData": PNG}]}], "max_tokens": 10}, 1, 1500 + 10),
+    "sound": (chat({"type": "input_audio", "input_audio": {"data": "U" * 10**6}}), 1, 1500 + 1000 + 10),
+    "a document that is text": (chat({"type": "document", "source": PLAIN_TEXT}), 1, 1000 + 10),
+    "a tool's input": (chat({"type": "tool_use", "input": {"image": {"url": "p" * 4000}}}), 1, 1000 + 10),
+}  # fmt: skip
+REQUESTS = parse({"models": []})
+
+
+@cases("fields, sequences, tokens", COSTS)
+def test_a_request_costs_the_sequences_and_tokens_that_an_engine_runs(
+    fields: dict[str, object], sequences: float, tokens: float | None
+) -> None:
+    for body in (orjson.dumps({"model": "m", **fields}), json.dumps({**fields, "model": "m"}).encode()):
+        assert costed(read_body(body), REQUESTS) == (sequences, False)
+        found, learns = costed(read_body(body))
+        by_bytes = len(body) / 4 + sequences * (fields.get("max_tokens") or 256)  # type: ignore[operator]
+        assert not learns
+        assert found == pytest.approx(by_bytes if tokens is None else tokens, rel=0.02, abs=60)
+
+
+DENSE = (b"[", b"[],", b"{},", b'"",', b"1,", b'{"image":1},', b'{"type":"image","content":[', b'"\\\\",')
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "input", "messages", "documents", "n", "sampling_params", "options"]
+)
+def test_what_a_request_costs_is_found_in_a_time_that_its_length_bounds(name: str) -> None:
+    for piece in DENSE:
+        body = b'{"model":"m","%s":[%s1]}' % (name.encode(), piece * (1_000_000 // len(piece)))
+        with contextlib.suppress(BadRequest):
+            read = read_body(body)
+            began_s = time.thread_time()
+            costed(read)
+            costed(read, REQUESTS)
+            assert time.thread_time() - began_s < 0.2
 
 
 @cases("fields, length, cost, learns", {
@@ -297,7 +379,8 @@ def test_what_a_long_body_asks_for_is_read_wherever_its_long_strings_are(
     whole = {name: members[name] for name in (list(members)[place] for place in order)}
     body = json.dumps(whole, ensure_ascii=escaped).encode()
     read = read_body(body)
-    assert (read.model, read.stream, read.answer_tokens, read.body_bytes) == ("m", True, 7, len(body))
+    assert (read.model, read.stream, read.body_bytes) == ("m", True, len(body))
+    assert cost.tokens(read.text, read.body_bytes, read.members, math.inf, 0)[0] == len(body) / 4 + 7
     assert read.body is not None
     assert json.loads(bytes(read.body.values["prompt"])) == prompt
     assert json.loads(read.renamed("other")) == {**whole, "model": "other"}

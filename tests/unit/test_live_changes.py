@@ -69,7 +69,8 @@ def fault(patch: Any, settings: Settings = CONFIGURED) -> str:
 def test_shared_settings_have_every_name_of_the_scripts() -> None:
     assert shared_settings(parse({}), {"gold": 3.0}) == {
         "upper_per": pytest.approx(2.2), "lower_per": pytest.approx(1.8), "total_capacity": 1000,
-        "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "lease_ms": 15_000,
+        "flow_capacity": 100, "max_flows": 10_000, "claim_share": 1, "largest_claim": 0.25,
+            "lease_ms": 15_000,
         "silence_ms": 5_000, "fallbacks": 2, "log_max": 0, "window_ms": 60_000, "ema_alpha": 0.2,
         "guard_share": 0.1, "starvation_ms": 0, "band_policy": "strict", "band_weights": [70, 20, 10],
         "bands": [CRITICAL, DEFAULT, SHEDDABLE],
@@ -96,7 +97,7 @@ def test_every_live_key_has_its_effect_and_no_other() -> None:
 
     # Each override is what a configuration with that change would publish.
     assert overridden(EVERYTHING) == {
-        "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1,
+        "total_capacity": 900, "flow_capacity": 90, "max_flows": 50, "claim_share": 1, "largest_claim": 0.5,
         "band_policy": "weighted", "band_weights": [5, 20, 10],
         "fairness": "round-robin", "ordering": "edf", "overload": "reject-noncritical", "starvation_ms": 2500,
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,

@@ -165,7 +165,7 @@ def test_an_endpoint_below_its_limit_is_picked_first() -> None:
 
 async def test_no_budget_above_the_bound_is_kept() -> None:
     gate = gate_of(50.0, bound=3.0)
-    assert (gate.free, gate.charge(10.0)) == (3.0, 3.0)
+    assert (gate.free, gate.charge(10.0)) == (3.0, 1.0)
     gate.release(5.0)
     assert gate.free == 3.0
     # Under `unit: tokens` one request takes its share of the bound at most

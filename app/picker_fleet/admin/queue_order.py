@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from picker_fleet.request import largest_claim
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 from picker_fleet.state.store import PoolState
 
@@ -129,7 +130,7 @@ def _obstacle(found: RequestStatus, state: PoolState, claim_share: float) -> str
     stock, upper = state.stock, state.upper
     if stock >= state.lower:
         return f"the stock ({stock:g}) is at its bounds ({state.lower:g} to {upper:g})"
-    takes = min(entry.cost, claim_share * upper)
+    takes = min(entry.cost, largest_claim(claim_share, upper))
     if stock + takes > upper:
         return f"its cost ({takes:g}) does not fit above the stock ({stock:g}) yet"
     return "it is served when its turn comes"

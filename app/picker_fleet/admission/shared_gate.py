@@ -501,6 +501,8 @@ class SharedGate:
             answer_tokens = completion.completion_tokens
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
+        if actual is None and 400 <= completion.status < 500:
+            actual = 1.0  # refused by its engine, which ran nothing of what it claimed
         return self._store.settle(
             completion.id,
             completion.outcome,

@@ -62,12 +62,12 @@ class Answer:
 
 
 class Check:
-    """One check: `decide` once, with the whole request."""
+    """One check: `decide` once, with the whole request. `url` is what Envoy asks."""
 
-    __slots__ = ("_context", "_model", "_request", "_started_s", "_target_model")
+    __slots__ = ("_context", "_model", "_request", "_started_s", "_target_model", "_url")
 
-    def __init__(self, context: ExchangeContext) -> None:
-        self._context = context
+    def __init__(self, context: ExchangeContext, url: bytes = b"") -> None:
+        self._context, self._url = context, url
         self._started_s = context.clock()
         self._request: InferenceRequest | None = None
         self._model = self._target_model = ""
@@ -110,7 +110,8 @@ class Check:
     def refuse(self, error: RequestError) -> Answer:
         """The answer that the client gets in place of its request's."""
         context = self._context
-        refusal = codec.refusal(error, context.settings.fair_request_queue.overload_status, context.fill)
+        overload = context.settings.fair_request_queue.overload_status
+        refusal = codec.refusal(error, overload, context.fill, self._url)
         seconds = self._seconds()
         context.metrics.answered(MODE, self._model, error.code, seconds, self._target_model)
         context.lines.refused(self._request, error.code, refusal.status, MODE, seconds)

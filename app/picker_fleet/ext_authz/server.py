@@ -265,7 +265,7 @@ class _Connection(asyncio.Protocol):
         if refused is not None:
             self._context.open_requests.ended()
             self._body.release()
-            self._write_answer(Check(self._context).refuse(refused), keep=keep)
+            self._write_answer(Check(self._context, self._url).refuse(refused), keep=keep)
             return
         method, url = self._parser.get_method(), self._url
         if url == HEALTH_PATH:
@@ -288,7 +288,7 @@ class _Connection(asyncio.Protocol):
     # Answers.
 
     async def _answer(self, method: bytes, url: bytes, keep: bool) -> None:
-        check, headers, body = Check(self._context), self._headers, self._body
+        check, headers, body = Check(self._context, url), self._headers, self._body
         try:
             answer = await check.decide(method, url[len(PREFIX) :], headers, body)
         finally:
@@ -316,7 +316,7 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:  # the answer to the first request is not written yet: no other may be
             self.close()
             return
-        self._write_answer(Check(self._context).refuse(error), keep=False)
+        self._write_answer(Check(self._context, self._url).refuse(error), keep=False)
 
     def _write_answer(self, answer: Answer, *, keep: bool) -> None:
         self._write(answer.status, answer.lines, answer.body, keep=keep)

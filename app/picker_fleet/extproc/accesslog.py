@@ -62,6 +62,11 @@ TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
 TOKEN_MARK: Final = "="  # before names and tokens: a header's value loses blanks at its ends
 _LONGEST_ID = 512
+# What Envoy notes of an answer in Anthropic's API: of its usage, and of the usage in a stream's first event.
+PROMPT_SOURCES: Final = tuple(
+    tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
+    for when in ("", "first_")
+)
 _MOST_TOKENS = 1e9
 
 
@@ -170,8 +175,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     if intermediate:
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
-    prompt_tokens = _tokens(usage, "prompt_tokens") if usage else None
-    completion_tokens = _tokens(usage, "completion_tokens") if usage else None
+    prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
     flags = common.response_flags if common.HasField("response_flags") else None
     status = entry.response.response_code.value
     duration_s = _seconds(common.time_to_last_downstream_tx_byte)
@@ -243,6 +247,22 @@ def _waited_s(fields: Any) -> float | None:
         return None
     seconds = value.number_value
     return seconds if 0 <= seconds < math.inf else None
+
+
+def _counts(usage: Any) -> tuple[int | None, int | None]:
+    """The tokens of prompt and answer. Without a total it may be Anthropic's API, which tells a stream's
+    prompt at the beginning, without its cached part."""
+    prompt, answer = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
+    total = _tokens(usage, "total_tokens")
+    if total is not None:
+        if prompt is None:
+            prompt = max(total - (answer or 0), 0)
+        return prompt, max(total - prompt, 0) if answer is None else answer
+    for source in PROMPT_SOURCES:
+        told = [count for key in source if (count := _tokens(usage, key)) is not None]
+        if told:
+            prompt = max(prompt or 0, sum(told))
+    return prompt, answer
 
 
 def _tokens(fields: Any, key: str) -> int | None:

@@ -10,6 +10,7 @@ FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothi
 FULL_DUPLEX_STREAMED   NONE                   lean
 """
 
+import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
@@ -218,7 +219,7 @@ def placed(
     """
     set_headers, destination = _towards(destinations(placement, tries), namespace)
     if content_length is not None:
-        set_headers += _set_header("content-length", str(content_length))
+        set_headers += _set_header("content-length", str(content_length)) + _PLAIN_ANSWER
     account = _PRESSURE_ENTRIES[pressure]
     if request_id:
         account += _ID(request_id) + _TOKEN(placement.accounting_token)
@@ -249,6 +250,10 @@ def _set_header(key: str, value: str) -> bytes:
     """The entry of a HeaderMutation by which header `key` becomes `value`, whatever it was."""
     header = _field(b"\x0a", key.encode()) + _field(b"\x1a", value.encode())
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
+
+
+# Of a HeaderMutation: a renamed request's answer comes uncompressed, so that its model can be renamed back.
+_PLAIN_ANSWER = _field(b"\x12", b"accept-encoding")
 
 
 def _overwrite(mutation: Any, key: str, value: str) -> None:
@@ -302,6 +307,10 @@ def _passed_on(mutation: bytes) -> bytes:
     return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
 
 
+_ANTHROPIC_PATH = re.compile(rb"/v1/messages(?:[/?]|$)")
+_ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
 class Refusal(NamedTuple):
     """The picker's own answer to a client, whatever transport carries it."""
 
@@ -310,8 +319,11 @@ class Refusal(NamedTuple):
     body: bytes
 
 
-def refusal(error: RequestError, overload_status: int, fill: Callable[[], float]) -> Refusal:
-    """The status, headers and OpenAI-style body that say why a request is refused.
+def refusal(
+    error: RequestError, overload_status: int, fill: Callable[[], float], path: bytes = b""
+) -> Refusal:
+    """The status, headers and body that say why a request is refused: the body in the form of the API that
+    `path` belongs to, Anthropic's or OpenAI's.
 
     `overload_status` is that of requests dropped for overload; `fill` the part of the queue that is taken.
     """
@@ -326,7 +338,11 @@ def refusal(error: RequestError, overload_status: int, fill: Callable[[], float]
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
-    text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+    if _ANTHROPIC_PATH.search(path):
+        kind = _ANTHROPIC_KINDS.get(status, error.kind)
+        text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}
+    else:
+        text = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
     return Refusal(status, headers, orjson.dumps(text, option=orjson.OPT_APPEND_NEWLINE))
 
 

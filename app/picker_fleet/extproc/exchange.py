@@ -102,6 +102,7 @@ class Exchange:
         "_headers",
         "_mode",
         "_model",
+        "_path",
         "_placed_body",
         "_placed_s",
         "_pressure",
@@ -126,6 +127,7 @@ class Exchange:
         self._body = BodyBuffer(context.bodies, context.settings.extproc.max_body_bytes)
         self._request: InferenceRequest | None = None
         self._model = ""
+        self._path = b""
         self._target_model = ""
         self._placed_body: _PlacedBody | None = None
         self._placed_s = 0.0
@@ -276,6 +278,7 @@ class Exchange:
         method, path = self._headers.pop(METHOD, None), self._headers.pop(PATH, None)
         if method is None or path is None:
             raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
+        self._path = path
         if self._context.is_read(method, path, has_body=not headers.end_of_stream):
             return False
         self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
@@ -448,7 +451,7 @@ class Exchange:
         self._drop_body()
         self._code = error.code
         overload = self._context.settings.fair_request_queue.overload_status
-        refusal = codec.refusal(error, overload, self._context.fill)
+        refusal = codec.refusal(error, overload, self._context.fill, self._path)
         self._status = refusal.status
         return codec.refused(refusal, error.code)
 

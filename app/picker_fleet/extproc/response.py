@@ -2,10 +2,12 @@
 
 import json
 import re
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final, TypedDict
 
+import msgspec
 import orjson
 
 from picker_fleet.extproc import codec
@@ -16,99 +18,335 @@ _ENCODING = "content-encoding"
 _WANTED = frozenset((_STATUS, _ENCODING))
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 16_384
-_MAX_TOKENS = 1e9  # a higher number is not a count and must not be charged
-_USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')
-_DECODER = json.JSONDecoder()
+_TAIL_BYTES = 16_384  # of a stream
+_WHOLE_BYTES = 65_536  # of an answer that is JSON alone
+_USAGE_BYTES = 4096  # of a usage whose answer is not read as a whole
+_FEW = 8  # places that may have a usage, from the end
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; what grows more is no longer read
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is not a count and must not be charged
+
+# A string, without group 1 if it is cut off; a bracket; the blank line after an event.
+_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{}\[\]]|\n\r?\n')
+_REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
+_CUT = (b"", b"\\")  # what may follow a string that goes on in the next chunk; in a string is no line break
+_MODEL = b'"model"'
+_INNER = (b'"message"', b'"response"')  # events of Anthropic's API and of Responses have the model in these
 
 
 class ModelRename:
-    """Replaces `"model":"target"` by the client's name in an answer that comes in chunks.
+    """Replaces the model `target` by the client's name in an answer that comes in chunks.
 
-    Only that exact field changes, with at most one space after its colon as servers write it, in plain JSON
-    and in server-sent events alike. A chunk's end that may be the beginning of the field is kept back for
-    the next one; an event ends with a line break, so whole events are never delayed.
+    Only the member `model` of an answer changes, of an event, or of an event's `message` or `response`, and
+    only if it is `target`; nothing that is nested deeper, and no text. The bytes around it stay as they are.
+    A chunk's end that may be the beginning of that member is kept back for the next one; an event ends with
+    a line break, so whole events are never delayed.
     """
 
-    __slots__ = ("_kept_back", "_mine", "_pattern", "_spellings")
+    __slots__ = (
+        *("_depth", "_in_string", "_inner", "_is_value", "_kept_back", "_key", "_mine", "_outer"),
+        *("_events", "_line_ended", "_spellings"),
+    )
 
     def __init__(self, target: str, mine: str) -> None:
-        names = {orjson.dumps(target), json.dumps(target).encode()}
-        self._spellings = sorted(b'"model":' + space + name for name in names for space in (b"", b" "))
-        self._pattern = re.compile(b"|".join(re.escape(spelling) for spelling in self._spellings))
-        self._mine = b'"model":' + json.dumps(mine).encode()
+        self._spellings = (orjson.dumps(target), json.dumps(target).encode())
+        self._mine = json.dumps(mine).encode()
         self._kept_back = b""
+        self._depth = 0
+        self._outer = self._inner = False  # the container at depth 1 or 2 may have the model
+        self._key, self._is_value = b"", False  # the last key there, and whether its value comes next
+        self._in_string = self._line_ended = False
+        self._events: bool | None = None  # else JSON alone, which may have blank lines
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
         """The bytes to send on after `chunk`; with `ended`, all that is left."""
-        data = self._pattern.sub(lambda _: self._mine, self._kept_back + chunk)
-        keep = 0 if ended else self._partial(data)
-        self._kept_back = data[len(data) - keep :]
-        return data[: len(data) - keep]
-
-    def _partial(self, data: bytes) -> int:
-        """Length of the longest end of `data` that begins a spelling without completing it."""
-        longest = 0
-        for spelling in self._spellings:
-            for size in range(min(len(spelling) - 1, len(data)), longest, -1):
-                if data.endswith(spelling[:size]):
-                    longest = size
+        data, copied, at = self._kept_back + chunk, 0, 0
+        sent: list[bytes] = []
+        if self._events is None and (begun := data.lstrip()):
+            self._events = begun[:1] not in b"{["
+        if self._line_ended and data.startswith((b"\n", b"\r\n")):
+            self._bracket(b"\n")
+        self._line_ended = data.endswith((b"\n", b"\n\r"))
+        while True:
+            if self._in_string:
+                rest = _REST_OF_STRING.match(data, at)
+                assert rest is not None, "it matches the empty string"
+                at = rest.end()
+                self._in_string = rest[1] is None and data[at : at + 2] in _CUT
+                if self._in_string:
                     break
-        return longest
+            token = _TOKEN.search(data, at)
+            between = data[at : len(data) if token is None else token.start()]
+            if b"," in between:
+                self._key, self._is_value = b"", False
+            elif b":" in between:
+                self._is_value = True
+            if token is None:
+                at = len(data)
+                break
+            start, at = token.span()
+            text = token[0]
+            if text[:1] != b'"':
+                self._bracket(text)
+                continue
+            whole, cut = token[1] is not None, token[1] is None and data[at : at + 2] in _CUT
+            if (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner):
+                is_value = self._is_value and self._key != b""
+                looked_for: tuple[bytes, ...] = (_MODEL, *_INNER)
+                if is_value:
+                    looked_for = self._spellings if self._key == _MODEL else ()
+                if cut and any(name.startswith(text) for name in looked_for):
+                    at = start
+                    break
+                if is_value and whole and text in looked_for:
+                    sent += (data[copied:start], self._mine)
+                    copied = at
+                self._key, self._is_value = (b"" if is_value else text), False
+            if cut:
+                self._in_string = True
+                break
+        if ended:
+            at = len(data)
+        sent.append(data[copied:at])
+        self._kept_back = data[at:]
+        return b"".join(sent)
+
+    def _bracket(self, text: bytes) -> None:
+        """A container begins or ends; or, by a blank line, an event."""
+        if text == b"{" or text == b"[":
+            self._depth += 1
+            if self._depth == 1:
+                self._outer = text == b"{"
+            elif self._depth == 2:
+                self._inner = self._outer and text == b"{" and self._is_value and self._key in _INNER
+        elif text == b"}" or text == b"]":
+            self._depth = max(self._depth - 1, 0)
+        elif self._events:
+            self._depth = 0
+        else:
+            return
+        self._key, self._is_value = b"", False
 
 
-class UsageTail:
-    """Keeps an answer's last 16 KiB (and at most one chunk more), where its usage usually is, and its first
-    4 KiB, for servers that send it before a long text.
-
-    Nothing is parsed until the end: that costs the same for one token as for ten thousand. Text inside a
-    JSON string can't be mistaken for the field, because its quotes are escaped.
+class _Members(TypedDict, total=False):
+    """Members of an answer, and of these, that say how many tokens it took: in the APIs of OpenAI, Anthropic,
+    Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp.
     """
 
-    __slots__ = ("_chunks", "_head", "_size")
+    usage: msgspec.Raw
+    message: msgspec.Raw
+    response: msgspec.Raw
+    usageMetadata: msgspec.Raw
+    meta_info: msgspec.Raw
+    details: msgspec.Raw
+    meta: msgspec.Raw
+    tokens: msgspec.Raw
+    billed_units: msgspec.Raw
+    prompt_tokens: msgspec.Raw
+    input_tokens: msgspec.Raw
+    inputTokens: msgspec.Raw
+    promptTokenCount: msgspec.Raw
+    prompt_eval_count: msgspec.Raw
+    tokens_evaluated: msgspec.Raw
+    input_length: msgspec.Raw
+    completion_tokens: msgspec.Raw
+    output_tokens: msgspec.Raw
+    outputTokens: msgspec.Raw
+    candidatesTokenCount: msgspec.Raw
+    eval_count: msgspec.Raw
+    tokens_predicted: msgspec.Raw
+    generated_tokens: msgspec.Raw
+    total_tokens: msgspec.Raw
+    totalTokens: msgspec.Raw
+    totalTokenCount: msgspec.Raw
+    cache_read_input_tokens: msgspec.Raw
+    cache_creation_input_tokens: msgspec.Raw
+    cacheReadInputTokens: msgspec.Raw
+    cacheWriteInputTokens: msgspec.Raw
+
+
+_NAMES: Final = tuple(_Members.__annotations__)
+_HOLDERS, _PROMPT, _COMPLETION = _NAMES[:9], _NAMES[9:16], _NAMES[16:23]
+_TOTAL, _CACHED = _NAMES[23:26], _NAMES[26:]
+_MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
+# Where in a text a usage may be: by these names, the most frequent first.
+_MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
+    "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
+))  # fmt: skip
+_members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(_Members)
+_list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
+_PREFIX = json.JSONDecoder()
+
+Counts = tuple[int | None, int | None]  # prompt and completion tokens; None for what is unknown
+_UNKNOWN: Final[Counts] = (None, None)
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+class UsageReader:
+    """Reads the tokens that an answer says it took.
+
+    Keeps its last part (and at most one chunk more), where its usage usually is, and its first 4 KiB, for
+    servers that say it before a long text. Of JSON alone it also keeps the last usage between. Nothing is
+    parsed before the end: that costs the same for one token as for ten thousand. What is parsed is at most
+    what is kept, once; in an answer that is not kept whole, a few places of a few KiB.
+    """
+
+    __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size")
 
     def __init__(self) -> None:
-        self._head = b""
+        self._head = self._between = b""
         self._chunks: deque[bytes] = deque()
-        self._size = 0
+        self._size, self._most = 0, 0
+        self._is_json = False
+        self._inflate: Any = None
+
+    def encoded(self, encoding: bytes) -> None:
+        """Take the answer's content-encoding. What cannot be decoded is not read."""
+        if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
+            self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
     def add(self, chunk: bytes) -> None:
+        if self._inflate is not None:
+            chunk = self._inflated(chunk)
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
+            if not self._most and (begun := self._head.lstrip()):
+                self._is_json = begun[:1] in b"{["
+                self._most = _WHOLE_BYTES if self._is_json else _TAIL_BYTES
         self._chunks.append(chunk)
         self._size += len(chunk)
-        while self._size - len(self._chunks[0]) >= _TAIL_BYTES:
-            self._size -= len(self._chunks.popleft())
+        while self._size - len(self._chunks[0]) >= self._most and len(self._chunks) > 1:
+            passed = self._chunks.popleft()
+            self._size -= len(passed)
+            if self._is_json:
+                window = passed + self._chunks[0][:_USAGE_BYTES]
+                if (at := window.rfind(_MARKS[0])) >= 0:
+                    self._between = window[at : at + _USAGE_BYTES]
 
-    def tokens(self) -> tuple[int | None, int | None]:
-        """(prompt, completion) tokens of the last usage that has any; None for what is missing.
+    def tokens(self) -> Counts:
+        """(prompt, completion) tokens of the answer, of a stream of them the most that it says anywhere."""
+        kept = b"".join(self._chunks)
+        if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
+            return found
+        found = _last_in(kept)
+        if b'"message_start"' in self._head:  # Anthropic's: the prompt is told at the beginning
+            found = _most(found, _last_in(self._head))
+        for text in (self._between, self._head):
+            if found == _UNKNOWN:
+                found = _last_in(text)
+        return found
 
-        Read from a plain JSON answer, the last SSE event with one, or the Responses API's
-        `response.completed`, which calls them input and output tokens.
-        """
-        for part in (b"".join(self._chunks)[-_TAIL_BYTES:], self._head):
-            text = part.decode(errors="replace")
-            at = len(text)
-            while (at := text.rfind('"usage"', 0, at)) >= 0:
-                match = _USAGE.match(text, at)
-                if match is None:
-                    continue
-                try:
-                    usage, _ = _DECODER.raw_decode(text, match.end())
-                except (ValueError, RecursionError):
-                    continue
-                prompt = _count(usage, "prompt_tokens", "input_tokens")
-                completion = _count(usage, "completion_tokens", "output_tokens")
-                if prompt is not None or completion is not None:
-                    return prompt, completion
-        return None, None
+    def _inflated(self, chunk: bytes) -> bytes:
+        try:
+            inflated: bytes = self._inflate.decompress(chunk, _MOST_INFLATED_BYTES)
+        except zlib.error:
+            inflated = b""
+        else:
+            if not self._inflate.unconsumed_tail:
+                return inflated
+        self._inflate = _Nothing
+        return inflated
 
 
-def _count(usage: dict[str, object], *names: str) -> int | None:
+class _Nothing:
+    """In place of a decoder: the rest is not read."""
+
+    unconsumed_tail = b""
+
+    @staticmethod
+    def decompress(chunk: bytes, most: int) -> bytes:
+        return b""
+
+
+def _last_in(text: bytes) -> Counts:
+    """What the last events or lines of `text` with a usage say, or the text there if they are cut off."""
+    found = _UNKNOWN
+    for mark in _MARKS:
+        at, unreadable = len(text), -1
+        for _ in range(_FEW):
+            at = text.rfind(mark, 0, at)
+            if at < 0:
+                break
+            start = text.rfind(b"\n", 0, at) + 1
+            if start != unreadable:
+                end = text.find(b"\n", at)
+                line = text[start : end if end >= 0 else len(text)].strip().removeprefix(b"data:")
+                counts = _of_members(line)
+                if counts is None:
+                    unreadable = start
+            if start == unreadable:
+                counts = _of_place(text[at : at + _USAGE_BYTES])
+            else:
+                at = start
+            found = _most(found, counts or _UNKNOWN)
+            if found[0] and found[1] is not None:
+                return found
+        if found != _UNKNOWN:
+            return found
+    return found
+
+
+def _of_answer(text: bytes) -> Counts:
+    """What a whole JSON answer says: an object, or a list of them, whose tokens are added."""
+    if text.lstrip()[:1] != b"[":
+        return _of_members(text) or _UNKNOWN
+    try:
+        answers = [_of_object(each) for each in _list_of_members.decode(text)]
+    except _MALFORMED:
+        return _UNKNOWN
+    told = [[count for count in side if count is not None] for side in zip(*answers, strict=True)]
+    prompt, completion = (sum(side) if side else None for side in told or ((), ()))
+    return prompt, completion
+
+
+def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
+    """What the JSON object `text` says; None if it is none."""
+    try:
+        return _of_object(_members.decode(text), nested)
+    except _MALFORMED:
+        return None
+
+
+def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
+    prompt, completion = _count(members, _PROMPT), _count(members, _COMPLETION)
+    if (total := _count(members, _TOTAL)) is None:
+        for name in _CACHED:  # Anthropic's and Bedrock's prompt is without its cached part
+            if (cached := _count(members, (name,))) is not None:
+                prompt = (prompt or 0) + cached
+    else:
+        prompt = max(total - (completion or 0), 0) if prompt is None else prompt
+        completion = max(total - prompt, 0) if completion is None else completion
+    found = prompt, completion
+    if nested < _MOST_NESTED:
+        for name in _HOLDERS:
+            if name in members:
+                found = _most(found, _of_members(members[name], nested + 1) or _UNKNOWN)
+    return found
+
+
+def _of_place(text: bytes) -> Counts:
+    """What the member at the beginning of `text` says; more may follow it."""
+    name, _, value = text.partition(b":")
+    try:
+        decoded, _ = _PREFIX.raw_decode(value.decode(errors="replace").lstrip())
+        return _of_members(b"{%s:%s}" % (name, orjson.dumps(decoded))) or _UNKNOWN
+    except (ValueError, RecursionError, orjson.JSONEncodeError):
+        return _UNKNOWN
+
+
+def _most(one: Counts, other: Counts) -> Counts:
+    prompt, completion = (
+        max((count for count in counts if count is not None), default=None)
+        for counts in zip(one, other, strict=True)
+    )
+    return prompt, completion
+
+
+def _count(members: Mapping[str, msgspec.Raw], names: tuple[str, ...]) -> int | None:
     for name in names:
-        value = usage.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
-            return value
+        if name in members:
+            digits = bytes(members[name])
+            if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) <= _MAX_TOKENS:
+                return int(digits)
     return None
 
 
@@ -172,7 +410,7 @@ class Response:
         self._status = 0
         self._served: str | None = None
         self._first_byte_s: float | None = None
-        self._usage = UsageTail()
+        self._usage = UsageReader()
 
     def pass_on(self, part: str, message: Any) -> list[bytes]:
         """What goes back for one message of the response; `part` says which it is."""
@@ -204,6 +442,7 @@ class Response:
             added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
         if _ENCODING in found:
             self._rename = None  # names can't be found in compressed text
+            self._usage.encoded(found[_ENCODING])
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)
         return [codec.response_headers(added, sized=self._rename is None)]

@@ -17,7 +17,7 @@ from picker_fleet.admission.gate import Wait, time_up
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError
 from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting
-from picker_fleet.request import InferenceRequest
+from picker_fleet.request import InferenceRequest, largest_claim
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.explain import live_load_addresses
 from picker_fleet.telemetry.metrics import Metrics
@@ -81,7 +81,7 @@ class LocalGate:
         self._loop = asyncio.get_running_loop()
         self.has_waiting = asyncio.Event()
         self._budget = LocalBudget(min(free, bound))
-        self._bound, self._largest_claim = bound, rules.claim_share * bound
+        self._bound, self._largest_claim = bound, largest_claim(rules.claim_share, bound)
         self._paused = paused
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # by id

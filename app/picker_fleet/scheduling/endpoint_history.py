@@ -13,6 +13,7 @@ may be megabytes.
 """
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,8 +35,20 @@ HOLDER_BYTES_PER_BLOCK: Final = 150  # more, where the index names holders
 _MOST_HOLDERS: Final = 4  # of one hash; those that it came to last
 LATENCY_WINDOW: Final = 100  # completions of an endpoint (spec 004)
 
-_BEFORE_MESSAGES = ("tools", "functions", "instructions")  # what chat templates put before the first message
-_PROMPT_FIELDS = ("messages", "prompt", "input")
+# What chat templates put before the first message; Anthropic's system prompt is a member of its own.
+_BEFORE_MESSAGES = ("tools", "functions", "instructions", "system", "systemInstruction")
+_PROMPT_FIELDS = ("messages", "prompt", "input", "contents", "inputs")
+PROMPT_MEMBERS: Final = (*_BEFORE_MESSAGES, *_PROMPT_FIELDS)
+# Anthropic's mark of the end of a cached prefix, which moves on with each turn. A content has to be a list of
+# blocks to have one, so a list of one text is the same as the text.
+_MARK = b'"cache_control"'
+_MARKS = re.compile(
+    rb',\s*+"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)|"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)\s*+,?+'
+)
+_ONE_TEXT = re.compile(
+    rb'\[\s*+\{\s*+"type"\s*+:\s*+"text"\s*+,\s*+"text"\s*+:\s*+("[^"\\]*+(?:\\.[^"\\]*+)*+")\s*+\}\s*+\]',
+    re.DOTALL,
+)
 _CLOSING = b']}"'
 _EMPTY = (b"", b"[]", b"{}", b'""', b"null", b"false")
 
@@ -51,14 +64,19 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
     room = MAX_PROMPT_BYTES
     for name in _BEFORE_MESSAGES:
         if room > 0 and (text := _text(members, name)):
-            parts.append(bytes(text[:room]) + b"\x1e")
+            parts.append(_unmarked(bytes(text[:room])) + b"\x1e")
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
         if text := _text(members, name):
             open_ended = text[:-1] if text[-1] in _CLOSING else text  # a longer prompt continues here
-            parts.append(bytes(open_ended[: max(room, 0)]))
+            parts.append(_unmarked(bytes(open_ended[: max(room, 0)])))
             break
     return b"".join(parts)[:MAX_PROMPT_BYTES]
+
+
+def _unmarked(text: bytes) -> bytes:
+    """`text` without the marks of its cached prefix."""
+    return _ONE_TEXT.sub(rb"\1", _MARKS.sub(b"", text)) if _MARK in text else text
 
 
 def _text(members: Mapping[str, msgspec.Raw | memoryview], name: str) -> memoryview | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picker_fleet.bands import NAMED
+from picker_fleet.request import largest_claim
 from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 
@@ -65,7 +66,7 @@ class Rules:
                 caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
                 bands=_bands_of(settings),
                 paused=settings.get("paused") == 1,
-                claim_share=float(settings.get("claim_share", 1)),
+                claim_share=float(settings.get("largest_claim", settings.get("claim_share", 1))),
                 queues=settings.get("queue_enabled", 1) != 0,
                 logged=settings.get("log_max", 1) != 0,
             )
@@ -450,7 +451,7 @@ class Replay:
         if not rules.queues:
             return 0.0
         bound = largest_bound(entry) if entry.event == "restored" else entry.upper
-        return min(entry.cost, rules.claim_share * bound)
+        return min(entry.cost, largest_claim(rules.claim_share, bound))
 
     def _join(self, entry: Entry) -> None:
         """Decide from the first entry whether the pool was empty before it."""

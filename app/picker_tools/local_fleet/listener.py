@@ -84,14 +84,33 @@ _GRPC_FAILURES = "reset,connect-failure,unavailable,refused-stream,cancelled,int
 _HTTP_FAILURES = "reset,connect-failure,refused-stream"
 _ANSWER_MARGIN_S = 60.0
 
-# Where usage is: completions and chat, the Responses API, and the latter's last streamed event.
+# Where usage is: in answers and events of OpenAI's, Anthropic's, SGLang's and TGI's APIs; in whole answers of
+# Ollama's; in the last event of Responses; in Anthropic's first event. `accesslog._counts` puts it together.
+_USAGE = {
+    "prompt_tokens": (
+        "usage.prompt_tokens",
+        "usage.input_tokens",
+        "meta_info.prompt_tokens",
+        "details.input_length",
+    ),
+    "completion_tokens": (
+        *("usage.completion_tokens", "usage.output_tokens", "meta_info.completion_tokens"),
+        "details.generated_tokens",
+    ),
+}
 _USAGE_IN_ANSWER = {
-    "prompt_tokens": (("usage", "prompt_tokens"), ("usage", "input_tokens")),
-    "completion_tokens": (("usage", "completion_tokens"), ("usage", "output_tokens")),
+    "prompt_tokens": (*_USAGE["prompt_tokens"], "prompt_eval_count"),
+    "completion_tokens": (*_USAGE["completion_tokens"], "eval_count"),
+    "total_tokens": ("usage.total_tokens",),
+    "cache_read_tokens": ("usage.cache_read_input_tokens",),
+    "cache_creation_tokens": ("usage.cache_creation_input_tokens",),
 }
 _USAGE_IN_EVENTS = {
-    "prompt_tokens": (*_USAGE_IN_ANSWER["prompt_tokens"], ("response", "usage", "input_tokens")),
-    "completion_tokens": (*_USAGE_IN_ANSWER["completion_tokens"], ("response", "usage", "output_tokens")),
+    "prompt_tokens": (*_USAGE["prompt_tokens"], "response.usage.input_tokens"),
+    "completion_tokens": (*_USAGE["completion_tokens"], "response.usage.output_tokens"),
+    "first_prompt_tokens": ("message.usage.input_tokens",),
+    "first_cache_read_tokens": ("message.usage.cache_read_input_tokens",),
+    "first_cache_creation_tokens": ("message.usage.cache_creation_input_tokens",),
 }
 
 
@@ -246,16 +265,17 @@ def _json_usage() -> json_rules_v3.JsonToMetadata:
     return json_rules_v3.JsonToMetadata(response_rules=answer)
 
 
-def _usage_rules(paths: Mapping[str, Sequence[tuple[str, ...]]]) -> list[json_rules_v3.JsonToMetadataRule]:
+def _usage_rules(paths: Mapping[str, Sequence[str]]) -> list[json_rules_v3.JsonToMetadataRule]:
     return [_usage_rule(path, key) for key, ways in paths.items() for path in ways]
 
 
-def _usage_rule(path: tuple[str, ...], key: str) -> json_rules_v3.JsonToMetadataRule:
+def _usage_rule(path: str, key: str) -> json_rules_v3.JsonToMetadataRule:
     number = json_rules_v3.JsonToMetadataKeyValuePair(
         metadata_namespace=USAGE_NAMESPACE, key=key, type=json_rules_v3.JsonToMetadataValueType.NUMBER
     )
     return json_rules_v3.JsonToMetadataRule(
-        selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path], on_present=number
+        selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path.split(".")],
+        on_present=number,
     )
 
 

@@ -1,0 +1,213 @@
+"""What a request costs, by its body: sequences where the stock counts requests, else tokens. Pure.
+
+An engine runs a request of several prompts, or for several answers, as so many sequences. What APIs call
+these is the same for all paths: a member that an engine does not know costs it nothing, and a client that
+sends one pays for it. The estimate is a client's claim: the stock gives each request a part of its bound at
+most, a model's `max_model_len` bounds it, and where the engine tells its usage, `settle` corrects it.
+Called for requests that are not one prompt for one answer, and for all where tokens count.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypedDict
+
+import msgspec
+import orjson
+
+from picker_fleet.request import finite_number
+
+_ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
+# Of the members that limit an answer the largest counts: which of them an engine reads depends on the API.
+MAX_ANSWER: Final = (
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
+    *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
+)
+_SECTIONS: Final = (
+    *("sampling_params", "parameters", "options", "generationConfig", "generation_config"),
+    "inferenceConfig",
+)
+PROMPTS: Final = ("messages", "prompt", "input")  # the usual ones
+_MORE_PROMPTS: Final = (
+    *("prompts", "inputs", "texts", "text", "text_1", "text_2", "queries", "documents"),
+    *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
+)
+_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # elsewhere objects in a list are parts of one prompt
+SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # of requests for several sequences
+
+_MOST_SEQUENCES = 1_000_000
+_MOST_ANSWER_TOKENS = 1_000_000
+_MOST_PARSED_BYTES = 64 * 1024  # of a list whose elements are counted by parsing it
+_LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
+_LONGEST_SECTION_BYTES = 64 * 1024
+
+# A token is about four bytes of a JSON body, its field names included.
+_BYTES_A_TOKEN = 4
+# A picture costs an engine as many tokens as it has patches, whatever its bytes are; sound and video go by
+# their length.
+_MEDIA_TOKENS = 1500
+_MEDIA_BYTES_A_TOKEN = 1000
+_MOST_OBJECTS = 10_000  # in a body that is searched for media
+_MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
+_PICTURES = frozenset(("image", "image_url", "images", "image_data"))
+_ENDS_BYTES = 256  # of a file, where its type is said
+
+_FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
+_NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
+
+Members = Mapping[str, Any]  # of a body, each decoded or as its JSON text (msgspec.Raw, memoryview)
+
+
+def sequences(members: Members) -> int:
+    """How many sequences an engine runs: prompts times answers of each, 1 to 1 000 000."""
+    prompts = 1
+    for name in (*PROMPTS, *_MORE_PROMPTS):
+        if name in members and (text := _json(members[name]))[:1] == b"[":
+            prompts = max(prompts, _prompts_in(text, objects=name in _OBJECTS_ARE_PROMPTS))
+    return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
+
+
+def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
+    """The cost in tokens of a request whose body is `body`, or b'' if only its `size_bytes` are known, and
+    whether it lacks the answer's part, for which the flow's mean stands in.
+
+    `most` is what its model takes and answers in each sequence, whatever is claimed; `default` stands for
+    answers of unknown length where there are several.
+    """
+    count, answer = sequences(members), min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
+    prompt = _prompt_tokens(body, size_bytes, members)
+    if answer < 1 and count == 1:
+        return min(prompt, most), True
+    return min(prompt + count * (int(answer) if answer >= 1 else default), count * most), False
+
+
+def _prompt_tokens(body: bytes, size_bytes: int, members: Members) -> float:
+    found = 0.0
+    for name in (*PROMPTS, *_MORE_PROMPTS):
+        if name in members and _NUMBERS.match(text := _json(members[name])):
+            size_bytes -= len(text)
+            found += text.count(b",") + 1
+    if any(mark in body for mark in _MEDIA_MARKS) and body.count(b"{") <= _MOST_OBJECTS:
+        media_bytes, media_tokens = _media(body)
+        size_bytes -= media_bytes
+        found += media_tokens
+    return max(1.0, found + max(size_bytes, 0) / _BYTES_A_TOKEN)
+
+
+def _largest(members: Members, names: Iterable[str]) -> float:
+    """The largest number that any of `names` has, among the members or in their sections; 0 without one."""
+    names = tuple(names)
+    found = _largest_in(members, names)
+    for section in _SECTIONS:
+        if section in members:
+            value = members[section]
+            if not isinstance(value, dict | list):
+                text = _json(value)
+                if len(text) > _LONGEST_SECTION_BYTES:
+                    continue
+                value = orjson.loads(text)
+            for each in value if isinstance(value, list) else (value,):  # SGLang: one for each prompt
+                if isinstance(each, dict):
+                    found = max(found, _largest_in(each, names))
+    return found
+
+
+def _largest_in(members: Members, names: tuple[str, ...]) -> float:
+    return max((_number(members[name]) for name in names if name in members), default=0.0)
+
+
+def _number(value: object) -> float:
+    """`value` as an engine reads it, also if it is quoted; 0 if it is no number."""
+    if isinstance(value, msgspec.Raw | memoryview):
+        if len(text := bytes(value)) > _LONGEST_NUMBER:
+            return 0.0
+        value = orjson.loads(text)
+    if isinstance(value, str) and len(value) <= _LONGEST_NUMBER:
+        try:
+            value = float(value)
+        except ValueError:
+            return 0.0
+    return finite_number(value) or 0.0
+
+
+def _json(value: object) -> bytes:
+    """The JSON text of a member."""
+    return bytes(value) if isinstance(value, msgspec.Raw | memoryview) else orjson.dumps(value)
+
+
+def _prompts_in(text: bytes, *, objects: bool) -> int:
+    """How many prompts a JSON list has."""
+    begun = _FIRST.match(text)
+    first = begun[1] if begun is not None else b"]"
+    if first.isdigit() or (first == b"{" and not objects):
+        return 1
+    if len(text) <= _MOST_PARSED_BYTES:
+        return len(msgspec.json.decode(text, type=list[msgspec.Raw]))
+    if first == b'"':  # each string has two quotes that are not escaped
+        text = text.replace(b"\\\\", b"")
+        return (text.count(b'"') - text.count(b'\\"')) // 2
+    return text.count(first) - (first == b"[")
+
+
+class _Part(TypedDict, total=False):
+    """A part of a message's content, as the APIs of OpenAI, Anthropic and Gemini have it."""
+
+    type: str
+    content: "str | list[_Part] | None"  # of a tool's result
+    image: msgspec.Raw
+    image_url: msgspec.Raw
+    source: msgspec.Raw
+    input_audio: msgspec.Raw
+    audio: msgspec.Raw
+    audio_url: msgspec.Raw
+    video: msgspec.Raw
+    video_url: msgspec.Raw
+    file: msgspec.Raw
+    file_data: msgspec.Raw
+    inline_data: msgspec.Raw
+    inlineData: msgspec.Raw
+
+
+class _Message(_Part, total=False):
+    parts: list[_Part]  # Gemini
+    images: list[msgspec.Raw]  # Ollama
+
+
+class _Prompted(TypedDict, total=False):
+    messages: list[_Message]
+    input: str | list[_Message]
+    contents: list[_Message]
+    images: list[msgspec.Raw]
+    image_data: msgspec.Raw  # SGLang
+
+
+_prompted = msgspec.json.Decoder(_Prompted)
+
+
+def _media(body: bytes) -> tuple[int, float]:
+    """The bytes of pictures, sound and video in a body, and what they cost; 0, 0 if it has another form."""
+    try:
+        prompted: Any = _prompted.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0, 0.0
+    found: list[tuple[bool, int]] = []
+    said = prompted.pop("input", ())
+    _collect((prompted, *prompted.pop("messages", ()), *prompted.pop("contents", ())), found)
+    if not isinstance(said, str):
+        _collect(said, found)
+    other_bytes = sum(size_bytes for is_picture, size_bytes in found if not is_picture)
+    return sum(size for _, size in found), len(found) * _MEDIA_TOKENS + other_bytes / _MEDIA_BYTES_A_TOKEN
+
+
+def _collect(parts: Iterable[Mapping[str, Any]], found: list[tuple[bool, int]]) -> None:
+    """Add to `found` the media in `parts`: whether each is a picture, and its bytes."""
+    for part in parts:
+        for name, value in part.items():
+            if name in ("content", "parts") and isinstance(value, list):
+                _collect(value, found)
+            elif isinstance(value, list):
+                found += ((True, len(bytes(each))) for each in value)
+            elif isinstance(value, msgspec.Raw):
+                text = bytes(value)
+                ends = text[:_ENDS_BYTES] + text[-_ENDS_BYTES:]
+                if b'"text"' not in ends:  # a document may be plain text
+                    found.append((name in _PICTURES or b"image/" in ends, len(text)))

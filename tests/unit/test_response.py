@@ -1,0 +1,175 @@
+"""What is read of an answer on its way back, and changed: its usage, and its model's name."""
+
+import gzip
+import json
+import time
+import zlib
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tables import cases
+
+from picker_fleet.extproc.response import ModelRename, UsageReader
+
+Counts = tuple[int | None, int | None]
+
+
+def counts(answer: bytes, size: int = 1000, encoding: bytes = b"") -> Counts:
+    """The tokens that are read of `answer`, which comes in chunks of `size`."""
+    reader = UsageReader()
+    if encoding:
+        reader.encoded(encoding)
+    for at in range(0, len(answer), size):
+        reader.add(answer[at : at + size])
+    return reader.tokens()
+
+
+def events(*documents: object) -> bytes:
+    return b"".join(b"event: x\ndata: %s\n\n" % json.dumps(each).encode() for each in documents)
+
+
+LONG = "word " * 20_000
+TOKENS = {"input_tokens": 7, "output_tokens": 9}
+OPENAI = {"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}
+FALSE = {"usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
+FIRST = {"type": "message_start", "message": {"model": "m", "usage": {**CLAUDE, "output_tokens": 1}}}
+TEXT = {"type": "content_block_delta", "delta": {"text": "word " * 30}}
+DELTA = {"type": "message_delta", "usage": {"output_tokens": 50}}
+
+ANSWERS: dict[str, tuple[object, Counts]] = {
+    "embeddings": ({"usage": {"prompt_tokens": 8, "total_tokens": 8}}, (8, 0)),
+    "rerank": ({"results": [], "usage": {"total_tokens": 8}}, (8, 0)),
+    "Cohere": ({"usage": {"billed_units": {"input_tokens": 1}, "tokens": TOKENS}}, (7, 9)),
+    "Anthropic": ({"usage": {**CLAUDE, "output_tokens": 50}}, (900, 50)),
+    "Ollama": ({"done": True, "prompt_eval_count": 7, "eval_count": 9}, (7, 9)),
+    "Gemini": ({"usageMetadata": {"promptTokenCount": 7, "candidatesTokenCount": 9}}, (7, 9)),
+    "TGI": ([{"details": {"generated_tokens": 9, "input_length": 7, "tokens": [{}] * 3000}}], (7, 9)),
+    "SGLang, two prompts": ([{"meta_info": {"prompt_tokens": 3, "completion_tokens": 4}}] * 2, (6, 8)),
+    "long after it": ({"a": LONG, **OPENAI, "prompt_logprobs": LONG}, (7, 9)),
+    "long before and after": ({"a": LONG[:9000], **OPENAI, "b": LONG[:40_000]}, (7, 9)),
+    "a tool's input has one": ({**OPENAI, "content": [{"type": "tool_use", "input": FALSE}]}, (7, 9)),
+    "in a string": ({"text": json.dumps(FALSE), **OPENAI}, (7, 9)),
+    "none": ({"choices": [{"message": {"content": "usage"}}]}, (None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1000, 62_000])
+@cases("answer, expected", ANSWERS)
+def test_the_tokens_of_a_plain_answer_are_read_in_each_api(
+    answer: object, expected: Counts, size: int
+) -> None:
+    for indent in (None, 2):
+        assert counts(json.dumps(answer, indent=indent).encode(), size) == expected
+
+
+STREAMS: dict[str, tuple[bytes, Counts]] = {
+    "OpenAI": (events(*[{"usage": None}] * 99, OPENAI) + b"data: [DONE]\n\n", (7, 9)),
+    "Responses": (events({"response": {"output": LONG, "usage": TOKENS}}), (7, 9)),
+    "Anthropic": (events(FIRST, *[TEXT] * 5, DELTA), (900, 50)),
+    "Anthropic, long": (events(FIRST, *[TEXT] * 500, DELTA), (900, 50)),
+    "Anthropic, 0 at the end": (
+        events(FIRST, *[TEXT] * 500, {"usage": {"input_tokens": 0, "output_tokens": 50}}), (900, 50)),
+    "TGI": (events({"token": {}}, {"details": {"generated_tokens": 9, "input_length": 7}}), (7, 9)),
+    "Ollama": (b'{"message":{"content":"a"},"done":false}\n' * 999
+               + b'{"done":true,"prompt_eval_count":7,"eval_count":9}\n', (7, 9)),
+}  # fmt: skip
+
+
+@cases("answer, expected", STREAMS)
+def test_the_tokens_of_a_stream_are_added_up_in_each_api(answer: bytes, expected: Counts) -> None:
+    assert counts(answer, 170) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        *((count, count) for count in (0, 100, 1_000_000_000)),
+        *((count, None) for count in (1_000_000_001, 10**300, -1, True, "100", 1.5)),
+    ],
+)
+def test_a_value_that_is_not_a_token_count_is_unknown(count: object, expected: int | None) -> None:
+    answer = {"usage": {"prompt_tokens": 7, "completion_tokens": count}}
+    assert counts(json.dumps(answer).encode()) == (7, expected)
+
+
+@pytest.mark.parametrize("answer", [json.dumps(OPENAI | {"a": LONG}).encode(), STREAMS["OpenAI"][0]])
+def test_the_usage_of_a_compressed_answer_is_read_unless_it_is_a_bomb(answer: bytes) -> None:
+    assert counts(gzip.compress(answer), 100, b"gzip") == (7, 9)
+    assert counts(zlib.compress(answer), 100, b"deflate") == (7, 9)
+    assert counts(gzip.compress(bytes(50_000_000) + answer), 10_000_000, b"gzip") == (None, None)
+    for damaged in (answer, gzip.compress(answer)[:50] + answer):
+        assert counts(damaged, 100, b"gzip") == (None, None)
+
+
+HOSTILE = (
+    b'{"usage":', b'"usage":{', b'data: {"usage":{"prompt_tokens":', b'{"message":{"usage":', b"[[[[", b'"',
+    b"\\", b"{}\n", b'"usage":null,', b'{"usage":{},', b'[{"meta_info":', b'data:{"usage":{}}\n',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_no_answer_costs_more_than_its_length(piece: bytes) -> None:
+    took_s = []
+    for begun in (b"", b"{", b"data: {"):
+        answer = begun + piece * (64_000 // len(piece))
+        rename = ModelRename("target", "mine")
+        began_s = time.thread_time()
+        counts(answer, 16_000)
+        took_s.append(time.thread_time() - began_s)
+        assert rename.push(answer, ended=True) == answer
+    assert max(took_s) < 0.05
+
+
+def renamed(answer: bytes, size: int) -> bytes:
+    rename = ModelRename("m-v2", "m")
+    chunks: Iterable[bytes] = (answer[at : at + size] for at in range(0, len(answer), size))
+    return b"".join([*(rename.push(chunk, ended=False) for chunk in chunks), rename.push(b"", ended=True)])
+
+
+KEPT = b'{"model":"m-v2","a":{"model":"m-v2"},"message":{"model":"m-v2"}}'  # of a tool's input, say
+RENAMED = {  # `@` stands for the name that changes
+    "the answer's": b'{"id":"model",\n\n"model" : @, "x": 1}',
+    "not of what is in it": b'{"content":[{"type":"tool_use","input":K}],"metadata":K,"model":@}',
+    "not in text": b'{"text":"\\\\\"model\":\"m-v2\"","\"model\"":"m-v2","model":@}',
+    "an event's message": b'data: {"type":"message_start","message":{"content":[K],"model":@}}\n\n',
+    "an event's response": b'data: {"response":{"tools":[K],"model": @},"item":K}\n\ndata: {"a":K}\n\n',
+    "a value, not a key": b'{"a":"model","b":"m-v2","c":["model","m-v2"],"model":1,"d":"m-v2"}',
+    "each line's": b'{"model":@,"n":1}\n{"model":@}\n',
+    "behind a damaged event": b': it "s\n\ndata: {"a":[\n\ndata: {"model":@}\n\n',
+    "another model": b'{"model":"m-v22"}{"model":"m-v',
+}  # fmt: skip
+
+
+@cases("text", {name: (text,) for name, text in RENAMED.items()})
+def test_only_the_models_own_member_is_renamed_however_the_answer_is_cut(text: bytes) -> None:
+    answer = text.replace(b"K", KEPT)
+    for size in range(1, len(answer) + 1):
+        assert renamed(answer.replace(b"@", b'"m-v2"'), size) == answer.replace(b"@", b'"m"')
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text() | st.sampled_from(["model", "m-v2", "message", "\\", '"']),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["model", "message", "response", "a"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["model", "message", "a"]), json_values),
+    st.integers(1, 30),
+    st.booleans(),
+)
+def test_an_answer_is_renamed_as_a_reader_of_json_would(
+    answer: dict[str, object], size: int, wide: bool
+) -> None:
+    separators = (" , ", " : ") if wide else (",", ":")
+    got = json.loads(renamed(json.dumps(answer, separators=separators).encode(), size))
+    for inner in (answer, answer.get("message"), answer.get("response")):
+        if isinstance(inner, dict) and inner.get("model") == "m-v2":
+            inner["model"] = "m"
+    assert got == answer
