@@ -206,6 +206,33 @@ async def test_invalid_values_count_as_unknown(prompt: object, completion: objec
     assert await reported(batch(message)) == [BARE_END]
 
 
+ANTHROPICS = {"prompt_tokens": 150, "cache_read_tokens": 700, "cache_creation_tokens": 50}
+USAGES: dict[str, tuple[dict[str, float], tuple[int | None, int | None]]] = {
+    "OpenAI's": ({"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}, (7, 9)),
+    "with a cached part within": (
+        {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16, "cache_read_tokens": 5}, (7, 9)),
+    "of embeddings": ({"prompt_tokens": 7, "total_tokens": 7}, (7, 0)),
+    "a total alone": ({"total_tokens": 7}, (7, 0)),
+    "Anthropic's": ({**ANTHROPICS, "completion_tokens": 9}, (900, 9)),
+    "Anthropic's stream": (
+        {f"first_{name}": count for name, count in ANTHROPICS.items()} | {"completion_tokens": 9}, (900, 9)),
+    "Anthropic's stream with 0 at its end": (
+        {"first_prompt_tokens": 900, "prompt_tokens": 0, "completion_tokens": 9}, (900, 9)),
+    "an answer's alone": ({"completion_tokens": 9}, (None, 9)),
+}  # fmt: skip
+
+
+@cases("usage, expected", USAGES)
+def test_the_usage_that_envoy_has_found_is_added_up(
+    usage: dict[str, float], expected: tuple[int | None, int | None]
+) -> None:
+    message = entry()
+    describe(message, {"picker.usage": usage})
+    read = accesslog.read(message)
+    assert isinstance(read, Completion)
+    assert (read.prompt_tokens, read.completion_tokens) == expected
+
+
 INVALID: dict[str, tuple[dict[str, object], str]] = {
     "another's": ({"token": signed("another request's")}, "bad-signature"),
     "a changed one": ({"token": signed("req-1").replace("1.0\t1.0", "1.0\t1e12")}, "bad-signature"),

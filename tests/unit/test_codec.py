@@ -71,6 +71,28 @@ def test_a_refusal_says_why(
     assert immediate.details == f"picker_{error.code}"
 
 
+@pytest.mark.parametrize(
+    ("path", "is_anthropics"),
+    [
+        *(
+            (path, True)
+            for path in (b"/v1/messages", b"/a/v1/messages?beta=true", b"/v1/messages/count_tokens")
+        ),
+        *((path, False) for path in (b"", b"/v1/messages2", b"/v1/chat/completions?x=/v1/messages")),
+    ],
+)
+def test_a_refusal_has_the_shape_of_the_api_that_was_asked(path: bytes, is_anthropics: bool) -> None:
+    for error, kind in (
+        (errors.BadRequest("no model"), "invalid_request_error"),
+        (errors.PayloadTooLarge("big"), "request_too_large"),
+        (ExpiredTtl("late"), "overloaded_error"),
+    ):
+        said = json.loads(codec.refusal(error, 503, lambda: 0.5, path).body)
+        shape = {"type": "error", "error": {"type": kind, "message": str(error)}}
+        assert (said == shape) == is_anthropics
+        assert said["error"]["message"] == str(error)
+
+
 def test_only_wanted_headers_are_read_whatever_their_case() -> None:
     message = headers("lean", [("X-Request-ID", "first"), ("x-request-id", "second"), ("cookie", b"\xff")])
     message.request_headers.headers.headers.add(key="x-llm-d-inference-ttl", value="5s")

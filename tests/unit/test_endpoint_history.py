@@ -1,6 +1,7 @@
 """What a replica remembers of endpoints: who served which prompts, and how long completions took."""
 
 import gc
+import itertools
 import statistics
 import tracemalloc
 from itertools import count
@@ -113,6 +114,37 @@ def test_a_match_is_the_common_beginning() -> None:
     assert found["b"] == len(SYSTEM["content"]) // BLOCK_BYTES
     assert index.match(chain("another model", 3)) == {}
     assert index.match(()) == {}
+
+
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def marked(said: dict[str, str], first: bool = False) -> dict[str, object]:
+    """A message with Anthropic's mark of the end of a cached prefix."""
+    text = {"type": "text", "text": said["content"]}
+    return {**said, "content": [{**MARK, **text} if first else {**text, **MARK}]}
+
+
+def claudes(system: object, *said: object, **more: object) -> tuple[bytes, ...]:
+    return block_hashes("m", prompt_of({"messages": said, "system": system, **more}))
+
+
+def test_anthropics_system_prompt_is_the_beginning_and_its_cache_marks_are_no_part_of_it() -> None:
+    system, one, two = "You are brief. " * 1400, user("one " * 200), user("two " * 200)
+    blocks = [{"type": "text", "text": system}]
+    index = PrefixIndex()
+    index.add("a", claudes(system, one))
+    assert index.match(claudes(system, user("hi")))["a"] >= len(system) // BLOCK_BYTES
+    assert index.match(claudes("Another. " * 2400, one)) == {}
+    # As a conversation goes on, its client moves the mark on, and leaves texts without one.
+    tools = [{"name": "t", "input_schema": {"p": "q" * 600}}]
+    turns = (
+        claudes([{**blocks[0], **MARK}], marked(one), tools=[{**tools[0], **MARK}]),
+        claudes([{**blocks[0], **MARK}], one, marked(two, first=True), tools=tools),
+        claudes(system, one, two, marked(user("three")), tools=tools),
+    )
+    assert all(later[: len(former)] == former for former, later in itertools.pairwise(turns))
+    assert len(turns[0]) > (len(system) + 600) // BLOCK_BYTES
 
 
 def served_by(addresses: str, max_size: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:

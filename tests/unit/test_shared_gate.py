@@ -216,17 +216,25 @@ async def test_the_older_stream_ends_when_its_placement_is_refused(bench: Bench)
     assert (await newer).endpoints == (E1,)
 
 
-@cases("in_tokens, prompt, answer, actual, learned", {
-    "in requests": (None, 7, 100, None, None),
-    "in tokens": (256, 7, 100, 107.0, 100),
-    "an unknown prompt": (256, None, 100, None, 100),
-    "an unknown answer": (256, 7, None, None, None),
+@cases("in_tokens, status, prompt, answer, actual, learned", {
+    "in requests": (None, 200, 7, 100, None, None),
+    "in tokens": (256, 200, 7, 100, 107.0, 100),
+    "an unknown prompt": (256, 200, None, 100, None, 100),
+    "an unknown answer": (256, 200, 7, None, None, None),
+    "refused by its engine": (None, 400, None, None, 1.0, None),
+    "refused by its engine, in tokens": (256, 422, None, None, 1.0, None),
+    "failed": (256, 500, None, None, None, None),
 })  # fmt: skip
-async def test_a_stock_of_tokens_is_settled_with_the_real_cost(
-    in_tokens: int | None, prompt: int | None, answer: int | None, actual: float | None, learned: int | None
+async def test_a_request_is_settled_with_its_real_cost(
+    in_tokens: int | None,
+    status: int,
+    prompt: int | None,
+    answer: int | None,
+    actual: float | None,
+    learned: int | None,
 ) -> None:
     bench = Bench(in_tokens)
-    bench.gate.settle(Completion("r", Outcome.COMPLETED, 200, None, prompt, answer, 1.0, 0.1))
+    bench.gate.settle(Completion("r", Outcome.COMPLETED, status, None, prompt, answer, 1.0, 0.1))
     assert bench.store.settled == [("r", actual, learned)]
 
 

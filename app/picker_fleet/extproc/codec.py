@@ -307,7 +307,7 @@ def _passed_on(mutation: bytes) -> bytes:
     return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
 
 
-_ANTHROPIC_PATH = re.compile(rb"/v1/messages(?:[/?]|$)")
+_ANTHROPIC_PATH = re.compile(rb"[^?]*/v1/messages(?:[/?]|$)")
 _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -338,7 +338,7 @@ def refusal(
         headers["retry-after"] = str(_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s)
     if error.reason is not None:
         headers[DROPPED_REASON] = error.reason
-    if _ANTHROPIC_PATH.search(path):
+    if _ANTHROPIC_PATH.match(path):
         kind = _ANTHROPIC_KINDS.get(status, error.kind)
         text: dict[str, object] = {"type": "error", "error": {"type": kind, "message": str(error)}}
     else:
