@@ -31,7 +31,7 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str
 class CountingServers:
     """`in_flight` over all of them, and its `peak` since `forget_peak`. A request takes `service_s`.
 
-    `last_body` is the body of the last request.
+    `last_body` and `last_headers` are the last request's. Each is answered with `answer`, of type `kind`.
     """
 
     def __init__(self, service_s: float) -> None:
@@ -40,7 +40,8 @@ class CountingServers:
         self.peak = 0
         self.served = 0
         self._one_served = asyncio.Condition()
-        self.last_body = b""
+        self.last_body, self.last_headers = b"", dict[str, str]()
+        self.answer, self.kind = _ANSWER, b"application/json"
         self.addresses: list[str] = []
 
     def forget_peak(self) -> None:
@@ -60,11 +61,11 @@ class CountingServers:
         writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first, _, body = await read_request(reader)
+        first, headers, body = await read_request(reader)
         if first.startswith("GET"):
             await _answer(writer, b"", b"text/plain")
             return
-        self.last_body = body
+        self.last_body, self.last_headers = body, headers
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
@@ -74,7 +75,7 @@ class CountingServers:
         async with self._one_served:
             self.served += 1
             self._one_served.notify_all()
-        await _answer(writer, _ANSWER, b"application/json")
+        await _answer(writer, self.answer, self.kind)
 
 
 async def _answer(writer: asyncio.StreamWriter, body: bytes, kind: bytes) -> None:

@@ -143,7 +143,7 @@ def test_anthropics_system_prompt_is_the_beginning_and_its_cache_marks_are_no_pa
         claudes([{**blocks[0], **MARK}], one, marked(two, first=True), tools=tools),
         claudes(system, one, two, marked(user("three")), tools=tools),
     )
-    assert all(later[: len(former)] == former for former, later in itertools.pairwise(turns))
+    assert all(longer[: len(former)] == former for former, longer in itertools.pairwise(turns))
     assert len(turns[0]) > (len(system) + 600) // BLOCK_BYTES
 
 
