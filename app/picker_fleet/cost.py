@@ -48,6 +48,8 @@ _MEDIA_TOKENS = 1500
 _MEDIA_BYTES_A_TOKEN = 1000
 _MOST_OBJECTS = 10_000  # in a body that is searched for media
 _MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
+_SHORT_BYTES = 4096
+_WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
 _PICTURES = frozenset(("image", "image_url", "images", "image_data"))
 _ENDS_BYTES = 256  # of a file, where its type is said
 
@@ -66,31 +68,47 @@ def sequences(members: Members) -> int:
     return int(min(prompts * max(1.0, _largest(members, _ANSWERS)), _MOST_SEQUENCES))
 
 
-def tokens(body: bytes, size_bytes: int, members: Members, most: float, default: float) -> tuple[float, bool]:
+def tokens(
+    body: bytes, size_bytes: int, members: Members, most: float, default: float, *, is_one: bool
+) -> tuple[float, bool]:
     """The cost in tokens of a request whose body is `body`, or b'' if only its `size_bytes` are known, and
     whether it lacks the answer's part, for which the flow's mean stands in.
 
     `most` is what its model takes and answers in each sequence, whatever is claimed; `default` stands for
-    answers of unknown length where there are several.
+    answers of unknown length where there are several. `is_one` says that it is one sequence.
     """
-    count, answer = sequences(members), min(_largest(members, MAX_ANSWER), _MOST_ANSWER_TOKENS)
-    prompt = _prompt_tokens(body, size_bytes, members)
+    if is_one:
+        count, answer = 1, _largest_in(members, MAX_ANSWER)
+    else:
+        count, answer = sequences(members), _largest(members, MAX_ANSWER)
+    answer = min(answer, _MOST_ANSWER_TOKENS)
+    prompt = _prompt_tokens(body, size_bytes, members, is_one=is_one)
     if answer < 1 and count == 1:
         return min(prompt, most), True
     return min(prompt + count * (int(answer) if answer >= 1 else default), count * most), False
 
 
-def _prompt_tokens(body: bytes, size_bytes: int, members: Members) -> float:
+def _prompt_tokens(body: bytes, size_bytes: int, members: Members, *, is_one: bool) -> float:
     found = 0.0
-    for name in (*PROMPTS, *_MORE_PROMPTS):
+    for name in () if is_one else (*PROMPTS, *_MORE_PROMPTS):
         if name in members and _NUMBERS.match(text := _json(members[name])):
             size_bytes -= len(text)
             found += text.count(b",") + 1
-    if any(mark in body for mark in _MEDIA_MARKS) and body.count(b"{") <= _MOST_OBJECTS:
+    if _may_have_media(body, members):
         media_bytes, media_tokens = _media(body)
         size_bytes -= media_bytes
         found += media_tokens
     return max(1.0, found + max(size_bytes, 0) / _BYTES_A_TOKEN)
+
+
+def _may_have_media(body: bytes, members: Members) -> bool:
+    """In a long body, of which the members are without their long strings, only these are searched."""
+    for name in _WITH_MEDIA:
+        if name in members:
+            text = body if len(body) <= _SHORT_BYTES else _json(members[name])
+            if any(mark in text for mark in _MEDIA_MARKS):
+                return body.count(b"{") <= _MOST_OBJECTS
+    return False
 
 
 def _largest(members: Members, names: Iterable[str]) -> float:
@@ -112,7 +130,12 @@ def _largest(members: Members, names: Iterable[str]) -> float:
 
 
 def _largest_in(members: Members, names: tuple[str, ...]) -> float:
-    return max((_number(members[name]) for name in names if name in members), default=0.0)
+    found = 0.0
+    for name in names:
+        if name in members:
+            value = members[name]
+            found = max(found, value if type(value) is int else _number(value))
+    return found
 
 
 def _number(value: object) -> float:

@@ -307,12 +307,12 @@ class Intake:
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
         """The cost of `ask` in the stock's unit, and whether it lacks the answer's part."""
-        if self._in_tokens:
-            most = self._longest.get(model, math.inf)
-            return cost.tokens(ask.text, ask.body_bytes, ask.members, most, self._answer_tokens)
-        if isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members):
-            return 1.0, False
-        return float(cost.sequences(ask.members)), False
+        is_one = isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members)
+        if not self._in_tokens:
+            return 1.0 if is_one else float(cost.sequences(ask.members)), False
+        most = self._longest.get(model, math.inf)
+        size_bytes, default = ask.body_bytes, self._answer_tokens
+        return cost.tokens(ask.text, size_bytes, ask.members, most, default, is_one=is_one)
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)

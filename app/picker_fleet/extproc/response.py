@@ -164,9 +164,15 @@ class _Members(TypedDict, total=False):
     cacheWriteInputTokens: msgspec.Raw
 
 
-_NAMES: Final = tuple(_Members.__annotations__)
-_HOLDERS, _PROMPT, _COMPLETION = _NAMES[:9], _NAMES[9:16], _NAMES[16:23]
-_TOTAL, _CACHED = _NAMES[23:26], _NAMES[26:]
+# The names above, in their order: 9 of what holds counts, then of the counts of each kind.
+_HOLDS, _PROMPT, _COMPLETION, _TOTAL, _CACHED = range(5)
+_KINDS: Final = dict(
+    zip(
+        _Members.__annotations__,
+        (*[_HOLDS] * 9, *[_PROMPT] * 7, *[_COMPLETION] * 7, *[_TOTAL] * 3, *[_CACHED] * 4),
+        strict=True,
+    )
+)
 _MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
 # Where in a text a usage may be: by these names, the most frequent first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
@@ -261,6 +267,8 @@ def _last_in(text: bytes) -> Counts:
     """What the last events or lines of `text` with a usage say, or the text there if they are cut off."""
     found = _UNKNOWN
     for mark in _MARKS:
+        if mark is not _MARKS[0]:
+            text = text[-_USAGE_BYTES:]  # where servers with such names have them
         at, unreadable = len(text), -1
         for _ in range(_FEW):
             at = text.rfind(mark, 0, at)
@@ -307,20 +315,22 @@ def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
 
 
 def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
-    prompt, completion = _count(members, _PROMPT), _count(members, _COMPLETION)
-    if (total := _count(members, _TOTAL)) is None:
-        for name in _CACHED:  # Anthropic's and Bedrock's prompt is without its cached part
-            if (cached := _count(members, (name,))) is not None:
-                prompt = (prompt or 0) + cached
-    else:
+    told: list[int | None] = [None] * 5
+    found = _UNKNOWN
+    for name, text in members.items():
+        kind = _KINDS[name]
+        if kind is _HOLDS:
+            if nested < _MOST_NESTED:
+                found = _most(found, _of_members(text, nested + 1) or _UNKNOWN)
+        elif (count := _count(bytes(text))) is not None:
+            told[kind] = count if (before := told[kind]) is None else before + count
+    _, prompt, completion, total, cached = told
+    if total is not None:
         prompt = max(total - (completion or 0), 0) if prompt is None else prompt
         completion = max(total - prompt, 0) if completion is None else completion
-    found = prompt, completion
-    if nested < _MOST_NESTED:
-        for name in _HOLDERS:
-            if name in members:
-                found = _most(found, _of_members(members[name], nested + 1) or _UNKNOWN)
-    return found
+    elif cached is not None:  # Anthropic's and Bedrock's prompt is without its cached part
+        prompt = (prompt or 0) + cached
+    return _most(found, (prompt, completion))
 
 
 def _of_place(text: bytes) -> Counts:
@@ -334,6 +344,8 @@ def _of_place(text: bytes) -> Counts:
 
 
 def _most(one: Counts, other: Counts) -> Counts:
+    if one == _UNKNOWN:
+        return other
     prompt, completion = (
         max((count for count in counts if count is not None), default=None)
         for counts in zip(one, other, strict=True)
@@ -341,13 +353,12 @@ def _most(one: Counts, other: Counts) -> Counts:
     return prompt, completion
 
 
-def _count(members: Mapping[str, msgspec.Raw], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if name in members:
-            digits = bytes(members[name])
-            if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) <= _MAX_TOKENS:
-                return int(digits)
-    return None
+def _count(digits: bytes) -> int | None:
+    return (
+        int(digits)
+        if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) <= _MAX_TOKENS
+        else None
+    )
 
 
 class Response:
