@@ -116,8 +116,6 @@ async def test_a_rename_changes_the_model_alone_in_what_the_server_and_the_clien
     renamed = servers.answer.replace(b'"model": "big-v2"', b'"model": "big"', 1)
     assert answer.content == (renamed if mode == "standard" else servers.answer)
     async with here.client() as client:
-        answer = await client.post(
-            "/v1/messages", content=b"[]", headers={"content-type": "application/json"}
-        )
+        answer = await client.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")
