@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from picker_fleet.request import finite_number
+from picker_fleet.units import MOST_COST
 
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
 # Of the members that limit an answer the largest counts: which of them an engine reads depends on the API.
@@ -50,7 +51,7 @@ _MOST_OBJECTS = 10_000  # in a body that is searched for media
 _MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
 _WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
-_PICTURES = frozenset(("image", "image_url", "images", "image_data"))
+_PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
 _ENDS_BYTES = 256  # of a file, where its type is said
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
@@ -85,7 +86,7 @@ def tokens(
     prompt = _prompt_tokens(body, size_bytes, members, is_one=is_one)
     if answer < 1 and count == 1:
         return min(prompt, most), True
-    return min(prompt + count * (int(answer) if answer >= 1 else default), count * most), False
+    return min(prompt + count * (int(answer) if answer >= 1 else default), count * most, MOST_COST), False
 
 
 def _prompt_tokens(body: bytes, size_bytes: int, members: Members, *, is_one: bool) -> float:
@@ -178,6 +179,7 @@ class _Part(TypedDict, total=False):
     content: "str | list[_Part] | None"  # of a tool's result
     image: msgspec.Raw
     image_url: msgspec.Raw
+    image_embeds: msgspec.Raw
     source: msgspec.Raw
     input_audio: msgspec.Raw
     audio: msgspec.Raw

@@ -30,6 +30,7 @@ from picker_fleet.intake import (
     wanted_headers,
 )
 from picker_fleet.request import InferenceRequest, Workload
+from picker_fleet.units import MOST_COST
 
 SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
 SETTINGS = parse({
@@ -205,6 +206,7 @@ COSTS: dict[str, tuple[dict[str, object], float, float | None]] = {
     "items": ({"input": [TEXT] * 3, "max_output_tokens": 10}, 1, 300 + 10),
     "no maximum": ({"prompt": "p" * 400, "n": 10}, 10, 100 + 10 * 256),
     "absurd": ({"prompt": "p", "n": 1e300, "max_tokens": 1}, 1_000_000, 1_000_000),
+    "more absurd": ({"prompt": "p", "n": 1e300, "max_tokens": 1e300}, 1_000_000, MOST_COST),
     "no numbers": ({"prompt": "p", "n": None, "best_of": "x", "max_tokens": 1, "options": "o"}, 1, 1),
     "an image": (chat({"image_url": {"url": "data:image/png;base64," + "iVBO" * 500_000}}), 1, 1500 + 10),
     "an image by address": (chat({"type": "image_url", "image_url": {"url": "http://a"}}), 1, 1500 + 10),

@@ -118,9 +118,9 @@ def test_no_answer_costs_more_than_its_length(piece: bytes) -> None:
         rename = ModelRename("target", "mine")
         began_s = time.thread_time()
         counts(answer, 16_000)
-        took_s.append(time.thread_time() - began_s)
         assert rename.push(answer, ended=True) == answer
-    assert max(took_s) < 0.05
+        took_s.append(time.thread_time() - began_s)
+    assert max(took_s) < 0.15  # 64 KB whose cost grows with its square took seconds
 
 
 def renamed(answer: bytes, size: int) -> bytes:

@@ -25,8 +25,9 @@ _FEW = 8  # places that may have a usage, from the end
 _MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; what grows more is no longer read
 _MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is not a count and must not be charged
 
-# A string, without group 1 if it is cut off; a bracket; the blank line after an event.
-_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{}\[\]]|\n\r?\n')
+# A string, without group 1 if it is cut off; brackets; the blank line after an event.
+_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
+_NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # what may follow a string that goes on in the next chunk; in a string is no line break
 _MODEL = b'"model"'
@@ -74,6 +75,8 @@ class ModelRename:
                 self._in_string = rest[1] is None and data[at : at + 2] in _CUT
                 if self._in_string:
                     break
+            if not self._is_watched and (skipped := _NO_BRACKETS.match(data, at)) is not None:
+                at = skipped.end()
             token = _TOKEN.search(data, at)
             between = data[at : len(data) if token is None else token.start()]
             if b"," in between:
@@ -89,7 +92,7 @@ class ModelRename:
                 self._bracket(text)
                 continue
             whole, cut = token[1] is not None, token[1] is None and data[at : at + 2] in _CUT
-            if (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner):
+            if self._is_watched:
                 is_value = self._is_value and self._key != b""
                 looked_for: tuple[bytes, ...] = (_MODEL, *_INNER)
                 if is_value:
@@ -110,16 +113,22 @@ class ModelRename:
         self._kept_back = data[at:]
         return b"".join(sent)
 
+    @property
+    def _is_watched(self) -> bool:
+        """Whether the members here may be the model, or have it."""
+        return (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner)
+
     def _bracket(self, text: bytes) -> None:
-        """A container begins or ends; or, by a blank line, an event."""
-        if text == b"{" or text == b"[":
-            self._depth += 1
-            if self._depth == 1:
-                self._outer = text == b"{"
-            elif self._depth == 2:
-                self._inner = self._outer and text == b"{" and self._is_value and self._key in _INNER
-        elif text == b"}" or text == b"]":
-            self._depth = max(self._depth - 1, 0)
+        """Containers begin or end; or, by a blank line, an event."""
+        if text[:1] in b"{[":
+            if self._depth == 0:
+                self._outer = text[:1] == b"{"
+            if self._depth + len(text) >= 2 and self._depth < 2:
+                self._inner = self._depth == 1 and self._outer and text[:1] == b"{" and self._is_value
+                self._inner = self._inner and self._key in _INNER
+            self._depth += len(text)
+        elif text[:1] in b"}]":
+            self._depth = max(self._depth - len(text), 0)
         elif self._events:
             self._depth = 0
         else:
