@@ -2,21 +2,31 @@
 -- Admit a batch of arrivals: place at once (bypass), queue or refuse; adopt what is already known.
 --
 -- Guarantees: the stock never passes the upper bound (G1). A known id keeps its place in the queue, its grant or its
--- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). A request that is refused or expired
--- leaves nothing under its id: sent twice, it counts twice among the arrivals of its workload.
+-- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). Only who brings the same flow, model
+-- and body is taken for the same request: an id alone opens nothing. A request that is refused or expired leaves
+-- nothing under its id: sent twice, it counts twice among the arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
---   id, attempt, flow, workload ('' anonymous), model, candidates (as place has them); then doubles: priority,
---   weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none), learn (1: cost lacks the
---   answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). One that is queued with
---   candidates '*' is placed by the call that grants it.
+--   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates (as place has them);
+--   then doubles: priority, weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none),
+--   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). One
+--   that is queued with candidates '*' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
 --   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, band-capacity, band-bytes, total-capacity
---   | 'expired' | 'unknown-pool' (publish first)
+--   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
+
+-- Whether a known id comes with the request that has it. Neither flow, model nor digest can change, whichever stream
+-- brings it. A request without an attempt was restored from an access log: Envoy has its answer and sends it no more.
+-- A version before this one writes no digest.
+local function is_same(r, arrival)
+  if r.flow ~= arrival.flow or r.model ~= arrival.model or r.attempt == '' then return false end
+  local digest = string.match(r.attempt, '%..*')
+  return not digest or digest == string.match(arrival.attempt, '%..*')
+end
 
 local function adopt(r, arrival, turn, picks)
   local old_owner, old_attempt, attempt = r.owner, r.attempt, arrival.attempt
@@ -42,7 +52,9 @@ local function adopt(r, arrival, turn, picks)
   if r.state == STATE_PLACED then
     -- Two streams know its endpoint, and the pool cannot tell which of them Envoy still uses: a suspended replica may
     -- send a request again that Envoy gave up long ago. So neither stream can cancel it. Its end or its lease ends it.
-    if old_owner ~= notifications.caller or old_attempt ~= attempt then r.attempt = '' end
+    if old_owner ~= notifications.caller or old_attempt ~= attempt then
+      r.attempt = string.match(attempt, '%..*') or ''
+    end
     notifications.withdraw(old_owner, r.id) -- this reply says it
     record.put(r)
     return 'placed ' .. r.endpoints .. ' adopted'
@@ -94,7 +106,7 @@ local function bypass(r, turn, picks)
   pool.stock = pool.stock + take
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
-  workloads.dispatched(r.workload, r.age_ms)
+  workloads.dispatched(r, r.age_ms)
   log_event('bypassed', r)
   return reply
 end
@@ -161,21 +173,22 @@ local function admit(args)
   end
   record.prefetch(ids, count)
   workloads.prefetch(workload_ids, count)
+  workloads.prefetch_scores(asked, count)
   for i = 1, count do
     local r, turn = asked[i], now_us + i + 1
     local known = record.read(r.id)
     if known then
-      replies[i] = adopt(known, r, turn, count)
+      replies[i] = is_same(known, r) and adopt(known, r, turn, count) or 'foreign'
     else
       -- The workload counts it before the decision, so the rate includes refused requests (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
-        workloads.arrived(r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
+        workloads.arrived(r.flow, r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
       r.cost = queue.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
       if r.state == 'new' then -- refused, expired
-        workloads.refused(r.workload)
+        workloads.refused(r.flow, r.workload)
       elseif r.band > LAST_NAMED then
         bands.count_request(r.band, 1)
       end

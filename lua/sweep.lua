@@ -219,7 +219,7 @@ local function sweep(args)
   local unseen_ms = tonumber(args[5])
   reset_notifications(owner)
   local state = read('HMGET', key.pool, 'swept_ms', 'sweep_more', 'workload_cursor', 'answer_cursor', 'walk',
-    'walks', 'swept_dispatches')
+    'walks', 'swept_dispatches', 'flow_workload_cursor')
   local swept_ms = tonumber(state[1] or 0)
   local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
   if not pool.known or not (fresh or state[2] == '1') then
@@ -272,7 +272,8 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
   local positions = {sweep_more = more and 1 or 0, walk = walked, walks = walks,
-    workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads, idle_ms),
+    workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads.by_id, idle_ms),
+    flow_workload_cursor = forget_idle(key.flow_workloads, state[8] or '0', workloads.by_flow, idle_ms),
     answer_cursor = forget_idle(key.answers, state[4] or '0', answers, idle_ms)}
   for field, value in pairs(positions) do defer_write('HSET', key.pool, field, value) end
   local head = finish_call()

@@ -68,11 +68,11 @@ local function score_parts(r)
   if settings.ordering ~= ORDERING_WORKLOAD_AWARE then return '', '', '' end
   local waited = (now_us - r.arrived) / 1000
   if settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' then
-    waited = workloads.wait_ms(r.workload)
+    waited = workloads.wait_ms_of(r)
   end
   return exact(settings.wait_weight * math.min(waited / settings.wait_cap_ms, 1)),
     exact(settings.criticality_weight * r.criticality / 5),
-    exact(-settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1))
+    exact(-settings.rate_weight * math.min(workloads.rate_of(r) / settings.rate_cap, 1))
 end
 
 function view.request(r, is_overdue)

@@ -14,6 +14,7 @@
         ├── BufferFull           503: the replica holds as many bytes of bodies as it may
         ├── NoEndpoints          503: nothing to pick from
         ├── ClientGone           499: the client has left
+        ├── RequestIdTaken       409: another request has its id; it is given a new one
         ├── DeadlineExceeded     504: the client's own deadline passed
         ├── StateFault           the shared state did not do what it was asked
         │   ├── StateUnavailable 503: it cannot be reached
@@ -118,6 +119,10 @@ class NoEndpoints(
 
 class ClientGone(RequestError, status=499, code="client_gone", reason="rejected-context-cancelled"):
     pass
+
+
+class RequestIdTaken(RequestError, status=409, code="request_id_taken", kind=_INVALID):
+    """Another request has this id, which opens nothing of that one."""
 
 
 class DeadlineExceeded(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 
 import msgspec
 import orjson
+from xxhash import xxh3_64_hexdigest
 
 from picker_fleet import allowlist, cost
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
@@ -88,6 +89,8 @@ _GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's Tim
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _WHOLE_MS = re.compile(r"[0-9]{1,15}")
 
+# Of a body, in hexadecimal. It need not withstand an attacker: he knows neither digest nor body.
+_DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -213,7 +216,7 @@ class Intake:
         self.headers = wanted_headers(settings)
         self._bands = queue.bands
         self._unranked = (self._bands.named(Criticality.DEFAULT), 1.0)
-        self._new_id, self._variant_key = new_id, variant_key
+        self.new_id, self._variant_key = new_id, variant_key
         self._ttl_s = queue.queue_ttl
         self._by_fairness_id = queue.flow_key == "fairness-id"
         self._in_tokens = settings.request_queue_controller.unit == "tokens"
@@ -271,7 +274,7 @@ class Intake:
         """
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         by_gateway = _TRUSTED_ID.fullmatch(raw_id) is not None
-        request_id = raw_id.decode() if by_gateway else self._new_id()
+        request_id = raw_id.decode() if by_gateway else self.new_id()
         fairness_id = objective = rewrite = session = trace = ""
         workload = _ANONYMOUS
         ttl_s, by_client = self._ttl_s, False
@@ -303,6 +306,7 @@ class Intake:
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
+            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS],
         )  # fmt: skip
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:

@@ -33,7 +33,8 @@ class InferenceRequest(NamedTuple):
     flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the
     flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody
     asks for it. `by_client` says that `ttl_s` is a deadline of the client's own. `body_bytes` is the length
-    of its body, 0 if unknown.
+    of its body, 0 if unknown, and `digest` tells its body from others. It is never shown: who knows it could
+    pass for the request.
     """
 
     id: str
@@ -55,20 +56,25 @@ class InferenceRequest(NamedTuple):
     trace: str = ""
     by_client: bool = False
     body_bytes: int = 0
+    digest: str = ""
+
+    def repeats(self, other: "InferenceRequest") -> bool:
+        """Whether this is `other`, whose id it has, sent again."""
+        return (self.flow, self.model, self.digest) == (other.flow, other.model, other.digest)
 
 
 class Placement(NamedTuple):
     """Where a request goes: `endpoints`, best first (`ip:port`), and what the access log must return.
 
     `accounting_token` is opaque to Envoy; it has what is needed to account for the request after the shared
-    state was lost. `attempt` says which stream may withdraw the placement. `session` goes to the client,
-    who sends it back with its next request; '' for none. `waited_s` is the time in the queue, None if it
-    bypassed it.
+    state was lost. `attempt` says which stream may withdraw the placement, and has the body's digest.
+    `session` goes to the client, who sends it back with its next request; '' for none. `waited_s` is the time
+    in the queue, None if it bypassed it.
     """
 
     endpoints: tuple[str, ...]
     accounting_token: str
-    attempt: int = 0
+    attempt: str = ""
     session: str = ""
     waited_s: float | None = None
 

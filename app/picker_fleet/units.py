@@ -159,6 +159,15 @@ def bearer_token(text: str) -> str:
     return token
 
 
+def without_secrets(text: str) -> str:
+    """`text`; of a URL only scheme, host, port and path, since the rest may have a password or a key."""
+    scheme, mark, rest = text.partition("://")
+    place = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if "@" in rest and "@" not in place:  # a password may have a question mark
+        return f"{scheme}://…"
+    return f"{scheme}://{place.rpartition('@')[2]}" if mark else text
+
+
 def has_control(text: str) -> bool:
     """Whether `text` holds a control character, which no name in the shared state may: keys join names by
     byte 31, records end them by byte 0."""

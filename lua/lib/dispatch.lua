@@ -157,7 +157,7 @@ local function grant(r, tag, take, turn_of, picks)
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
-  workloads.dispatched(r.workload, (now_us - r.arrived) / 1000)
+  workloads.dispatched(r, (now_us - r.arrived) / 1000)
   if settings.log_max > 0 then log_event('granted', r, tag, turn_of and 'turn' or 'guard', share) end
   local reply = r.any_endpoint and place_request(r, endpoints.ANY, now_us + counters.dispatches, picks)
   if reply then

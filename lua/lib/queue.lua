@@ -51,7 +51,7 @@ local order, queue = {}, {}
 do
   local function constant_score(r)
     return settings.criticality_weight * r.criticality / 5
-      - settings.rate_weight * math.min(workloads.rate(r.workload) / settings.rate_cap, 1)
+      - settings.rate_weight * math.min(workloads.rate_of(r) / settings.rate_cap, 1)
   end
 
   local function cap_us() return settings.wait_cap_ms * 1000 end
@@ -72,7 +72,7 @@ do
   local function index(r, flow_queue)
     local g, waited = constant_score(r), nil
     if by_average(r) then
-      waited = math.min(workloads.wait_ms(r.workload) / settings.wait_cap_ms, 1)
+      waited = math.min(workloads.wait_ms_of(r) / settings.wait_cap_ms, 1)
     elseif settings.wait_weight == 0 or now_us - r.arrived >= cap_us() then
       waited = 1
     end
@@ -106,7 +106,7 @@ do
       heads[line] = head
     end
     head.id, head.arrived, head.criticality = r.id, r.arrived, r.criticality
-    head.workload, head.band = r.workload, r.band
+    head.workload, head.band, head.flow = r.workload, r.band, r.flow
   end
 
   -- Read the oldest waiting request of a line, or nil. Ids of requests that no longer wait are dropped.

@@ -168,47 +168,117 @@ end
 -- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate is the newest count, the five
 -- before it, and the part of the seventh that the window still covers. Anonymous requests (workload '') leave nothing
 -- here. Neither does a workload beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
+--
+-- It counts by id. Clients choose their ids, so those of two flows may be the same: under `workload-aware` the same is
+-- counted by flow and id as well, without active ones, and only that decides a score. So no client can change the order
+-- within another flow.
 local workloads = {}
 local parse_workload, reset_workloads
 do
   local WORKLOAD = 'ddddddddddddd'
-  local known_workloads, changed_workloads = {}, {}
   -- Workloads are kept for the next call while nobody else changes the pool. (Keeping records would gain less, and need
   -- more memory than Redis does for them.)
   local MOST_KNOWN = 256
-  local known_count = 0
-  local registered -- how many there are, once this call has asked
 
   local function unpack_workload(text) return {struct.unpack(WORKLOAD, text)} end
-  function parse_workload(id, text)
-    local known, w = false, nil
-    if text then
-      known, w = pcall(unpack_workload, text)
-      if not known then strays = strays + 1 end -- start again
-    end
-    if not known then w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
-    known_workloads[id], known_count = w, known_count + 1
-    return w
-  end
 
-  -- Read the workloads of the first `named` ids with one command; '' is no workload.
-  local asked_workloads = {} -- reused by each call
-  function workloads.prefetch(ids, named)
-    local known, asked, count = known_workloads, asked_workloads, 0
-    for i = 1, named do
-      local id = ids[i]
-      if known[id] == nil and id ~= '' then
-        count = count + 1
-        asked[count], known[id] = id, false
+  -- The entries of the hash `name`.
+  local function registry(name)
+    local it = {known = {}, changed = {}}
+    local known_count = 0
+    local registered -- how many there are, once this call has asked
+
+    function it.parse(id, text)
+      local known, w = false, nil
+      if text then
+        known, w = pcall(unpack_workload, text)
+        if not known then strays = strays + 1 end -- start again
       end
+      if not known then w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
+      it.known[id], known_count = w, known_count + 1
+      return w
     end
-    if count == 0 then return end
-    local texts = read('HMGET', key.workloads, unpack(asked, 1, count))
-    for i = 1, count do parse_workload(asked[i], texts[i]) end
+
+    -- Read the entries of the first `named` ids with one command; '' is no workload.
+    local asked_workloads = {} -- reused by each call
+    function it.prefetch(ids, named)
+      local known, asked, count = it.known, asked_workloads, 0
+      for i = 1, named do
+        local id = ids[i]
+        if known[id] == nil and id ~= '' then
+          count = count + 1
+          asked[count], known[id] = id, false
+        end
+      end
+      if count == 0 then return end
+      local texts = read('HMGET', key[name], unpack(asked, 1, count))
+      for i = 1, count do it.parse(asked[i], texts[i]) end
+    end
+
+    function it.find(id) return it.known[id] or it.parse(id, read('HGET', key[name], id)) end
+
+    -- Whether the registry takes one more workload; if so, it is counted.
+    function it.has_room()
+      registered = registered or read('HLEN', key[name])
+      if settings.max_workloads and registered >= settings.max_workloads then return false end
+      registered = registered + 1
+      return true
+    end
+
+    -- Whether more than half of the room is taken, as far as this call has asked.
+    function it.is_half_full()
+      local most = settings.max_workloads
+      return most and registered and registered > most / 2
+    end
+
+    function it.forget_new(id)
+      it.known[id], it.changed[id] = nil, nil
+      if registered then registered = registered - 1 end
+    end
+
+    function it.drop(id)
+      it.known[id] = nil
+      defer_write('HDEL', key[name], id)
+    end
+
+    function it.idle(text, idle_ms)
+      local known, _, active, _, _, last_ms = pcall(struct.unpack, WORKLOAD, text)
+      if not known then strays = strays + 1 end
+      return not known or (active == 0 and now_ms - last_ms > idle_ms)
+    end
+
+    local packed = {} -- id, text, and so on: filled again by each call
+    function it.commit()
+      local count = 0
+      for id, w in pairs(it.changed) do
+        packed[count + 1], packed[count + 2] = id, struct.pack(WORKLOAD, unpack(w, 1, 13))
+        count = count + 2
+      end
+      write_values('HSET', key[name], packed, count)
+    end
+
+    function it.reset()
+      if not cache_is_valid or known_count > MOST_KNOWN then it.known, known_count = {}, 0 end
+      if next(it.changed) then it.changed = {} end
+      registered = nil
+    end
+    return it
   end
 
-  local function workload(id)
-    return known_workloads[id] or parse_workload(id, read('HGET', key.workloads, id))
+  local by_id, by_flow = registry('workloads'), registry('flow_workloads')
+  workloads.by_id, workloads.by_flow = by_id, by_flow
+  workloads.prefetch, parse_workload = by_id.prefetch, by_id.parse
+
+  local function is_scored() return settings.ordering == ORDERING_WORKLOAD_AWARE end
+
+  local names = {} -- reused by each call
+  function workloads.prefetch_scores(requests, count)
+    if not is_scored() then return end
+    for i = 1, count do
+      local r = requests[i]
+      names[i] = r.workload == '' and '' or joined(r.flow, r.workload)
+    end
+    by_flow.prefetch(names, count)
   end
 
   local slot -- the current sixth of a rate window, by number; nil until this call needs it
@@ -224,103 +294,99 @@ do
   end
 
   -- Requests per second over the window.
-  function workloads.rate(id)
-    if id == '' then return 0 end
-    local w, slot_ms = workload(id), settings.window_ms / 6
+  local function rate(w)
+    local slot_ms = settings.window_ms / 6
     slide(w)
     local left = 1 - (now_ms % slot_ms) / slot_ms
     return (w[7] + w[8] + w[9] + w[10] + w[11] + w[12] + w[13] * left) / (settings.window_ms / 1000)
   end
 
-  -- Whether the registry takes one more workload; if so, it is counted.
-  local function has_room()
-    registered = registered or read('HLEN', key.workloads)
-    if settings.max_workloads and registered >= settings.max_workloads then return false end
-    registered = registered + 1
-    return true
+  function workloads.rate(id) return rate(by_id.find(id)) end
+
+  -- Of the workload of r in its flow.
+  function workloads.rate_of(r)
+    return r.workload == '' and 0 or rate(by_flow.find(joined(r.flow, r.workload)))
+  end
+  function workloads.wait_ms_of(r) return by_flow.find(joined(r.flow, r.workload))[4] end
+
+  -- Returns the entry, or nil if it is new and the registry is full.
+  local function count_arrival(registered, name)
+    local w = registered.find(name)
+    if w[5] <= 0 and not registered.has_room() then return nil end
+    if w[6] ~= slot then slide(w) end
+    w[1], w[5], w[7] = w[1] + 1, now_ms, w[7] + 1
+    registered.changed[name] = w
+    return w
   end
 
-  function workloads.wait_ms(id) return workload(id)[4] end
-
   -- Count an arrival. Returns its workload, or '' if that is new and the registry is full.
-  function workloads.arrived(id)
+  function workloads.arrived(flow, id)
     if id == '' then return '' end
-    local w = known_workloads[id] or workload(id)
-    if w[5] <= 0 and not has_room() then return '' end
-    if w[6] ~= slot then slide(w) end
-    w[1], w[2], w[5], w[7] = w[1] + 1, w[2] + 1, now_ms, w[7] + 1
-    changed_workloads[id] = w
+    local w = count_arrival(by_id, id)
+    if not w then return '' end
+    w[2] = w[2] + 1
+    if is_scored() then count_arrival(by_flow, joined(flow, id)) end
     return id
   end
 
-  function workloads.dispatched(id, wait_ms)
-    if id == '' then return end
-    local w, alpha = known_workloads[id] or workload(id), settings.ema_alpha
+  local function count_dispatch(registered, name, wait_ms)
+    local w, alpha = registered.find(name), settings.ema_alpha
     w[4] = w[3] == 0 and wait_ms or pool.smoothed(w[4], wait_ms, alpha)
     w[3] = w[3] + 1
-    changed_workloads[id] = w
+    registered.changed[name] = w
+  end
+
+  function workloads.dispatched(r, wait_ms)
+    if r.workload == '' then return end
+    count_dispatch(by_id, r.workload, wait_ms)
+    local name = is_scored() and joined(r.flow, r.workload)
+    if name and by_flow.find(name)[5] > 0 then count_dispatch(by_flow, name, wait_ms) end
   end
 
   -- A granted request waits again, and will be dispatched again. The average wait keeps the wait until this grant.
   function workloads.sent_back(id)
     if id == '' then return end
-    local w = workload(id)
+    local w = by_id.find(id)
     w[3] = w[3] > 1 and w[3] - 1 or 0
-    changed_workloads[id] = w
+    by_id.changed[id] = w
   end
 
   function workloads.ended(id)
     if id == '' then return end
-    local w = known_workloads[id] or workload(id)
+    local w = by_id.find(id)
     local active = w[2]
     w[2], w[5] = active > 1 and active - 1 or 0, now_ms
-    changed_workloads[id] = w
+    by_id.changed[id] = w
   end
 
   -- The request just counted was refused. A workload without earlier requests is then kept only while half of the
   -- registry is free, so that refused requests with invented ids do not crowd out workloads that are served.
-  function workloads.refused(id)
+  function workloads.refused(flow, id)
     if id == '' then return end
     workloads.ended(id)
-    local most = settings.max_workloads
-    if most and workload(id)[1] == 1 and registered and registered > most / 2 then
-      known_workloads[id], changed_workloads[id] = nil, nil
-      registered = registered - 1
+    if by_id.find(id)[1] == 1 and by_id.is_half_full() then
+      by_id.forget_new(id)
+      if is_scored() then by_flow.forget_new(joined(flow, id)) end
     end
   end
 
   -- A running request whose record was lost.
   function workloads.restored(id)
     if id == '' then return end
-    local w = workload(id)
+    local w = by_id.find(id)
     w[2], w[5] = w[2] + 1, now_ms
-    changed_workloads[id] = w
+    by_id.changed[id] = w
   end
 
-  function workloads.drop(id)
-    known_workloads[id] = nil
-    defer_write('HDEL', key.workloads, id)
-  end
-
-  function workloads.idle(text, idle_ms)
-    local known, _, active, _, _, last_ms = pcall(struct.unpack, WORKLOAD, text)
-    if not known then strays = strays + 1 end
-    return not known or (active == 0 and now_ms - last_ms > idle_ms)
-  end
-  local packed_workloads = {} -- id, text, and so on: filled again by each call
   function workloads.commit()
-    local count = 0
-    for id, w in pairs(changed_workloads) do
-      packed_workloads[count + 1], packed_workloads[count + 2] = id, struct.pack(WORKLOAD, unpack(w, 1, 13))
-      count = count + 2
-    end
-    write_values('HSET', key.workloads, packed_workloads, count)
+    by_id.commit()
+    by_flow.commit()
   end
 
   function reset_workloads()
-    if not cache_is_valid or known_count > MOST_KNOWN then known_workloads, known_count = {}, 0 end
-    if next(changed_workloads) then changed_workloads = {} end
-    registered, slot = nil, nil
+    by_id.reset()
+    by_flow.reset()
+    slot = nil
   end
 end
 

@@ -47,6 +47,7 @@ end
 -- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
 -- routes        stream  what was routed where, and completed (scheduling)         its own cap
 -- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
+-- flow_workloads hash   flow\31workload id -> the same, under workload-aware     sweep, when idle
 -- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
 -- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
 -- replica_info  hash    replica incarnation -> its replica info, JSON             sweep
@@ -56,6 +57,7 @@ end
 -- orphan_cursors hash   silent replica -> cursor of the sweep's scan              sweep, heartbeat
 -- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
 -- log           stream  the decision log, when it is on                           its own cap
+-- operator_changes stream what operators have changed (state/store.py)            its own cap
 -- wake:R        channel the same notifications as a hint to replica R             (never stored)
 local key -- the keys of the pool that this call serves
 local use_keys, joined
@@ -95,8 +97,8 @@ do -- a chunk may have 200 locals
     local base = string.sub(pool_key, 1, -5)
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
-      'metrics', 'workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard', 'suspects', 'log',
-      'blockers', 'orphan_cursors', 'queue_snapshot'}) do
+      'metrics', 'workloads', 'flow_workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard',
+      'suspects', 'log', 'blockers', 'orphan_cursors', 'queue_snapshot'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do

@@ -112,4 +112,4 @@ async def _requests(fleet: Fleet) -> None:
         await me.sweep()
         await other.beat()
     await other.settle(theirs)
-    await me.store.admit(ask(names[0], ttl_s=0.0), 1, "*")
+    await me.store.admit(ask(names[0], ttl_s=0.0), "1", "*")

@@ -12,7 +12,7 @@ from side_by_side import SideBySide
 REPLICAS = ("a", "b")
 SILENCE_MS = SETTINGS["silence_ms"]
 PRIORITIES = (10, 0, -10)  # of Critical, Default and Sheddable
-KEPT = {"pool", "endpoints", "load", "log", "replica_info", "replicas", "workloads"}
+KEPT = {"pool", "endpoints", "load", "log", "replica_info", "replicas", "workloads", "flow_workloads"}
 
 
 def arrivals(text: str) -> list[Arrival]:

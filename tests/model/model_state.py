@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picker_fleet.state.connection import smoothed
+from picker_fleet.state.keys import joined
 
 
 @dataclass(slots=True)
@@ -60,8 +61,8 @@ class Workload:
     total: int = 0
 
 
-class Workloads:
-    """The registry. An anonymous request (workload '') leaves nothing here."""
+class Registry:
+    """What is counted of workloads, by name."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
@@ -90,18 +91,55 @@ class Workloads:
     def wait_ms(self, name: str) -> float:
         return self.known[name].ema_ms if name in self.known else 0.0
 
-    def arrived(self, name: str) -> None:
-        if name:
-            self._slid(name).counts[0] += 1
-            self.known[name].total += 1
-            self.active(name, 1)
+    def count_arrival(self, name: str) -> None:
+        self._slid(name).counts[0] += 1
+        self.known[name].total += 1
+        self.known[name].last_ms = self._moment.now_ms
 
-    def dispatched(self, name: str, wait_ms: float) -> None:
-        if name:
-            workload, alpha = self.known.setdefault(name, Workload()), self._moment.settings["ema_alpha"]
-            first = workload.dispatched == 0
-            workload.ema_ms = wait_ms if first else smoothed(workload.ema_ms, wait_ms, alpha)
-            workload.dispatched += 1
+    def count_dispatch(self, name: str, wait_ms: float) -> None:
+        workload, alpha = self.known.setdefault(name, Workload()), self._moment.settings["ema_alpha"]
+        first = workload.dispatched == 0
+        workload.ema_ms = wait_ms if first else smoothed(workload.ema_ms, wait_ms, alpha)
+        workload.dispatched += 1
+
+    def forget_idle(self, idle_ms: int) -> None:
+        for name, workload in list(self.known.items()):
+            if workload.active == 0 and self._moment.now_ms - workload.last_ms > idle_ms:
+                del self.known[name]
+
+
+class Workloads(Registry):
+    """The registry by id and, under `workload-aware`, `in_flows` by flow and id. An anonymous request
+    (workload '') leaves nothing here."""
+
+    def __init__(self, moment: Moment) -> None:
+        super().__init__(moment)
+        self.in_flows = Registry(moment)
+
+    @property
+    def _scored(self) -> bool:
+        return bool(self._moment.settings["ordering"] == "workload-aware")
+
+    def rate_of(self, flow: str, name: str) -> float:
+        return self.in_flows.rate(joined(flow, name))
+
+    def wait_ms_of(self, flow: str, name: str) -> float:
+        return self.in_flows.wait_ms(joined(flow, name))
+
+    def arrived(self, flow: str, name: str) -> None:
+        if not name:
+            return
+        self.count_arrival(name)
+        self.active(name, 1)
+        if self._scored:
+            self.in_flows.count_arrival(joined(flow, name))
+
+    def dispatched(self, flow: str, name: str, wait_ms: float) -> None:
+        if not name:
+            return
+        self.count_dispatch(name, wait_ms)
+        if self._scored and joined(flow, name) in self.in_flows.known:
+            self.in_flows.count_dispatch(joined(flow, name), wait_ms)
 
     def sent_back(self, name: str) -> None:
         """A dispatch that came to nothing: it counts again, and the average keeps its wait."""
@@ -115,6 +153,5 @@ class Workloads:
             workload.active, workload.last_ms = max(workload.active + change, 0), self._moment.now_ms
 
     def forget_idle(self, idle_ms: int) -> None:
-        for name, workload in list(self.known.items()):
-            if workload.active == 0 and self._moment.now_ms - workload.last_ms > idle_ms:
-                del self.known[name]
+        super().forget_idle(idle_ms)
+        self.in_flows.forget_idle(idle_ms)

@@ -308,7 +308,7 @@ class PoolModel:
         self._take(r, take)
         self.dispatches += 1
         self.guards += by_guard
-        self.workloads.dispatched(r.workload, (self.moment.now_us - r.arrived) / 1000)
+        self.workloads.dispatched(r.flow, r.workload, (self.moment.now_us - r.arrived) / 1000)
         self._log("granted", r.id, "guard" if by_guard else "turn")
         reply = self._place(r, "*")[0] if r.any_endpoint else None
         if reply:

@@ -225,7 +225,7 @@ class QueueModel(PoolModel):
     def _admit(self, item: Arrival) -> str:
         known = self.requests.get(item.id)
         if known:
-            return self._adopt(known, item)
+            return self._adopt(known, item) if self._is_same(known, item) else "foreign"
         cost = item.cost + (self.mean_answer(item.flow) if item.learn else 0)
         r = Request(
             item.id, self._caller, item.attempt, item.flow, item.priority, item.weight, cost, item.workload,
@@ -235,7 +235,7 @@ class QueueModel(PoolModel):
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
         # An arrival counts in the rate of its workload whatever becomes of it.
-        self.workloads.arrived(r.workload)
+        self.workloads.arrived(r.flow, r.workload)
         reply = self._decide(r, item, left_ms)
         if reply.startswith(("refused", "expired")):
             self.workloads.active(r.workload, -1)
@@ -260,7 +260,7 @@ class QueueModel(PoolModel):
             return None if limited else self._refuse(r, "no-endpoints")
         self.requests[r.id] = r
         self._take(r, take)
-        self.workloads.dispatched(r.workload, item.age_ms)
+        self.workloads.dispatched(r.flow, r.workload, item.age_ms)
         self._log("bypassed", r.id)
         return reply
 
@@ -288,6 +288,12 @@ class QueueModel(PoolModel):
         self._log("refused", r.id)
         return f"refused {reason} {retry_after_s}"
 
+    def _is_same(self, r: Request, item: Arrival) -> bool:
+        if (r.flow, r.model) != (item.flow, item.model) or not r.attempt:
+            return False
+        _, dot, digest = r.attempt.partition(".")
+        return not dot or digest == item.attempt.partition(".")[2]
+
     def _adopt(self, r: Request, item: Arrival) -> str:
         old_owner, old_attempt = r.owner, r.attempt
         r.owner, r.attempt = self._caller, item.attempt
@@ -306,7 +312,8 @@ class QueueModel(PoolModel):
         self.inboxes.get(old_owner, {}).pop(r.id, None)
         if r.state == "placed":
             if (old_owner, old_attempt) != (r.owner, r.attempt):
-                r.attempt = ""  # whichever stream Envoy listens to, the other cannot take it back
+                # Whichever stream Envoy listens to, the other cannot take it back.
+                r.attempt = "".join(item.attempt.partition(".")[1:])
             return f"placed {r.endpoints} adopted"
         reply = self._place_granted(r, item.candidates)
         return f"{reply} adopted" if reply.startswith(("placed", "queued")) else reply

@@ -39,6 +39,7 @@ class Seen:
     events: list[str]
     numbers: dict[str, Any]
     workloads: dict[str, list[float]]  # thirteen numbers each, as docs/redis-schema.md lists them
+    flow_workloads: dict[str, list[float]]
     orders: dict[str, dict[str, float]]  # every sorted set, by its name without prefix: scores by member
     placed: dict[str, str]  # the endpoints of each placed request, best first
 
@@ -77,15 +78,16 @@ class ScriptSide:
         pipe.hmget(self._keys.pool, "counters", "bands", "settings")
         pipe.xrange(self._keys.log, f"({self._log_at}" if self._log_at else "-")
         pipe.hgetall(self._keys.prefix + "workloads")
+        pipe.hgetall(self._keys.prefix + "flow_workloads")
         pipe.eval(READ_ORDERS, 0, f"{self._keys.prefix}*")
         pipe.fcall(self._library.function("view_inflight"), 1, self._keys.pool, "", "", VIEW_LIMIT)
-        _, raw, state, (packed, others, settings), log, registry, sets, rows = pipe.execute()
+        _, raw, state, (packed, others, settings), log, *registries, sets, rows = pipe.execute()
         if log:
             self._log_at = log[-1][0]
         events = [f"{e['event']} {e['request'] or flow_queue_of(e)} {e['by']}" for _, e in log]
         reply = Reply(raw[1], int(raw[2]), int(raw[3]), [plain(value) for value in raw[4:]])
         priorities = priorities_of(others or "", settings)
-        workloads = {name: doubles(text) for name, text in registry.items()}
+        workloads = [{name: doubles(text) for name, text in each.items()} for each in registries]
         orders = {
             by_priority(key.removeprefix(self._keys.prefix), priorities): scores_of(pairs)
             for key, pairs in zip(sets[::2], sets[1::2], strict=True)
@@ -93,7 +95,7 @@ class ScriptSide:
         requests = [dict(zip(REQUEST_ROW, row.split("\x1f"), strict=True)) for row in rows[2::2]]
         placed = {each["id"]: each["endpoints"] for each in requests if each["state"] == "placed"}
         numbers = numbers_of(state) | band_tags(packed, others or "", priorities)
-        return Seen(reply, events, numbers, workloads, orders, placed)
+        return Seen(reply, events, numbers, *workloads, orders, placed)
 
 
 def flow_queue_of(entry: dict[str, str]) -> str:

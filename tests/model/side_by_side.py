@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from model_state import Registry
 from pool_model import Reply
 from queue_model import QueueModel
 from script_side import SILENCE_MS, ScriptSide, arguments, plain
@@ -44,7 +45,8 @@ class SideBySide:
         # A sweep comes upon the requests of a silent replica in whatever order the server keeps them.
         assert_same(where, seen.events, self.model.events, any_order=name == "sweep")
         self._compare_numbers(where, seen.numbers)
-        self._compare_workloads(where, seen.workloads)
+        self._compare_workloads(where, seen.workloads, self.model.workloads)
+        self._compare_workloads(where, seen.flow_workloads, self.model.workloads.in_flows)
         assert_same_orders(where, seen.orders, self.orders())
         self.agree = True
         return reply
@@ -55,9 +57,8 @@ class SideBySide:
         for name, value in expected.items():
             assert_alike(f"{where}: {name}", [seen[name]], [value])
 
-    def _compare_workloads(self, where: str, seen: dict[str, list[float]]) -> None:
+    def _compare_workloads(self, where: str, seen: dict[str, list[float]], registry: Registry) -> None:
         """Arrivals as they count now: an entry of the registry slides only when it is written."""
-        registry = self.model.workloads
         assert seen.keys() == registry.known.keys(), where
         for name, (total, active, dispatched, ema_ms, last_ms, slot, *counts) in seen.items():
             arrivals, it = registry.arrivals(name), registry.known[name]

@@ -141,6 +141,8 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
 )
+attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # numbers, and digests of bodies
+other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
 
 
@@ -228,9 +230,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.complete("c", **of_the_end)
         self.arrive("b", batch)
 
-    @rule(caller=callers, numbers=numbers, attempt=st.sampled_from("123"), candidates=places)
-    def adopt(self, caller: str, numbers: list[int], attempt: str, candidates: str) -> None:
-        items = [Arrival(r.id, attempt, candidates=candidates) for r in self.those(numbers)]
+    @rule(caller=callers, numbers=numbers, attempt=attempts, other=other_flows, candidates=places)
+    def adopt(self, caller: str, numbers: list[int], attempt: str, other: str, candidates: str) -> None:
+        items = [Arrival(r.id, attempt, other or r.flow, candidates=candidates) for r in self.those(numbers)]
         self.repeatable("admit", caller, items)
 
     @precondition(with_some("granted"))

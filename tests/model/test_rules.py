@@ -641,7 +641,7 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     pool.beat()
     # Nothing is granted to a silent replica, swept or not; its request keeps its place for another.
     pool.sweep()
-    assert pool.admit("orphan") == ["queued 840000 adopted"]
+    assert pool.admit("orphan flow=f") == ["queued 840000 adopted"]
     assert pool.of("orphan") == ["queued", "orphaned", "adopted"]
     assert pool.serve() == ["orphan", "alive"]
 
@@ -733,6 +733,25 @@ def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: Scr
     assert pool.serve() == ["q1", "q2"]
 
 
+@pytest.mark.parametrize("state", ["queued", "orphaned", "granted", "placed"])
+def test_an_id_alone_adopts_nothing(side: ScriptSide, state: str) -> None:
+    pool = full(side, "q attempt=1.x candidates=e1 ttl_ms=900000", silence_ms=SILENT_MS)
+    if state == "orphaned":
+        pool.passes(SILENT_MS)
+        pool.beat("b")
+        pool.both.call("sweep", "b", 0, 600_000, 300_000, 10**9)
+    elif state != "queued":
+        pool.end("runs")
+    if state == "placed":
+        pool.call("place", [("q", "1.x", "e1")])
+    assert pool.model.requests["q"].state == state
+    strangers = "q attempt=9.y, q attempt=9.x flow=other, q attempt=9.x model=other"
+    assert pool.admit(strangers, by="b") == ["foreign"] * 3
+    assert (pool.model.requests["q"].owner, pool.model.requests["q"].attempt) == ("a", "1.x")
+    # The same again is adopted whatever state it is in, and again.
+    assert [pool.admit("q attempt=2.x", by=by)[0].split()[-1] for by in "bab"] == ["adopted"] * 3
+
+
 def test_an_adopted_request_past_its_time_has_expired(side: ScriptSide) -> None:
     pool = full(side, "q ttl_ms=50")
     pool.passes(60)
@@ -807,6 +826,28 @@ def test_requests_that_are_refused_push_a_workload_behind(side: ScriptSide) -> N
     assert pool.end("runs") == ["modest"]
 
 
+@pytest.mark.parametrize(
+    ("signal", "waiting"),
+    [
+        ({"rate_weight": 0.9, "rate_cap": 0.1}, "f1 workload=shared, f2 workload=own"),
+        ({"wait_signal": "workload_average"}, "f1 workload=own, f2 workload=shared"),
+    ],
+    ids=["rate", "average wait"],
+)
+def test_another_flow_that_names_a_workload_changes_no_order_but_its_own(
+    side: ScriptSide, signal: dict[str, Any], waiting: str
+) -> None:
+    pool = Pool(side, **BY_WORKLOAD, guard_share=0, **signal)
+    # Another flow asks often under the name, and waits long.
+    pool.admit(many("g{n} workload=shared age_ms=9000", 5))
+    pool.serve()
+    pool.admit("runs")
+    pool.admit(waiting)
+    assert pool.end("runs") == ["f1"]
+    # The registry has the sum.
+    assert workload_of(pool, "shared")[0] == 6
+
+
 def test_the_average_wait_follows_new_waits_by_a_fifth(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=2)
     average = pool.model.workloads.wait_ms
@@ -848,7 +889,7 @@ def test_the_specifications_worked_examples(side: ScriptSide) -> None:
     pool = Pool(side, upper_per=1000, ordering="workload-aware", wait_signal="workload_average")
     for name, (wait_ms, count, _, _) in SPECIFIED.items():
         for _ in range(count - 1):
-            pool.admit(f"earlier workload={name} age_ms={wait_ms} ttl_ms=60000")
+            pool.admit(f"earlier flow=f workload={name} age_ms={wait_ms} ttl_ms=60000")
             pool.end("earlier")
     pool.admit("runs cost=1000 flow=other")
     for name, (_, _, criticality, score) in SPECIFIED.items():

@@ -166,12 +166,14 @@ class Replica:
         )
         self.cell.publish(Snapshot(version, tuple(listed)))
 
-    async def admit(self, request_id: str, attempt: int = 1, age_s: float = 0.0, **fields: Any) -> Decision:
+    async def admit(
+        self, request_id: str, attempt: int | str = 1, age_s: float = 0.0, **fields: Any
+    ) -> Decision:
         self._by_hand.add(request_id)
         candidates = fields.pop("candidates", None)
         request = ask(request_id, **fields)
         candidates = candidates or ("*" if request.subset is None else ",".join(request.subset))
-        return await self.store.admit(request, attempt, candidates, age_s)
+        return await self.store.admit(request, str(attempt), candidates, age_s)
 
     async def place(self, request_id: str, attempt: int = 1, candidates: str = "*") -> Decision:
         return await self.store.place(request_id, attempt, candidates)

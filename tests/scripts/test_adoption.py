@@ -6,7 +6,7 @@ import pytest
 from decision_ledger import events_of
 from script_fleet import OpenFleet, asked, waiting
 
-from picker_fleet.errors import ClientGone, ExpiredTtl
+from picker_fleet.errors import ClientGone, ExpiredTtl, RequestIdTaken
 
 
 async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
@@ -57,10 +57,58 @@ async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: Ope
     # A waiter whose request was adopted elsewhere.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
-        await b.admit("q", attempt=99)
+        await b.admit("q", "99.")
         # When its own timer ends, its client has an answer, and the queue decides about the request.
         with pytest.raises(ExpiredTtl):
             await waiter
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]
         await b.sweep()
-        assert await b.store.cancel("q", 99, "cancelled") in ("ended", "unknown")
+        assert await b.store.cancel("q", "99.", "cancelled") in ("ended", "unknown")
+
+
+FIRST = {"flow": "gold", "model": "llama", "digest": "of-its-body"}
+STRANGERS: list[dict[str, str]] = [{"flow": "other"}, {"model": "other"}, {"digest": "of-another"}]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=str)
+async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
+    fleet: OpenFleet, stranger: dict[str, str]
+) -> None:
+    async with fleet("a", "b", full=True) as (it, a, b):
+        waiter = await waiting(it, a, "q", **FIRST)
+
+        async def is_refused_everywhere() -> None:
+            for replica in (a, b):
+                with pytest.raises(RequestIdTaken):
+                    await asked(replica, "q", **(FIRST | stranger))
+
+        # While the request waits, at its own replica and at another, it keeps its place and its stream.
+        await is_refused_everywhere()
+        assert not waiter.done()
+        # A retry of Envoy takes it over all the same.
+        retry = asked(b, "q", **FIRST)
+        await it.until_logged("adopted", "q")
+        await a.settle("runs")
+        await b.beat()
+        placed = await retry
+        # While it runs, nobody but a further retry is given its token.
+        await is_refused_everywhere()
+        assert (await asked(b, "q", **FIRST)).accounting_token == placed.accounting_token
+        assert events_of(await it.log(), "q") == ["queued", "adopted", "granted", "placed", "adopted"]
+        waiter.cancel()
+
+
+async def test_who_asks_under_an_id_at_the_same_time_does_not_keep_its_request_out(fleet: OpenFleet) -> None:
+    # A stranger's admission is on its way when Envoy's retry of the waiting request reaches the same replica.
+    async with fleet("a", "b", full=True) as (it, a, b):
+        waiter = await waiting(it, a, "q", **FIRST)
+        stranger = asked(b, "q", **(FIRST | {"digest": "of-another"}))
+        await asyncio.sleep(0)
+        retry = asked(b, "q", **FIRST)
+        with pytest.raises(RequestIdTaken):
+            await stranger
+        await it.until_logged("adopted", "q")
+        await a.settle("runs")
+        await b.beat()
+        await retry
+        waiter.cancel()

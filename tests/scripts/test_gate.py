@@ -148,7 +148,7 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet, candidates: str) -> None:
     # A queue that holds a request of b's that b knows nothing of, and one behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
-        await b.store.admit(ask("unknown"), 1, candidates)
+        await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
         # When its turn comes, b gives its grant back, and the next is served.
         await a.settle("runs")
@@ -192,7 +192,7 @@ async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back
         await b.beat()
         assert b.notifications.count(("granted", "q")) == 2
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
-        sent.set_result(await acknowledge("q", 1))
+        sent.set_result(await acknowledge("q", "1."))
         assert sent.result() == "taken"
         await it.ends(b, "q")
 

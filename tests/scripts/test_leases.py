@@ -71,7 +71,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
     # A placed request and a shared state that has been lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
-        placed = await a.store.admit(request, 1, "*")
+        placed = await a.store.admit(request, "1", "*")
         token = accounting_token.write(request, placed.detail.split(",")[0])
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"

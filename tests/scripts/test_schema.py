@@ -69,7 +69,7 @@ def test_the_keys_that_python_spells_are_documented() -> None:
     # Every key that the replicas name themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
-    assert len(spelled) == 8
+    assert len(spelled) == 9
     # Each is in the table.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
@@ -117,6 +117,9 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await it.after(5)
         await a.sweep()
         await look()
+        # And an operator changes something
+        await a.store.note_change("{}")
+        assert await a.store.operator_changes() == ["{}"]
         # And an endpoint is down
         await a.store.mark_endpoint(E1, "down", True)
         await look()

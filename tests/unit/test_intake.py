@@ -62,10 +62,13 @@ def asked(
     return intake.request(ask(model), raw, subset=None, trusted=trusted)
 
 
+BARE = '{"model":"m","prompt":"p"}'
+
+
 def test_a_bare_request_has_the_defaults() -> None:
     assert asked() == InferenceRequest(
         id="made", model="m", target_model="m", stream=False, flow="m", band=Band.DEFAULT, weight=1.0,
-        workload=ANONYMOUS, cost=1.0, ttl_s=30.0, subset=None, body_bytes=len('{"model":"m","prompt":"p"}'),
+        workload=ANONYMOUS, cost=1.0, ttl_s=30.0, subset=None, body_bytes=len(BARE), digest=asked().digest,
     )  # fmt: skip
 
 
@@ -573,7 +576,9 @@ def test_a_rewritten_request_is_one_for_the_new_model_in_all_that_it_may_use() -
     big = {"name": "big", **limits, "endpoint_labels": {"gpu": "h100"}, "target_models": [{"name": "big-v2"}]}
     settings = parse({"models": [{"name": "split", "target_models": [{"name": "split-a"}]}, big]})
     rewritten = asked({"x-gateway-model-name-rewrite": "big"}, model="split", settings=settings)
-    assert rewritten == asked(model="big", settings=settings)._replace(body_bytes=rewritten.body_bytes)
+    assert rewritten == asked(model="big", settings=settings)._replace(
+        body_bytes=rewritten.body_bytes, digest=rewritten.digest
+    )
     assert (rewritten.flow, rewritten.target_model, rewritten.limit) == ("big", "big-v2", 3)
 
 

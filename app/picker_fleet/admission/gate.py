@@ -15,6 +15,7 @@ from picker_fleet.errors import (
     NoEndpoints,
     Preempted,
     RequestError,
+    RequestIdTaken,
     Saturated,
     TooManyFlows,
     TotalCapacity,
@@ -118,6 +119,8 @@ def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) ->
         return time_up(request, retry_after_s)
     if verdict.status == "preempted":
         return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
+    if verdict.status == "foreign":
+        return RequestIdTaken("another request has this id")
     if verdict.status == "evicted":
         return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
     return None

@@ -4,7 +4,8 @@ A request is admitted by `admit`. If it is queued, it waits for its grant, which
 call, by a wake-up, or with a heartbeat. If any endpoint will do, the script that grants it places it, too,
 and the replica acknowledges that. Else it is placed then, which may queue it again. Until its end this
 replica renews its lease if it owns the stream. `attempt` numbers the streams of a request, so that a late
-call of a dead stream never affects the stream that has taken the request over.
+call of a dead stream never affects the stream that has taken the request over. Only a stream that brings the
+same flow, model and body may do that; the digest of the body stands behind the number.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from picker_fleet.errors import (
     ExpiredTtl,
     NoEndpoints,
     RequestError,
+    RequestIdTaken,
     ScriptFailed,
     StateFault,
     StateUnavailable,
@@ -73,7 +75,7 @@ class Waiter(msgspec.Struct, eq=False):
     """
 
     request: InferenceRequest
-    attempt: int
+    attempt: str
     arrived_s: float  # event-loop time
     notification: asyncio.Future[Decision]
     task: asyncio.Task[object]
@@ -86,7 +88,7 @@ class Waiter(msgspec.Struct, eq=False):
 class _OwnedStream(NamedTuple):
     """A placed request whose stream this replica owns; no other can renew its lease."""
 
-    attempt: int
+    attempt: str
     accounting_token: str
     served: str
 
@@ -132,7 +134,7 @@ class SharedGate:
         # By id, with accounting tokens: ends that Redis has not answered.
         self.unconfirmed_ends: dict[str, tuple[Completion, str]] = {}
         # Attempts of requests that were placed when they were granted, until Redis has the acknowledgement.
-        self._unacknowledged: dict[str, int] = {}
+        self._unacknowledged: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -163,11 +165,17 @@ class SharedGate:
         task = asyncio.current_task(self._loop)
         assert task is not None
         wait = wait or Wait(self._loop.time() - age_s)
-        waiter = Waiter(request, next(self._attempts), wait.arrived_s, self._loop.create_future(), task)
+        attempt, notification = self._next_attempt(request), self._loop.create_future()
+        waiter = Waiter(request, attempt, wait.arrived_s, notification, task)
         displaced = self._waiting.get(request.id)
         if displaced is not None and not displaced.notification.done():
             # Envoy has sent the request again over a new stream; the old one has no client any more.
-            displaced.notification.set_exception(ClientGone(_TAKEN_OVER))
+            why: RequestError = ClientGone(_TAKEN_OVER)
+            if not request.repeats(displaced.request):
+                why = RequestIdTaken("another request has this id")
+                if not displaced.asking:
+                    raise why  # else Redis says whose id it is
+            displaced.notification.set_exception(why)
             displaced.notification.exception()  # its task may not wait for it any more
         self._waiting[request.id] = waiter
         verdict: Decision | None = None
@@ -179,7 +187,7 @@ class SharedGate:
             else:
                 wait.queued = True
                 verdict = await self._queue(waiter, verdict)
-        except (asyncio.CancelledError, StateFault) as fault:
+        except (asyncio.CancelledError, StateFault, RequestIdTaken) as fault:
             # Undo the admission in case it reached Redis. One that Redis refused for lack of memory has done
             # nothing.
             if verdict is not None or not isinstance(fault, WritesRefused):
@@ -194,6 +202,9 @@ class SharedGate:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
         return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), stream_owned)
+
+    def _next_attempt(self, request: InferenceRequest) -> str:
+        return f"{next(self._attempts)}.{request.digest}"
 
     def give_up(self) -> None:
         """End every wait with StateUnavailable; admissions are cancelled once Redis answers."""
@@ -372,7 +383,7 @@ class SharedGate:
         waiter = self._waiting.get(request_id)
         if (
             waiter is None
-            or str(waiter.attempt) != attempt
+            or waiter.attempt != attempt
             or self.pause_detector.resumed_recently  # another replica may have it by now
             or len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
         ):
@@ -384,7 +395,7 @@ class SharedGate:
         self._chosen(waiter.request, self._chooser.unscored(waiter.request), verdict)
         return True
 
-    def _acknowledge(self, request_id: str, attempt: int) -> None:
+    def _acknowledge(self, request_id: str, attempt: str) -> None:
         """Tell Redis that this replica knows where a request is. Until then it may be notified again."""
 
         def taken(answer: asyncio.Future[str]) -> None:
@@ -446,12 +457,13 @@ class SharedGate:
         self, request: InferenceRequest, endpoints: tuple[str, ...], *, stream_owned: bool
     ) -> Placement:
         """The placement of a request that was admitted without Redis."""
-        return self._placement(request, next(self._attempts), endpoints, stream_owned, self._store.now_ms())
+        attempt = self._next_attempt(request)
+        return self._placement(request, attempt, endpoints, stream_owned, self._store.now_ms())
 
     def _placement(
         self,
         request: InferenceRequest,
-        attempt: int,
+        attempt: str,
         endpoints: tuple[str, ...],
         stream_owned: bool,
         alone_ms: int | None = None,
@@ -575,7 +587,7 @@ class SharedGate:
             _ignore_loss(answer)
         return answers
 
-    def _cancel(self, request_id: str, attempt: int, why: str) -> None:
+    def _cancel(self, request_id: str, attempt: str, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
 
 

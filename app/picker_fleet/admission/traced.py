@@ -82,7 +82,7 @@ class TracedStore(Store):
         self._traces = traces
 
     async def admit(
-        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+        self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
     ) -> Decision:
         spans = self._traces.undecided(request.id)
         if spans is None:
@@ -93,7 +93,7 @@ class TracedStore(Store):
         spans.on_verdict(verdict.status)
         return verdict
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
+    async def place(self, request_id: str, attempt: str, candidates: str) -> Decision:
         spans = self._traces.undecided(request_id)
         if spans is None:
             return await super().place(request_id, attempt, candidates)
@@ -103,7 +103,7 @@ class TracedStore(Store):
         spans.on_verdict(verdict.status)
         return verdict
 
-    def acknowledge(self, request_id: str, attempt: int) -> asyncio.Future[str]:
+    def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
         spans = self._traces.undecided(request_id)
         if spans is not None:  # the script has placed it with its grant
             with spans.stage("place") as span:

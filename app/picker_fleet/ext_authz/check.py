@@ -136,7 +136,7 @@ class Check:
         context = self._context
         context.new_flows.check(request.flow, forwarded_for)
         came_s = context.clock()
-        placement = await context.drain_gate.admit(request, stream_owned=False)
+        request, placement = await context.admit(request, stream_owned=False)
         waited_s = context.clock() - came_s
         if context.lines.debug:
             context.lines.placed(request, placement.endpoints, MODE, self._seconds())

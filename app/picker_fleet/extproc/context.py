@@ -19,6 +19,7 @@ from picker_fleet.errors import (
     BufferFull,
     ClientGone,
     PayloadTooLarge,
+    RequestIdTaken,
     ShuttingDown,
     TooManyFlows,
     TooManyReads,
@@ -508,6 +509,16 @@ class ExchangeContext:
                 retry_after_s=retry_after_s(wait_s),
             )
         return True
+
+    async def admit(
+        self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0
+    ) -> tuple[InferenceRequest, Placement]:
+        """As `DrainGate.admit`. If another request has the id, this one is placed under a new id."""
+        try:
+            return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
+        except RequestIdTaken:
+            request = request._replace(id=self.intake.new_id())
+        return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
 
     def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
         """How many endpoints an answer names: as many as Envoy tries if only some may serve it, else 0 for as

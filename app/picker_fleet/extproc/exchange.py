@@ -332,7 +332,7 @@ class Exchange:
             rename = ModelRename(request.target_model, ask.model)
         del ask  # or a waiting request would keep the parsed body too
         arrived_s = self._context.clock()
-        placement = await self._admit(request, arrived_s)
+        request, placement = await self._admit(request, arrived_s)
         if self._mode == "standard":
             self._response = self._own_response(request.id, rename, placement)
         answer = self._answer_to(placement, request, length)
@@ -369,7 +369,8 @@ class Exchange:
             return placed.answer
         gate.withdraw(request.id, placed.placement)
         self._unsent = None
-        placement = await self._admit(request, placed.arrived_s, self._context.clock() - placed.arrived_s)
+        age_s = self._context.clock() - placed.arrived_s
+        request, placement = await self._admit(request, placed.arrived_s, age_s)
         return self._answer_to(placement, request, placed.length)
 
     def _read_request(self, ask: Ask) -> InferenceRequest:
@@ -381,15 +382,16 @@ class Exchange:
         self._context.new_flows.check(request.flow, self._forwarded_for)
         return request
 
-    async def _admit(self, request: InferenceRequest, arrived_s: float, age_s: float = 0.0) -> Placement:
+    async def _admit(
+        self, request: InferenceRequest, arrived_s: float, age_s: float = 0.0
+    ) -> tuple[InferenceRequest, Placement]:
         context = self._context
-        placement = await context.drain_gate.admit(
-            request, stream_owned=self._mode == "standard", age_s=age_s
-        )
+        standard = self._mode == "standard"
+        request, placement = await context.admit(request, stream_owned=standard, age_s=age_s)
         self._unsent = (request.id, placement)
         self._placed_s = context.clock()
         self._pressure = codec.pressure(context.fill(), self._placed_s - arrived_s, request.ttl_s)
-        return placement
+        return request, placement
 
     # Answers.
 

@@ -83,10 +83,10 @@ class Queueable(Protocol):
 
 
 class WorkloadMetrics(Protocol):
-    """What a score needs of a registered workload: arrivals a second, and the average wait in ms."""
+    """What a score needs of a registered workload in its flow: arrivals a second, the average wait in ms."""
 
-    def rate(self, workload: str) -> float: ...
-    def wait_ms(self, workload: str) -> float: ...
+    def rate_of(self, flow: str, workload: str) -> float: ...
+    def wait_ms_of(self, flow: str, workload: str) -> float: ...
 
 
 R = TypeVar("R", bound=Queueable)
@@ -236,13 +236,13 @@ class FlowQueue(Generic[R]):
 
     def _index(self, r: R) -> None:
         policy, workloads = self._context.policy, self._context.workloads
-        rate = workloads.rate(r.workload) if r.workload else 0.0
+        rate = workloads.rate_of(r.flow, r.workload) if r.workload else 0.0
         g = policy.criticality_weight * r.criticality / 5
         g -= policy.rate_weight * min(rate / policy.rate_cap, 1)
         self._unindex(r)
         cap_us = policy.wait_cap_ms * 1000
         if policy.wait_signal == "workload_average" and r.workload:
-            waited = min(workloads.wait_ms(r.workload) / policy.wait_cap_ms, 1)
+            waited = min(workloads.wait_ms_of(r.flow, r.workload) / policy.wait_cap_ms, 1)
         elif policy.wait_weight == 0 or self._context.now_us() - r.arrived >= cap_us:
             waited = 1.0
         else:

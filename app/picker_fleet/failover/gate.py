@@ -17,7 +17,7 @@ from picker_fleet.admission.shared_gate import Recent, SharedGate
 from picker_fleet.background import Work, keep
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import ClientGone, StateUnavailable, WritesRefused
+from picker_fleet.errors import ClientGone, RequestIdTaken, StateUnavailable, WritesRefused
 from picker_fleet.failover.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import Outage, Resync, unseen_s
@@ -223,8 +223,8 @@ class FailoverGate:
                     self._recent.note(request.id, cost)
                     self._busy = True
                     self._ends.pop(request.id, None)
-        except ClientGone:
-            raise  # a newer stream of the request continues its wait
+        except (ClientGone, RequestIdTaken):
+            raise  # a newer stream of the request continues its wait, or the request waits under another id
         except BaseException:
             if wait.queued:
                 waited_s = self._clock() - wait.arrived_s
@@ -236,6 +236,8 @@ class FailoverGate:
         self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
         """None: the state has changed meanwhile, and the request is to be admitted again."""
+        if outage.has_another(request):
+            raise RequestIdTaken("another request has this id")
         cost = outage.gate.charge(self._cost(request))
         if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
             return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from picker_fleet.admission.gate import Wait, time_up
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError
+from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError, RequestIdTaken
 from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting
 from picker_fleet.request import InferenceRequest, largest_claim
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -121,9 +121,12 @@ class LocalGate:
             Dropped: refused, preempted or expired.
             DeadlineExceeded: the client's own deadline passed.
             ClientGone: a newer stream has taken the request over.
+            RequestIdTaken: another request that waits has its id.
         """
         former = self._waiting.get(request.id)
         if former is not None and not former.turn.done():
+            if not request.repeats(former.request):
+                raise RequestIdTaken("another request has this id")
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         if not self._paused and not len(self._queue) and self._budget.acquire(cost):
             if alone and not wait.queued:

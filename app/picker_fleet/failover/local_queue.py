@@ -60,10 +60,10 @@ def rules_of(effective: EffectiveConfig, live: int) -> Rules:
 
 
 class _UnknownWorkloads:
-    def rate(self, workload: str) -> float:
+    def rate_of(self, flow: str, workload: str) -> float:
         return 0.0
 
-    def wait_ms(self, workload: str) -> float:
+    def wait_ms_of(self, flow: str, workload: str) -> float:
         return 0.0
 
 

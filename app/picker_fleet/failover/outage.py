@@ -14,7 +14,7 @@ from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.errors import ScriptFailed
 from picker_fleet.failover.local_gate import LocalGate, LocalPicker
 from picker_fleet.failover.peers import BudgetTransfer
-from picker_fleet.request import Alive, Completion, Placement
+from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Store
 
@@ -35,7 +35,7 @@ def unseen_s(report_s: float) -> float:
 class LocalPlacement:
     """A request that this replica placed at `placed_s` without Redis."""
 
-    attempt: int
+    attempt: str
     accounting_token: str
     endpoint: str
     cost: float
@@ -47,7 +47,7 @@ class Running(NamedTuple):
     an attempt. `seen_s` is when it last gave a sign of life or, without one, was placed."""
 
     id: str
-    attempt: int | None
+    attempt: str | None
     served: str
     accounting_token: str
     seen_s: float
@@ -100,6 +100,10 @@ class OutageJournal:
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._placed or request_id in self._alive
+
+    def placement_of(self, request_id: str) -> LocalPlacement | None:
+        """None if the request was not placed here, or has ended."""
+        return self._placed.get(request_id)
 
     def has_ended(self, request_id: str) -> bool:
         return request_id in self._ended
@@ -204,6 +208,18 @@ class Outage:
             queued=self.gate.waiting,
             queue_length=self.gate.lengths(),
         )
+
+    def has_another(self, request: InferenceRequest) -> bool:
+        """Whether another request that this replica knows to run has its id. Of one that ran before, Envoy
+        has the answer, and sends it no more."""
+        placed = self.journal.placement_of(request.id)
+        if not request.digest:
+            return False  # it cannot be told apart
+        if placed is None:
+            return request.id in self.before or self.journal.knows(request.id)
+        fields = placed.accounting_token.split("\t")
+        same = fields[0], accounting_token.model_of(placed.accounting_token), placed.attempt.partition(".")[2]
+        return same != (request.flow, request.model, request.digest)
 
     def record_placement(self, request_id: str, placement: Placement, cost: float) -> None:
         endpoint = placement.endpoints[0]

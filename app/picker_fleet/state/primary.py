@@ -24,6 +24,7 @@ as lost. So reconnecting after a fault follows the primary.
 import asyncio
 import contextlib
 import random
+import re
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -68,6 +69,7 @@ _OWN: Mapping[Kind, tuple[str, ...]] = {
     "sentinel": (*_ANY, "ssl", "sentinel_username", "sentinel_password", "sentinel_ssl"),
     "cluster": (*_ANY, "ssl"),
 }
+_OPTION_NAME = re.compile(r"[a-z_]{1,40}")
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _DEMANDS = ("none", "optional", "required")
 
@@ -98,10 +100,12 @@ class Address:
             raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
         try:
             parts = urlsplit(url)
-        except ValueError as fault:
-            raise ValueError(f"is not a URL: {fault}") from None
+        except ValueError:  # which may repeat the password
+            raise ValueError("is not a URL: its host has characters that it may not have") from None
         if parts.fragment:
             raise ValueError("a # must be written %23")
+        if kind != "socket" and "@" in parts.path:
+            raise ValueError("a / in user or password must be written %2F")
         options = _options(parts.query, kind, encrypted=scheme == "rediss")
         credentials, _, hosts = parts.netloc.rpartition("@")
         username, _, password = (unquote(part) for part in credentials.partition(":"))
@@ -138,7 +142,9 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
         if name not in valid:
-            raise ValueError(f"unknown option {name[:40]!r}; valid here: {', '.join(valid) or 'none'}")
+            # An unescaped question mark in a password makes a name of its rest.
+            shown = f" {name[:40]!r}" if _OPTION_NAME.fullmatch(name) else ""
+            raise ValueError(f"unknown option{shown}; valid here: {', '.join(valid) or 'none'}")
     if len(pairs) > len(options):
         raise ValueError("an option is given twice")
     if any(name in _TLS for name in options) and not (

@@ -21,6 +21,7 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _ADOPTED = " adopted"
+_KEPT_CHANGES = 200
 
 
 @dataclass(slots=True)
@@ -183,9 +184,9 @@ class Store:
         return [str(args[0]) for args in self._client.unsent("settle")]
 
     async def admit(
-        self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
+        self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
     ) -> Decision:
-        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool
+        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool | foreign
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*' a
         request that is queued is placed when it is granted.
@@ -196,11 +197,11 @@ class Store:
             self._on_adopted()
         return _verdict(reply)
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
+    async def place(self, request_id: str, attempt: str, candidates: str) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
 
-    def acknowledge(self, request_id: str, attempt: int) -> asyncio.Future[str]:
+    def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
         """taken | unknown: this replica knows where a request is that was placed when it was granted. Kept
         until taken."""
         return self._client.submit("acknowledge", (request_id, attempt), durable=True)
@@ -233,7 +234,7 @@ class Store:
         next metrics pages decide."""
         return self._client.submit("report_client_gone", (request_id,))
 
-    def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
+    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[str]:
         """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
@@ -242,7 +243,7 @@ class Store:
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
-        self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
+        self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
         """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it. It was
         last seen alive `ago_s` ago."""
@@ -339,6 +340,19 @@ class Store:
             "HMGET", self.keys.pool, "tuned_version", "overrides", "tuned"
         )
         return LiveConfig(version or "", json.loads(overrides or "{}"), json.loads(note or "{}"))
+
+    async def note_change(self, text: str) -> None:
+        """Keep what an operator has changed, among the last ones."""
+        await self._client.command(
+            "XADD", self.keys.operator_changes, "MAXLEN", _KEPT_CHANGES, "*", "change", text
+        )
+
+    async def operator_changes(self) -> list[str]:
+        """What operators have changed, the newest first."""
+        found = await self._client.command(
+            "XREVRANGE", self.keys.operator_changes, "+", "-", "COUNT", _KEPT_CHANGES
+        )
+        return [fields[1] for _, fields in found]
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
         """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
@@ -475,14 +489,14 @@ def _verdict(reply: str) -> Decision:
     return Decision(what, detail)
 
 
-def _arrival(request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0) -> bytes:
+def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0) -> bytes:
     """Packed for Redis; times in ms, the age to the µs: it orders those that come again in one message.
 
     ValueError where a text holds byte 0, which would end it early.
     """
     workload = request.workload
     return pack_arrival(
-        (request.id, str(attempt), request.flow, workload.id, request.model, candidates),
+        (request.id, attempt, request.flow, workload.id, request.model, candidates),
         (
             request.band.priority,
             request.weight,

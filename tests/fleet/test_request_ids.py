@@ -1,0 +1,64 @@
+"""Port 9002 under callers that know the ids of others' requests, on a real replica."""
+
+import json
+from typing import Any
+
+import grpc
+from crowd import http_client
+from extproc_client import body, headers
+from own_replica import exchange_on, served_here
+from page_server import serving
+from redis_servers import Server
+from script_fleet import until, until_is
+
+BODY = json.dumps({"model": "llama", "prompt": "the first"}).encode()
+OTHER_BODY = json.dumps({"model": "llama", "prompt": "a stranger's"}).encode()
+
+
+async def ask(channel: grpc.aio.Channel, request_id: str, content: bytes) -> Any:
+    """A stream in mode `lean` that has brought a whole request."""
+    stream = exchange_on(channel)
+    await stream.write(headers("lean", {"x-request-id": request_id}))
+    await stream.write(body(content))
+    return stream
+
+
+async def placed(stream: Any) -> tuple[str, str]:
+    """Id and accounting token that Envoy is given."""
+    answer = await stream.read()
+    fields = answer.dynamic_metadata.fields["picker"].struct_value.fields
+    return fields["id"].string_value, fields["token"].string_value
+
+
+async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_token(valkey: Server) -> None:
+    async with serving() as page:
+        endpoints = {"static": [{"address": page.address}]}
+        bounds = {"watermark_per_backend": 10}
+        tree = {"redis": {"url": valkey.url}, "discovery": endpoints, "request_queue_controller": bounds}
+        async with (
+            served_here(tree) as bound,
+            grpc.aio.insecure_channel(bound.grpc) as channel,
+            http_client(bound.admin) as admin,
+        ):
+
+            async def is_changed(what: str) -> bool:
+                return (await admin.post(f"/api/v1/{what}")).is_success
+
+            async def waiting() -> int:
+                return int((await admin.get("/api/v1/state")).json()["queued"])
+
+            await until(lambda: is_changed("pause"))
+            first = await ask(channel, "known", BODY)
+            await until_is(waiting, 1)
+            stranger = await ask(channel, "known", OTHER_BODY)
+            await until_is(waiting, 2)
+            await is_changed("resume")
+            known, token = await placed(first)
+            assert known == "known"
+            # Now it runs.
+            for each in (stranger, await ask(channel, "known", OTHER_BODY)):
+                other, others = await placed(each)
+                assert other != "known"
+                assert others != token
+            # Envoy sends it again.
+            assert await placed(await ask(channel, "known", BODY)) == ("known", token)
