@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from picker_fleet import sections
 from picker_fleet.errors import ConfigError
 from picker_fleet.sections import Model, Objective, Section
-from picker_fleet.units import HostPort, repeated, split_host_port
+from picker_fleet.units import HostPort, repeated, split_host_port, without_secrets
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -33,7 +33,8 @@ MAX_POOLS: Final = 32  # each has connections to Redis and work at rest of its o
 _FILES: Final = (
     ("discovery", "file"),
     ("admin", "token_file"),
-    *((port, "tls", key) for port in ("extproc", "http") for key in sections.Tls.model_fields),
+    ("admin", "tokens", "file"),
+    *((port, "tls", key) for port in ("extproc", "http", "admin") for key in sections.Tls.model_fields),
 )
 PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
 
@@ -216,9 +217,9 @@ def load(
 
     `defaults` are a tree under the file, `flags` one over the environment.
 
-    A relative path in the file (`discovery.file`, `admin.token_file`, those of `tls`) is relative to the
-    file; one in the environment, to the working directory. The token in `admin.token_file` becomes
-    `admin.token`.
+    A relative path in the file (`discovery.file`, `admin.token_file`, those of `admin.tokens` and `tls`) is
+    relative to the file; one in the environment, to the working directory. The token in `admin.token_file`
+    becomes `admin.token`.
 
     Raises:
         ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
@@ -255,8 +256,9 @@ def _find_files(tree: dict[str, Any], folder: Path) -> None:
             section = top
             for name in above:
                 section = section.get(name) if isinstance(section, dict) else None
-            if isinstance(section, dict) and isinstance(file := section.get(key), str) and file:
-                section[key] = str(folder / file)
+            for each in section if isinstance(section, list) else (section,):
+                if isinstance(each, dict) and isinstance(file := each.get(key), str) and file:
+                    each[key] = str(folder / file)
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,7 +327,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
             # A text key's value is the text itself: a token of digits is no number.
             at[loc[-1]] = text if _is_text(loc) else yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as fault:
-            raise ConfigError(f"{name}: its value is not YAML: {' '.join(str(fault).split())}") from fault
+            raise ConfigError(f"{name}: its value is not YAML: {_yaml_reason(fault)}") from fault
         variables[loc] = name
     return variables
 
@@ -346,14 +348,26 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
         text = "unknown key" + (f"; valid here: {valid}" if valid else "")
     else:
         text = error["msg"].removeprefix("Value error, ")
-        # A URL or a token may have a secret, and a whole section is too long.
-        if error["type"] != "missing" and not isinstance(error["input"], dict) and not _is_secret(loc):
-            text += f" (got {str(error['input'])[:60]!r})"
+        given = error["input"]
+        # What stands in place of a section may be a secret of it, and a whole section is too long.
+        shows = not isinstance(given, dict | list | tuple) and _section(loc) is None and not _is_secret(loc)
+        if error["type"] != "missing" and shows:
+            text += f" (got {without_secrets(str(given))[:60]!r})"
     return " ".join(f"{where}: {text}".split())
 
 
 def _is_secret(loc: Loc) -> bool:
     return loc[:2] in (("redis", "url"), ("admin", "token"))
+
+
+def _yaml_reason(fault: Exception) -> str:
+    """What is wrong and where, without the text around it, which may be a secret."""
+    problem, mark = getattr(fault, "problem", None), getattr(fault, "problem_mark", None)
+    if problem is None:
+        return "it is nested too deeply" if isinstance(fault, RecursionError) else type(fault).__name__
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    said = re.sub(r"(alias|anchor|tag) '.*'", r"\1", " ".join(str(problem).split()))
+    return f"{said[:200]}{where}"
 
 
 def _is_text(loc: tuple[str, ...]) -> bool:
@@ -412,7 +426,7 @@ def read_yaml(text: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as fault:
-        raise YamlFault(f"is not YAML: {' '.join(str(fault).split())[:300]}") from fault
+        raise YamlFault(f"is not YAML: {_yaml_reason(fault)}") from fault
     except RecursionError as fault:
         raise YamlFault("is not YAML: it is nested too deeply") from fault
     except ValueError as fault:  # a timestamp such as 2026-99-99

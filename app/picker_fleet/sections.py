@@ -143,10 +143,22 @@ class Http(Section):
     tls: Tls | None = None
 
 
+Role = Literal["viewer", "operator"]
+
+
+class AdminToken(Section):
+    """A viewer may read, an operator also change. The file is read again when it changes."""
+
+    file: FilePath
+    role: Role
+
+
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
     token_file: FilePath | None = None  # read as `token` where that is not set; an empty file is no token
+    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # besides that one, which is an operator's
+    tls: Tls | None = None
     hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
     rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
     reference_metrics: bool = False  # metrics also under the names of the reference picker

@@ -53,7 +53,7 @@ class Bound:
 
     id: str
     grpc: str  # host:port
-    admin: str  # http://host:port
+    admin: str  # http://host:port, or https
     http: str | None  # host:port of mode `http`, if it is served
 
 
@@ -69,6 +69,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     clock = asyncio.get_running_loop().time
     certificates = _certificates(settings.extproc.tls, "extproc.tls", "h2")
     http_certificates = _certificates(settings.http.tls, "http.tls", "http/1.1")
+    admin_certificates = _certificates(settings.admin.tls, "admin.tls", "http/1.1")
     uploads = UploadDeadlines(clock, settings.extproc.body_timeout)
     pools = _pools(settings, replica, certificates)
     default = pools[settings.pool]
@@ -97,15 +98,19 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
         http_port = await checks.start() if checks is not None else 0
         page = MetricsPage([pool.parts.metrics for pool in pools.values()])
         api_app = api.create([pool.operated for pool in pools.values()], page, settings)
-        async with admin_server.serving(api_app, settings.admin.listen) as admin:
+        async with admin_server.serving(
+            api_app, settings.admin.listen, certificates=admin_certificates
+        ) as admin:
             host, _ = split_host_port(settings.extproc.listen)
+            admin_url = f"{'http' if admin_certificates is None else 'https'}://{admin}"
             for pool in pools.values():
-                pool.parts.replica_info.reached(admin=f"http://{admin}", grpc=f"{host}:{port}")
-            if settings.admin.token is None and not is_loopback(split_host_port(admin)[0]):
+                pool.parts.replica_info.reached(admin=admin_url, grpc=f"{host}:{port}")
+            has_token = settings.admin.token is not None or settings.admin.tokens
+            if not has_token and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")
             http_host, _ = split_host_port(settings.http.listen or "-:0")
             http = f"{http_host}:{http_port}" if checks is not None else None
-            on_bound(Bound(replica, f"{host}:{port}", f"http://{admin}", http))
+            on_bound(Bound(replica, f"{host}:{port}", admin_url, http))
             async with _background() as start:
                 for pool in pools.values():
                     pool.start(start)
@@ -113,7 +118,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
                 start(partial(_announce, pools.values(), grpc_server, checks), "readiness")
                 if checks is not None:
                     start(checks.run, "checks")
-                for each in filter(None, (certificates, http_certificates)):
+                for each in filter(None, (certificates, http_certificates, admin_certificates)):
                     start(each.run, "certificates")
                 await stopping.wait()
                 _log.info("draining")

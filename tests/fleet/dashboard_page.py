@@ -6,7 +6,7 @@ replica's own admin API.
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -80,6 +80,11 @@ class Dashboard:
         """The row of a table (flows, queue, …) in which `part` is written."""
         return self.page.locator(f"#rows-{table} tr", has_text=part)
 
+    async def give_token(self, token: str) -> None:
+        await self.until("document.getElementById('ask-token').open")
+        await self.page.fill("#token", token)
+        await self.page.keyboard.press("Enter")
+
     async def confirm(self, yes: str) -> None:
         """Answer the open question with the button of this name."""
         await self.page.locator("dialog#confirm[open]").get_by_role("button", name=yes, exact=True).click()
@@ -92,12 +97,21 @@ class Dashboard:
 
 
 @asynccontextmanager
-async def opened(chromium: Browser, fleet: Any, replica: int = 0, **options: Any) -> AsyncIterator[Dashboard]:
-    """A replica's dashboard with figures, in a window of its own; `options` are those of a browser's page."""
+async def opened(
+    chromium: Browser, fleet: Any, replica: int = 0, *, tokens: Sequence[str] = (), **options: Any
+) -> AsyncIterator[Dashboard]:
+    """A replica's dashboard with figures, in a window of its own; `options` are those of a browser's page.
+
+    It asks for `tokens`, of which only the last is right.
+    """
     page = await chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
     try:
         shown = Dashboard(page, f"{fleet.admin_url(replica)}/")
         await page.goto(shown.url)
+        for number, token in enumerate(tokens):
+            shown.allowed.append("401")
+            await shown.says("#token-title", "not right" if number else "asks for a token")
+            await shown.give_token(token)
         await shown.until("document.getElementById('main').dataset.at !== undefined")
         yield shown
         shown.check()

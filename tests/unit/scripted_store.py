@@ -47,6 +47,7 @@ class ScriptedStore:
         self.overrides: dict[str, Any] = {}
         self.changes: dict[str, Any] = {}
         self.tunings = 0
+        self.noted: list[str] = []  # what operators have changed, the newest first
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
 
     async def admit(
@@ -80,6 +81,12 @@ class ScriptedStore:
     def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
         self.cancelled.append((request_id, why))
         return answered("ended")
+
+    async def note_change(self, text: str) -> None:
+        self.noted.insert(0, text)
+
+    async def operator_changes(self) -> list[str]:
+        return self.noted
 
     async def notifications(self) -> list[tuple[str, str]]:
         return []

@@ -13,7 +13,15 @@ from clocks import Clock
 from pydantic import BaseModel
 
 from picker_fleet.admin import models
-from picker_fleet.admin.events import MAX_LISTENERS, MAX_UNREAD, Event, Events, Listener, SnapshotReader
+from picker_fleet.admin.events import (
+    MAX_AT_ADDRESS,
+    MAX_LISTENERS,
+    MAX_UNREAD,
+    Event,
+    Events,
+    Listener,
+    SnapshotReader,
+)
 from picker_fleet.admin.server import serving
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.errors import StateUnavailable
@@ -54,8 +62,8 @@ async def events(source: CountingSource) -> AsyncIterator[Events]:
         yield made
 
 
-def joined(events: Events) -> Listener:
-    listener = events.join()
+def joined(events: Events, address: str = "") -> Listener:
+    listener = events.join(address)
     assert listener is not None
     return listener
 
@@ -125,15 +133,26 @@ async def test_when_the_replica_stops_streams_end_and_none_starts(source: Counti
 
 async def test_one_listener_too_many_is_refused_until_a_client_disconnects(events: Events) -> None:
     async with asking(api(events=events)) as http:
-        listeners = [joined(events) for _ in range(MAX_LISTENERS - 1)]
+        listeners = [joined(events, "127.0.0.1") for _ in range(MAX_AT_ADDRESS - 1)]
         async with http.stream("GET", "/api/v1/events") as response:
             assert response.headers["cache-control"] == "no-store"
             async with asyncio.timeout(30):
                 data = await anext(line async for line in response.aiter_lines() if line.startswith("data"))
             assert json.loads(data.removeprefix("data: "))["number"] >= 1
-            assert events.listening == MAX_LISTENERS
+            assert events.listening == MAX_AT_ADDRESS
             assert problem(await http.get("/api/v1/events"), 503)["code"] == "too_many_listeners"
         await until(lambda: events.listening == len(listeners))
+
+
+def test_whatever_addresses_take_another_one_gets_a_stream(source: CountingSource) -> None:
+    events = Events(source)
+    greedy = [joined(events, "10.0.0.1") for _ in range(MAX_AT_ADDRESS)]
+    assert events.join("10.0.0.1") is None
+    others = [joined(events, "10.0.0.2") for _ in range(MAX_LISTENERS - MAX_AT_ADDRESS)]
+    late = joined(events, "10.0.0.3")
+    assert [each.dropped.is_set() for each in greedy] == [False] * (MAX_AT_ADDRESS - 1) + [True]
+    assert not any(each.dropped.is_set() for each in (*others, late))
+    assert events.listening == MAX_LISTENERS
 
 
 async def test_a_client_that_never_reads_is_dropped(events: Events, source: CountingSource) -> None:

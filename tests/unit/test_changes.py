@@ -1,28 +1,32 @@
 """Changes of the fleet over HTTP: what may change, who may change it, and a problem for each fault."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
 from admin_client import CountingMembership, api, asking, problem
+from clocks import Clock
 from scripted_store import ScriptedStore
 from tables import cases
 
 from picker_fleet.admin.changes import FleetControls
 from picker_fleet.admin.models import Dispatch
-from picker_fleet.admin.protection import Deadlines
+from picker_fleet.admin.protection import Deadlines, Tokens
 from picker_fleet.admin.server import serving
 from picker_fleet.config import Settings, parse
-from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.errors import ConfigError, StartupError, StateUnavailable
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.replica.live_config import LIVE
 from picker_fleet.state.store import Store
 
 SECRETIVE = parse(
     {
+        "tracing": {"endpoint": "http://user:hunter2@otel.example:4317/v1?key=hunter2"},
         "redis": {"url": "rediss://user:hunter2@redis.example:6380/3?password=hunter2"},
         "admin": {"token": "hunter2"},
         "discovery": {"file": "endpoints.yaml"},
@@ -194,13 +198,121 @@ async def test_a_change_without_the_token_is_a_401(store: ScriptedStore, header:
     assert store.tunings == 0
 
 
-async def test_with_the_token_any_client_may_change_and_reading_needs_none(store: ScriptedStore) -> None:
-    bearer = {"authorization": b"bearer s3cret-!"}
-    async with client_at(store, "203.0.113.9", "http://picker.example", WITH_TOKEN) as http:
-        assert (await http.post("/api/v1/pause", headers=bearer)).status_code == 200
-        assert (await http.get("/api/v1/config")).status_code == 200
-        assert (await http.get("/api/v1/state")).status_code == 200
-    assert store.overrides == {"paused": 1}
+@pytest.fixture
+def with_roles(tmp_path: Path) -> Settings:
+    for name in ("alice", "bob"):
+        (tmp_path / name).write_text(f"{name}-s3cret\n")
+    tokens = [{"file": str(tmp_path / "alice"), "role": "viewer"}]
+    tokens += [{"file": str(tmp_path / "bob"), "role": "operator"}]
+    return parse({"admin": {"token": "s3cret-!", "tokens": tokens, "hosts": ["picker.example"]}})
+
+
+OPEN = ["/healthz", "/readyz", "/metrics", "/", "/static/api.js", "/openapi.json"]
+ROLES = {
+    "none": ("", 401, 401),
+    "a wrong one": ("alice-s3cre", 401, 401),
+    "a viewer's": ("alice-s3cret", 200, 403),
+    "an operator's": ("bob-s3cret", 200, 200),
+    "the fleet's own": ("s3cret-!", 200, 200),
+}
+
+
+@cases("token, read, changed", ROLES)
+async def test_reads_need_a_viewers_token_and_changes_an_operators(
+    store: ScriptedStore, with_roles: Settings, token: str, read: int, changed: int
+) -> None:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
+        reads = [
+            await http.get(f"/api/v1/{path}", headers=headers) for path in ("state", "config", "changes")
+        ]
+        assert [answer.status_code for answer in reads] == [read] * 3
+        answer = await http.post("/api/v1/pause", headers=headers)
+        assert answer.status_code == changed
+        if changed == 403:
+            assert problem(answer, 403)["code"] == "operator_needed"
+        assert [(await http.get(path)).status_code for path in OPEN] == [200] * len(OPEN)
+    assert store.overrides == ({"paused": 1} if changed == 200 else {})
+
+
+async def test_a_token_file_counts_as_it_is_now(with_roles: Settings, tmp_path: Path) -> None:
+    clock = Clock()
+    tokens = Tokens(with_roles.admin, clock)
+
+    def known(*names: str) -> list[bool]:
+        clock.now_s += 10
+        return [tokens.find(name.encode()) is not None for name in names]
+
+    assert known("alice-s3cret", "alice-new") == [True, False]
+    (tmp_path / "alice").write_text("alice-new")
+    assert known("alice-s3cret", "alice-new") == [False, True]
+    # Where one is taken away, nobody may do more than before.
+    for name in ("alice", "bob"):
+        (tmp_path / name).unlink()
+    assert known("alice-new", "bob-s3cret", "", "s3cret-!") == [False, False, False, True]
+    assert tokens.needed
+
+
+async def test_an_empty_token_file_is_no_token_until_it_has_one(tmp_path: Path) -> None:
+    file, clock = tmp_path / "token", Clock()
+    file.write_text("\n")
+    tokens = Tokens(parse({"admin": {"token_file": str(file)}}).admin, clock)
+    assert not tokens.needed
+    for text, found in (("s3cret-!", True), ("", False)):
+        file.write_text(text)
+        clock.now_s += 10
+        assert (tokens.find(b"s3cret-!") is not None, tokens.needed) == (found, True)
+
+
+def test_a_file_of_tokens_that_has_none_ends_the_start(tmp_path: Path) -> None:
+    settings = parse({"admin": {"tokens": [{"file": str(tmp_path / "missing"), "role": "viewer"}]}})
+    with pytest.raises(StartupError, match="missing"):
+        Tokens(settings.admin)
+
+
+async def test_who_changed_what_is_in_the_log_and_in_the_list(
+    store: ScriptedStore, with_roles: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers, weights = {"authorization": "Bearer bob-s3cret"}, {"weights": {"gold": 3}}
+    async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
+        await http.patch("/api/v1/config", json=weights, headers=headers)
+        await http.post("/api/v1/requests/r%E2%80%AE1/evict", headers=headers)
+        store.evicting = "unknown"
+        await http.post("/api/v1/requests/r2/evict", headers=headers)  # changes nothing
+        await http.patch("/api/v1/config", json={"nonsense": 1}, headers=headers)
+        listed = (await http.get("/api/v1/changes", headers=headers)).json()["changes"]
+    assert [(each["by"], each["address"], each["outcome"]) for each in listed] == [
+        ("bob", "203.0.113.9", "made")
+    ] * 2
+    assert [each["change"] for each in listed] == [
+        "POST /api/v1/requests/r\u202e1/evict",
+        "PATCH /api/v1/config",
+    ]
+    assert json.loads(listed[1]["detail"]) == weights
+    lines = [record.getMessage() for record in caplog.records if "change by" in record.message]
+    assert len(lines) == 2
+    assert all("bob" in line and "\u202e" not in line for line in lines)
+
+
+async def test_a_change_whose_answer_did_not_come_is_listed_as_unknown(
+    store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unavailable(*_: object) -> Any:
+        raise StateUnavailable("nobody answers")
+
+    monkeypatch.setattr(store, "set_live_config", unavailable)
+    async with client_at(store, LOCAL, "http://127.0.0.1:8081") as http:
+        assert (await http.post("/api/v1/pause")).status_code == 503
+        (change,) = (await http.get("/api/v1/changes")).json()["changes"]
+    assert (change["by"], change["outcome"]) == (LOCAL, "unknown")
+
+
+@pytest.mark.parametrize("headers", [{"host": "["}, {"host": "[::1"}, {"host": "a]b"}], ids=str)
+async def test_a_malformed_host_is_a_400(store: ScriptedStore, headers: dict[str, str]) -> None:
+    async with asking(api(store=store)) as http:
+        for method, path in [*CHANGES, ("GET", "/api/v1/state"), ("POST", "/nonsense")]:
+            answer = await http.request(method, path, headers=headers)
+            assert problem(answer, 400)["code"] == "bad_host", (method, path)
 
 
 LOCAL = "127.0.0.1"
@@ -211,6 +323,7 @@ ELSEWHERE: dict[str, tuple[str, dict[str, str]]] = {
     "under another name": (LOCAL, {"host": "rebound.example"}),
     "from a page of another host": (LOCAL, {"origin": "http://evil.example"}),
     "from a page of no host": (LOCAL, {"origin": "null"}),
+    "from a page of a malformed host": (LOCAL, {"origin": "http://["}),
 }
 
 
@@ -244,6 +357,7 @@ async def test_the_configuration_is_shown_without_its_secrets(fleet: Fleet) -> N
     shown = await fleet.controls.config()
     assert "hunter2" not in str(shown)
     assert shown.config["redis"]["url"] == "rediss://redis.example:6380/3"
+    assert shown.config["tracing"]["endpoint"] == "http://otel.example:4317/v1"
     assert shown.config["admin"]["token"] == "(set)"
     assert shown.config["discovery"]["file"] == "endpoints.yaml"
     assert shown.config["models"][0]["criticality"] == "Critical"

@@ -4,12 +4,11 @@
 several pools, each has the same API and dashboard below `/pools/NAME`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request, Response
-from fastapi.params import Depends as Dependency
 from pydantic import AfterValidator, BaseModel
 
 from picker_fleet import version
@@ -19,16 +18,19 @@ from picker_fleet.admin.documents import MAX_METRICS_AGE_S, MetricsText
 from picker_fleet.admin.events import Events, EventStream
 from picker_fleet.admin.models import HEALTHY
 from picker_fleet.admin.protection import (
-    ChangeAuthorization,
+    Access,
     Deadlines,
     KnownHosts,
+    Limits,
     RateLimit,
     Refused,
+    Tokens,
     add_problem_documents,
     within,
 )
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.config import Settings
+from picker_fleet.sections import Role
 from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
 
 MAX_ROWS = 200  # of a page: a longer one would take the replica, and its client, too long
@@ -67,7 +69,7 @@ _EVENTS: _Responses = {
         " replicas), `decisions` (while the decision log is on) and `unavailable`, each second.",
         'event: snapshot\ndata: {"at": 1767225600.5, "flows": [], "flows_total": 0}\n\n',
     ),
-    503: {**_PROBLEM, "description": "`too_many_listeners`: 64 listen to this replica already"},
+    503: {**_PROBLEM, "description": "`too_many_listeners`: to this replica, or at the client's address"},
 }
 _UNREACHABLE: _Responses = {
     503: {**_PROBLEM, "description": "`state_unavailable`: the shared state does not answer"}
@@ -114,18 +116,23 @@ def create(
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     rate_limit: Callable[[float], RateLimit] = RateLimit,
 ) -> FastAPI:
-    """The API of a replica that serves `pools`; the first of them is also at `/`."""
+    """The API of a replica that serves `pools`; the first of them is also at `/`.
+
+    Raises:
+        StartupError: a file of `admin.tokens` has no token.
+    """
     names = [pool.name for pool in pools]
-    limit = rate_limit(settings.admin.rate)
+    tokens = Tokens(settings.admin)
     app = _app(f"One replica of pool {', '.join(names)}.")
     app.add_middleware(KnownHosts, names=settings.admin.hosts)
-    _add_health(app, pools, rate_limit(_HEALTH_RATE))
+    app.add_middleware(Limits, calls=rate_limit(settings.admin.rate), health=rate_limit(_HEALTH_RATE))
+    _add_health(app, pools)
     _add_metrics(app, metrics)
-    _add_pool(app, pools[0], pools, settings, limit, deadlines)
+    _add_pool(app, pools[0], pools, tokens, deadlines)
     if len(pools) > 1:
         for pool in pools:
             own = _app(f"Pool {pool.name} of one replica.")
-            _add_pool(own, pool, pools, settings, limit, deadlines)
+            _add_pool(own, pool, pools, tokens, deadlines)
             app.mount(f"/pools/{pool.name}", own)
 
         @app.get("/pools/{name}/{path:path}", include_in_schema=False)
@@ -151,23 +158,21 @@ def _add_pool(
     app: FastAPI,
     pool: OperatedPool,
     pools: Sequence[OperatedPool],
-    settings: Settings,
-    limit: RateLimit,
+    tokens: Tokens,
     deadlines: Deadlines,
 ) -> None:
     """Add what is of `pool`, and the list of all `pools`."""
 
-    def group(tag: str, responses: _Responses, dependencies: Iterable[Dependency] = ()) -> APIRouter:
+    def group(tag: str, responses: _Responses, role: Role = "viewer") -> APIRouter:
         return APIRouter(
             prefix="/api/v1",
             tags=[tag],
-            responses={**_ANY_FAULT, 429: _PROBLEM, **responses},
-            dependencies=[Depends(limit), *dependencies],
+            responses={**_ANY_FAULT, **dict.fromkeys((401, 429), _PROBLEM), **responses},
+            dependencies=[Depends(Access(tokens, role))],
         )
 
     state, stream, config = group("state", _UNREACHABLE), group("state", {}), group("config", {503: _PROBLEM})
-    authorized = Depends(ChangeAuthorization(settings.admin.token))
-    changing = group("changes", dict.fromkeys((401, 403, 503), _PROBLEM), [authorized])
+    changing = group("changes", dict.fromkeys((403, 503), _PROBLEM), "operator")
     _add_state(state, pool.view, deadlines)
     _add_lists(state, pool.lists, deadlines)
     _add_list_of_pools(stream, pools)
@@ -177,12 +182,11 @@ def _add_pool(
         # include_router would make each route again with its models: at the start, and in the event loop at
         # the first call.
         app.router.routes.extend(router.routes)
-    documents.add_dashboard(app, limit)
-    documents.add_api_description(app, limit)
+    documents.add_dashboard(app)
+    documents.add_api_description(app)
 
 
-def _add_health(app: FastAPI, pools: Sequence[OperatedPool], rate_limit: RateLimit) -> None:
-    limited = [Depends(rate_limit)]
+def _add_health(app: FastAPI, pools: Sequence[OperatedPool]) -> None:
     view = pools[0].view
 
     def health() -> tuple[bool, dict[str, str]]:
@@ -196,7 +200,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], rate_limit: RateLim
             for component, fault in components.items()
         }
 
-    @app.get("/healthz", tags=["health"], summary="Is the process alive?", dependencies=limited)
+    @app.get("/healthz", tags=["health"], summary="Is the process alive?")
     async def healthz() -> models.Health:
         """Whether the process is alive: 200 while its event loop runs, whatever its components do."""
         ready, components = health()
@@ -208,7 +212,6 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], rate_limit: RateLim
         tags=["health"],
         summary="Should this replica get traffic?",
         responses=_UNREADY,
-        dependencies=limited,
     )
     async def readyz(response: Response) -> models.Health:
         """Whether this replica should get traffic: 200 or 503, with what is wrong by component."""
@@ -321,13 +324,14 @@ def _add_list_of_pools(routes: APIRouter, pools: Sequence[OperatedPool]) -> None
 
 def _add_events(routes: APIRouter, events: Events) -> None:
     @routes.get("/events", summary="Snapshots, each second", response_class=Response, responses=_EVENTS)
-    async def stream() -> EventStream:
+    async def stream(request: Request) -> EventStream:
         """Snapshots and decisions as they are made, until the client disconnects."""
-        listener = events.join()
+        listener = events.join(request.client.host if request.client else "")
         if listener is None:
-            raise Refused(
-                503, "too_many_listeners", "this replica has as many listeners as it takes; ask another"
+            detail = (
+                "this replica has as many listeners, or as many of this address, as it takes; ask another"
             )
+            raise Refused(503, "too_many_listeners", detail)
         return EventStream(events, listener)
 
 

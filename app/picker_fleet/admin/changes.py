@@ -1,11 +1,14 @@
-"""What an operator changes in the whole fleet: `FleetControls` makes the changes in the shared state, and
-`add_routes` adds the calls to the API.
+"""What an operator changes in the whole fleet: `FleetControls` makes the changes in the shared state and
+notes who asked for them, and `add_routes` adds the calls to the API.
 """
 
 import asyncio
-from collections.abc import Mapping
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+import logging
+import re
+import time
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, HTTPException, Path, Request
@@ -14,14 +17,18 @@ from starlette.requests import ClientDisconnect
 from picker_fleet.admin import models
 from picker_fleet.admin.protection import Deadlines, Refused, within
 from picker_fleet.config import Settings
-from picker_fleet.errors import ConfigError, StateUnavailable
+from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
 from picker_fleet.replica import live_config
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.state.store import Store
+from picker_fleet.units import without_secrets
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
+_MOST_DETAIL = 1000  # characters of a change that are kept
+_NOTE_S = 0.5
 _SECRET = "(set)"
+_SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
 _PROBLEM: dict[str, Any] = {"model": models.Problem}
 _PATCH_BODY = {
     "required": True,
@@ -35,6 +42,9 @@ _PATCH_BODY = {
         }
     },
 }
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
 RequestId = Annotated[str, Path(description="its `x-request-id`", examples=["4f1d-9c"])]
 Address = Annotated[
     str, Path(description="the endpoint's `ip:port`, IPv6 in brackets", examples=["10.0.0.1:8000"])
@@ -86,6 +96,40 @@ class FleetControls:
                 changes = {}
         return await self.config()
 
+    async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
+        """Make a change, and note in the log and for `changes` who asked for it. One that was refused has
+        changed nothing; one whose answer did not come may have been made.
+        """
+        outcome = "unknown"
+        try:
+            made = await change
+            outcome = "made"
+        except (HTTPException, Refused, ConfigError):
+            outcome = ""
+            raise
+        finally:
+            if outcome:
+                await self._note(request, outcome)
+        return made
+
+    async def _note(self, request: Request, outcome: str) -> None:
+        caller, path = request.state.caller, request.scope["path"]
+        address = request.client.host if request.client is not None else ""
+        detail = getattr(request.state, "detail", "")[:_MOST_DETAIL]
+        what = f"{request.method} {path}"
+        _log.warning("change by %s from %s: %a %a: %s", caller, address, what, detail, outcome)
+        change = models.Change(
+            at=time.time(), by=caller, address=address, change=what, detail=detail, outcome=outcome
+        )
+        with suppress(RequestError, TimeoutError):  # the log has it
+            async with asyncio.timeout(_NOTE_S):
+                await self._store.note_change(change.model_dump_json())
+
+    async def changes(self) -> models.Changes:
+        """What operators have changed, the newest first; the shared state keeps the last 200."""
+        noted = await self._store.operator_changes()
+        return models.Changes(changes=[models.Change.model_validate_json(each) for each in noted])
+
     async def pause(self, paused: bool) -> models.Dispatch:
         version = await self._tune({"paused": 1 if paused else None}, {})
         return models.Dispatch(paused=paused, tuned_version=version)
@@ -108,12 +152,14 @@ class FleetControls:
         return version
 
 
-def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` without the token, and with only the address of Redis's URL."""
-    url = urlsplit(tree["redis"]["url"])
-    tree["redis"]["url"] = f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
-    if tree["admin"]["token"] is not None:
-        tree["admin"]["token"] = _SECRET
+def _without_secrets(tree: Any, key: str = "") -> Any:
+    """`tree` without what its keys call a secret, and with no more of a URL than where it leads."""
+    if isinstance(tree, dict):
+        return {name: _without_secrets(each, name) for name, each in tree.items()}
+    if isinstance(tree, list):
+        return [_without_secrets(each, key) for each in tree]
+    if isinstance(tree, str):
+        return _SECRET if _SECRET_KEYS.fullmatch(key) else without_secrets(tree)
     return tree
 
 
@@ -129,6 +175,11 @@ def add_routes(
         """The configuration in force, and the live changes in it."""
         return await within(limit_s, controls.config())
 
+    @reading.get("/changes", summary="Who changed what")
+    async def listed() -> models.Changes:
+        """What operators have changed, the newest first; the shared state keeps the last 200."""
+        return await within(limit_s, controls.changes())
+
     @changing.patch(
         "/config",
         summary="Change the configuration, fleet-wide",
@@ -141,31 +192,36 @@ def add_routes(
         The body is a partial settings tree; null reverts a change. All of it takes effect, or nothing.
         """
         patch = await _read_patch(request, deadlines.body_s)
-        return await within(limit_s, controls.change(patch))
+        request.state.detail = orjson.dumps(patch).decode()
+        return await controls.noted(request, within(limit_s, controls.change(patch)))
 
     @changing.post("/pause", summary="Stop dispatching")
-    async def pause() -> models.Dispatch:
+    async def pause(request: Request) -> models.Dispatch:
         """Stop dispatching: arrivals wait or are refused, running requests finish."""
-        return await within(limit_s, controls.pause(True))
+        return await controls.noted(request, within(limit_s, controls.pause(True)))
 
     @changing.post("/resume", summary="Continue dispatching")
-    async def resume() -> models.Dispatch:
+    async def resume(request: Request) -> models.Dispatch:
         """Dispatch requests again, within the bounds."""
-        return await within(limit_s, controls.pause(False))
+        return await controls.noted(request, within(limit_s, controls.pause(False)))
 
     @changing.post(
         "/requests/{request_id:path}/evict",
         summary="Take a request out of the queue",
         responses=dict.fromkeys((404, 409), _PROBLEM),
     )
-    async def evict(request_id: RequestId) -> models.Eviction:
+    async def evict(request: Request, request_id: RequestId) -> models.Eviction:
         """Take a request out of the queue; its client is answered at once."""
-        result = await within(limit_s, controls.evict(request_id))
-        if result == "running":
-            raise Refused(409, "request_running", "the request has left the queue already")
-        if result != "evicted":
-            raise Refused(404, "unknown_request", "no such request waits")
-        return models.Eviction(id=request_id)
+
+        async def evicted() -> models.Eviction:
+            result = await within(limit_s, controls.evict(request_id))
+            if result == "running":
+                raise Refused(409, "request_running", "the request has left the queue already")
+            if result != "evicted":
+                raise Refused(404, "unknown_request", "no such request waits")
+            return models.Eviction(id=request_id)
+
+        return await controls.noted(request, evicted())
 
     async def set_drained(address: str, on: bool) -> models.Drained:
         if not await within(limit_s, controls.drain(address, on)):
@@ -173,14 +229,14 @@ def add_routes(
         return models.Drained(address=address, drained=on)
 
     @changing.post("/endpoints/{address}/drain", summary="Drain an endpoint", responses={404: _PROBLEM})
-    async def drain(address: Address) -> models.Drained:
+    async def drain(request: Request, address: Address) -> models.Drained:
         """Send nothing new to an endpoint; requests that run there finish."""
-        return await set_drained(address, True)
+        return await controls.noted(request, set_drained(address, True))
 
     @changing.post("/endpoints/{address}/undrain", summary="Undrain an endpoint", responses={404: _PROBLEM})
-    async def undrain(address: Address) -> models.Drained:
+    async def undrain(request: Request, address: Address) -> models.Drained:
         """Send requests to an endpoint again."""
-        return await set_drained(address, False)
+        return await controls.noted(request, set_drained(address, False))
 
 
 async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from fastapi import Depends, FastAPI, Response
+from fastapi import FastAPI, Response
 
 from picker_fleet.admin.models import EXAMPLE_CURSORS
-from picker_fleet.admin.protection import RateLimit, Refused
+from picker_fleet.admin.protection import Refused
 from picker_fleet.admin.views import BadCursor
 from picker_fleet.replica.live_config import LIVE
 from picker_fleet.telemetry.metrics import MetricsPage
@@ -123,31 +123,29 @@ def content_security_policy(page: bytes) -> str:
     )
 
 
-def add_dashboard(app: FastAPI, rate_limit: RateLimit) -> None:
+def add_dashboard(app: FastAPI) -> None:
     """Serve the dashboard at `/` and its files at `/static/NAME`; they are read once, at the start."""
     files = {}
     if FOLDER.is_dir():
         files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
     policy = content_security_policy(files.get(_INDEX, b""))
     headers = {**_HEADERS, "content-security-policy": policy, "cache-control": "no-cache"}
-    limited = [Depends(rate_limit)]
 
-    @app.get("/", response_class=Response, include_in_schema=False, dependencies=limited)
+    @app.get("/", response_class=Response, include_in_schema=False)
     async def index() -> Response:
         return await static(_INDEX)
 
-    @app.get("/static/{name}", response_class=Response, include_in_schema=False, dependencies=limited)
+    @app.get("/static/{name}", response_class=Response, include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in files:
             raise Refused(404, "unknown_file", "the dashboard has no such file")
         return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=headers)
 
 
-def add_api_description(app: FastAPI, rate_limit: RateLimit) -> None:
+def add_api_description(app: FastAPI) -> None:
     """Serve the OpenAPI document at `/openapi.json` and a page of it at `/docs`, which loads nothing from
     elsewhere; both are written at the first call."""
     _add_examples(app)
-    limited = [Depends(rate_limit)]
     written: list[tuple[bytes, bytes]] = []
 
     async def texts() -> tuple[bytes, bytes]:
@@ -156,11 +154,11 @@ def add_api_description(app: FastAPI, rate_limit: RateLimit) -> None:
             written.append(await asyncio.to_thread(_describe, app))
         return written[0]
 
-    @app.get("/openapi.json", response_class=Response, include_in_schema=False, dependencies=limited)
+    @app.get("/openapi.json", response_class=Response, include_in_schema=False)
     async def document() -> Response:
         return Response((await texts())[0], media_type="application/json", headers=_HEADERS)
 
-    @app.get("/docs", response_class=Response, include_in_schema=False, dependencies=limited)
+    @app.get("/docs", response_class=Response, include_in_schema=False)
     async def docs() -> Response:
         page = (await texts())[1]
         headers = {**_HEADERS, "content-security-policy": content_security_policy(page)}
@@ -179,7 +177,7 @@ _JSON, _PROBLEM = "application/json", "application/problem+json"
 _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("400", ""): ("bad_cursor", str(BadCursor())),
     ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
-    ("401", ""): ("token_needed", "the bearer token of this fleet is needed"),
+    ("401", ""): ("token_needed", "a bearer token of this fleet is needed"),
     ("403", ""): (
         "not_local",
         "without an admin.token in the configuration only this machine may make changes",
@@ -211,7 +209,7 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("503", ""): ("state_unavailable", "the shared state did not answer within 2 s"),
     ("503", "/api/v1/events"): (
         "too_many_listeners",
-        "this replica has as many listeners as it takes; ask another",
+        "this replica has as many listeners, or as many of this address, as it takes; ask another",
     ),
 }
 # The details of these faults do not begin with the call.

@@ -8,6 +8,7 @@ MAX_UNREAD events wait for it.
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from picker_fleet.errors import RequestError
 from picker_fleet.state.reads import Reads
 
 MAX_LISTENERS = 64
+MAX_AT_ADDRESS = 48  # of them; behind a proxy all clients have one
 MAX_UNREAD = 4
 _ROWS = 50
 _MAX_DECISIONS = 100
@@ -142,9 +144,11 @@ def _decision(fields: dict[str, str], bands: Bands) -> models.Decision:
 
 
 class Listener:
-    """One open stream. `dropped` is set when the stream must end, even while nothing reads it."""
+    """One open stream of a client at `address`. `dropped` is set when the stream must end, even while nothing
+    reads it."""
 
-    def __init__(self, ping_s: float = _PING_S) -> None:
+    def __init__(self, ping_s: float = _PING_S, address: str = "") -> None:
+        self.address = address
         self._ping_s = ping_s
         self._unread: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNREAD + 1)
         self.dropped = asyncio.Event()
@@ -177,7 +181,7 @@ class Events:
     def __init__(self, source: EventSource, interval_s: float = _INTERVAL_S) -> None:
         self._source = source
         self._interval_s = interval_s
-        self._listeners: set[Listener] = set()
+        self._listeners: dict[Listener, None] = {}  # oldest first
         self._wanted = asyncio.Event()
         self._closed = False
 
@@ -185,19 +189,31 @@ class Events:
     def listening(self) -> int:
         return len(self._listeners)
 
-    def join(self) -> Listener | None:
-        """A new listener; None if there are MAX_LISTENERS, or the replica stops."""
-        if self._closed or len(self._listeners) >= MAX_LISTENERS:
+    def join(self, address: str = "") -> Listener | None:
+        """A new listener; None if its address has MAX_AT_ADDRESS, or the replica stops.
+
+        Of MAX_LISTENERS the newest one of the address that has most makes room for one whose address has
+        fewer; None if there is no such.
+        """
+        counts = Counter(each.address for each in self._listeners)
+        if self._closed or counts[address] >= MAX_AT_ADDRESS:
             return None
-        listener = Listener()
+        if len(self._listeners) >= MAX_LISTENERS:
+            most, count = counts.most_common(1)[0]
+            if count <= counts[address] + 1:
+                return None
+            newest = next(each for each in reversed(self._listeners) if each.address == most)
+            newest.dropped.set()
+            self.leave(newest)
+        listener = Listener(address=address)
         if recent := _encode(self._source.recent()):
             listener.put(recent)
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         self._wanted.set()
         return listener
 
     def leave(self, listener: Listener) -> None:
-        self._listeners.discard(listener)
+        self._listeners.pop(listener, None)
         if not self._listeners:
             self._wanted.clear()
 

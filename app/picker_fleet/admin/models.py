@@ -47,6 +47,10 @@ _CONFIG: dict[str, Any] = {
     "changes": {"fair_request_queue": {"total_capacity": 2000}, "weights": {"gold": 3.0}},
     "paused": False, "tuned_version": "2", "live": ["fair_request_queue.total_capacity", "weights.FLOW"],
 }  # fmt: skip
+_CHANGE: dict[str, Any] = {
+    "at": 1767225600.5, "by": "alice", "address": "10.0.0.9", "change": "PATCH /api/v1/config",
+    "detail": '{"weights":{"gold":3.0}}', "outcome": "made",
+}  # fmt: skip
 _ENDPOINT: dict[str, Any] = {
     "address": "10.0.0.1:8000", "labels": {"zone": "a"}, "status": "down", "in_flight": 2, "max_inflight": 8,
     "waiting": 0.0,
@@ -169,6 +173,27 @@ class Config(BaseModel):
     paused: bool = Field(description="nothing is dispatched")
     tuned_version: str = Field(description="of the live changes; empty if there never was one")
     live: list[str] = Field(description="the keys that PATCH may change")
+
+
+class Change(BaseModel):
+    """What an operator has changed."""
+
+    model_config = _example(_CHANGE)
+
+    at: float = Field(description="Unix time in seconds, of the replica that was asked")
+    by: str = Field(description="the name of the token's file, `admin.token`, or the address")
+    address: str = Field(description="of the caller; a proxy's, behind one")
+    change: str = Field(description="method and path")
+    detail: str = Field(description="the body of a PATCH, at most 1000 characters of it")
+    outcome: str = Field(description="`made`; `unknown`: the shared state did not answer in time")
+
+
+class Changes(BaseModel):
+    """What operators have changed, the newest first."""
+
+    model_config = _example({"changes": [_CHANGE]})
+
+    changes: list[Change] = Field(description="at most 200")
 
 
 class Dispatch(BaseModel):

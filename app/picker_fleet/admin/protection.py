@@ -1,5 +1,5 @@
-"""What protects the admin API, installed by `api.create`: a call names a host of this replica, keeps to its
-client's rate, ends by a deadline, and is authorised if it changes something. Every fault is answered as a
+"""What protects the admin API, installed by `api.create`: a call keeps to its client's rate, names a host of
+this replica, has a token of the role that it needs, and ends by a deadline. Every fault is answered as a
 problem document (RFC 9457) with a `code` for programs.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Security
@@ -23,10 +24,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from picker_fleet.admin.models import Problem
-from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
+from picker_fleet.errors import ConfigError, RequestError, StartupError, StateUnavailable
 from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.replica.live_config import LIVE
-from picker_fleet.units import is_loopback
+from picker_fleet.sections import Admin, Role
+from picker_fleet.units import bearer_token, is_loopback
 
 BURST_S = 2.0  # unused calls of this many seconds may be made at once
 CHANGE_COST = 10  # a change counts as this many calls: it runs several scripts, and every replica follows it
@@ -34,7 +36,9 @@ _MAX_CLIENTS = 1024
 _REFUSAL_DELAY_S = 1.0  # slows down a client that ignores Retry-After
 _READ_METHODS = ("GET", "HEAD")
 _ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers call by any address
-_BEARER = HTTPBearer(auto_error=False, description="admin.token of the configuration")
+_BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin.tokens")
+_RELOAD_S = 2.0  # a token file is looked at so often, while it is asked for
+_REFUSALS_LOGGED_PER_S = 1.0
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CODES = {
@@ -107,14 +111,14 @@ def add_problem_documents(app: FastAPI) -> None:
     @app.exception_handler(ResponseValidationError)
     @app.exception_handler(Exception)
     async def internal_error(request: Request, fault: Exception) -> JSONResponse:
-        _log.error("%s failed", request.url.path, exc_info=fault)
+        _log.error("%s failed", request.scope["path"], exc_info=fault)
         detail = f"the replica failed to answer: {type(fault).__name__}"
         return _problem(request, 500, "internal_error", detail)
 
 
 def _http_problem(request: Request, fault: HTTPException) -> JSONResponse:
     code = fault.code if isinstance(fault, Refused) else _CODES.get(fault.status_code, "refused")
-    detail = f"{request.method} {request.url.path}: {fault.detail}"
+    detail = f"{request.method} {request.scope['path']}: {fault.detail}"
     document = _problem(request, fault.status_code, code, detail)
     document.headers.update(fault.headers or {})
     return document
@@ -123,13 +127,14 @@ def _http_problem(request: Request, fault: HTTPException) -> JSONResponse:
 def _problem(request: Request, status: int, code: str, detail: str, **extra: Any) -> JSONResponse:
     title = _PHRASES.get(status, "Refused")
     problem = Problem(
-        title=title, status=status, code=code, detail=detail, instance=request.url.path, **extra
+        title=title, status=status, code=code, detail=detail, instance=request.scope["path"], **extra
     )
     return JSONResponse(problem.model_dump(), status_code=status, media_type="application/problem+json")
 
 
 class KnownHosts:
-    """ASGI middleware that answers reads with a foreign Host with 421.
+    """ASGI middleware that answers reads with a foreign Host with 421, and calls with a malformed one with
+    400.
 
     It stops DNS rebinding: a web page that makes its own name point here has the browser send that name as
     Host. Known are the loopback, this machine's name, the address the call came to, and `names`; a name that
@@ -143,30 +148,36 @@ class KnownHosts:
         self._suffixes = tuple(name[1:] for name in known if name.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["method"] in (*_READ_METHODS, "OPTIONS")
-            and scope["path"] not in _ANY_HOST_PATHS
-        ):
+        if scope["type"] == "http" and scope["path"] not in _ANY_HOST_PATHS:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or not self._is_known(hosts[0], scope):
-                given = repr(hosts[0][:80]) if len(hosts) == 1 else f"{len(hosts)} of them"
+            given = repr(hosts[0][:80]) if len(hosts) == 1 else f"{len(hosts)} of them"
+            fault = None
+            if any(_hostname(host) is None for host in hosts):
+                fault = Refused(400, "bad_host", f"the Host given ({given}) is malformed")
+            elif scope["method"] in (*_READ_METHODS, "OPTIONS") and not (
+                len(hosts) == 1 and self._is_known(hosts[0], scope)
+            ):
                 detail = f"this replica does not go by the Host given ({given}); admin.hosts lists its names"
-                response = _http_problem(Request(scope), Refused(421, "unknown_host", detail))
-                await response(scope, receive, send)
+                fault = Refused(421, "unknown_host", detail)
+            if fault is not None:
+                await _http_problem(Request(scope), fault)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _is_known(self, host_header: str, scope: Scope) -> bool:
-        try:
-            host = urlsplit(f"//{host_header}").hostname or ""
-        except ValueError:
-            return False
-        host = host.removesuffix(".")
+        host = (_hostname(host_header) or "").removesuffix(".")
         if host in self._names or (self._suffixes and host.endswith(self._suffixes)) or is_loopback(host):
             return True
         server = scope.get("server")
         return server is not None and _same_address(host, server[0])
+
+
+def _hostname(authority: str) -> str | None:
+    """The host of `host:port`, '' without one; None if it is malformed."""
+    try:
+        return urlsplit(f"//{authority}").hostname or ""
+    except ValueError:
+        return None
 
 
 def _same_address(one: str, other: str) -> bool:
@@ -177,7 +188,7 @@ def _same_address(one: str, other: str) -> bool:
 
 
 class RateLimit:
-    """A dependency of routes: `per_s` calls a second from one address, as a token bucket."""
+    """`per_s` calls a second from one address, as a token bucket."""
 
     def __init__(
         self,
@@ -199,28 +210,128 @@ class RateLimit:
             raise Refused(429, "too_many_calls", f"more than {limit}", retry_after_s=retry_after_s(wait_s))
 
 
-class ChangeAuthorization:
-    """A dependency of routes that change something: the client has `admin.token`; if there is no token, the
-    client is a process on this machine."""
+class Limits:
+    """ASGI middleware: every call counts in `calls`, whatever becomes of it, but for those of `/healthz` and
+    `/readyz`, which count in `health`, and of `/metrics`, which has a limit of its own (documents.py)."""
 
-    def __init__(self, token: str | None) -> None:
-        self._token = None if token is None else token.encode()
+    def __init__(self, app: ASGIApp, calls: RateLimit, health: RateLimit) -> None:
+        self._app = app
+        self._limits = {"/metrics": None, "/healthz": health, "/readyz": health}
+        self._calls = calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._limits.get(scope["path"], self._calls) if scope["type"] == "http" else None
+        if limit is not None:
+            try:
+                await limit(Request(scope))
+            except Refused as fault:
+                await _http_problem(Request(scope), fault)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Token(NamedTuple):
+    name: str  # of the file, or `admin.token`
+    role: Role
+    secret: bytes
+
+
+class Tokens:
+    """The tokens in force. Files are read again when they change; one that cannot be read, or is empty, is no
+    token, so removing it takes it back.
+
+    Raises StartupError: a file of `admin.tokens` cannot be read, or has no token.
+    """
+
+    def __init__(self, settings: Admin, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._files: list[tuple[Path, Role]] = [(each.file, each.role) for each in settings.tokens]
+        self._fixed: tuple[_Token, ...] = ()
+        for file, _ in self._files:
+            if not _read_token(file):
+                raise StartupError(f"admin.tokens: {file} cannot be read, or has no token")
+        token = None if settings.token is None else settings.token.encode()
+        if settings.token_file is not None and token in (None, _read_token(settings.token_file)):
+            self._files.append((settings.token_file, "operator"))
+        elif token is not None:
+            self._fixed = (_Token("admin.token", "operator", token),)
+        self._in_force: tuple[_Token, ...] = ()
+        self._needed = False
+        self._read()
+
+    @property
+    def needed(self) -> bool:
+        """Whether a call needs a token: once there was one, none is too few."""
+        self._read_again()
+        return self._needed
+
+    def find(self, given: bytes) -> _Token | None:
+        self._read_again()
+        found = None
+        for each in self._in_force:  # all of them: how long it takes tells nothing
+            if hmac.compare_digest(given, each.secret):
+                found = each
+        return found
+
+    def _read_again(self) -> None:
+        if self._files and self._clock() >= self._due_s:
+            self._read()
+
+    def _read(self) -> None:
+        self._due_s = self._clock() + _RELOAD_S
+        read = (_Token(file.name, role, _read_token(file)) for file, role in self._files)
+        self._in_force = (*self._fixed, *(each for each in read if each.secret))
+        self._needed = self._needed or bool(self._in_force)
+
+
+def _read_token(file: Path) -> bytes:
+    """The token in `file`; empty if there is none."""
+    try:
+        return bearer_token(file.read_text(encoding="ascii")).encode()
+    except (OSError, ValueError):
+        return b""
+
+
+class Access:
+    """A dependency of routes: the client has a token of `role`, or of an operator. Where no token is
+    configured, anyone may read, and a process of this machine is an operator.
+
+    `request.state.caller` is then the token's name, or the client's address.
+    """
+
+    def __init__(self, tokens: Tokens, role: Role) -> None:
+        self._tokens, self._role = tokens, role
+        self._refusals = Rates(_REFUSALS_LOGGED_PER_S, 1, 1, time.monotonic)
 
     async def __call__(
         self,
         request: Request,
         bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)] = None,
     ) -> None:
-        """Pass, or raise HTTPException 401 (no token or a wrong one) or 403 (not from this machine)."""
-        if self._token is not None:
+        """Pass, or raise HTTPException 401 (no token or a wrong one) or 403 (of another role, or not from
+        this machine)."""
+        request.state.caller = address = request.client.host if request.client is not None else ""
+        fault: HTTPException | None = None
+        if self._tokens.needed:
             # The server decodes headers as Latin-1, whatever their encoding.
-            given = b"" if bearer is None else bearer.credentials.encode("latin-1", "replace")
-            if not hmac.compare_digest(given, self._token):
+            token = None
+            if bearer is not None:
+                token = self._tokens.find(bearer.credentials.encode("latin-1", "replace"))
+            if token is None:
                 challenge = {"www-authenticate": 'Bearer realm="picker"'}
-                raise HTTPException(401, "the bearer token of this fleet is needed", challenge)
-        elif not _is_local(request):
+                fault = HTTPException(401, "a bearer token of this fleet is needed", challenge)
+            elif self._role == "operator" and token.role != "operator":
+                fault = Refused(403, "operator_needed", f"token {token.name} may read, and change nothing")
+            else:
+                request.state.caller = token.name
+        elif self._role == "operator" and not _is_local(request):
             detail = "without an admin.token in the configuration only this machine may make changes"
-            raise HTTPException(403, detail)
+            fault = HTTPException(403, detail)
+        if fault is not None:
+            if not self._refusals.take():
+                path = request.scope["path"][:200]
+                _log.warning("a call of %s was refused: %s %r", address, fault.status_code, path)
+            raise fault
 
 
 def _is_local(request: Request) -> bool:
@@ -231,8 +342,8 @@ def _is_local(request: Request) -> bool:
     if any(name in request.headers for name in _PROXY_HEADERS):
         return False
     # A foreign page can make a local browser send this call; Host or Origin then has the page's name.
-    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    origin = request.headers.get("origin")
+    authority, origin = request.headers.get("host", ""), request.headers.get("origin")
+    host = _hostname(authority) or ""
     return (host == "localhost" or is_loopback(host)) and (
-        origin is None or urlsplit(origin).netloc == request.headers.get("host")
+        origin is None or origin.partition("://")[2] == authority
     )

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from picker_fleet.errors import StartupError
+from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.units import split_host_port
 
 _GRACE_S = 2
@@ -38,11 +39,17 @@ LIMITS = ConnectionLimits()
 
 
 class _Config(uvicorn.Config):
-    """uvicorn's, with the limits of each connection."""
+    """uvicorn's, with the limits of each connection, and certificates that may change."""
 
-    def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(
+        self, app: Any, limits: ConnectionLimits, certificates: Certificates | None, **options: Any
+    ) -> None:
         super().__init__(app, http=Connection, **options)
-        self.limits = limits
+        self.limits, self._certificates = limits, certificates
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._certificates.context if self._certificates is not None else None
 
 
 class Connection(HttpToolsProtocol):
@@ -156,7 +163,12 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: FastAPI, listen: str, limits: ConnectionLimits = LIMITS) -> AsyncIterator[str]:
+async def serving(
+    app: FastAPI,
+    listen: str,
+    limits: ConnectionLimits = LIMITS,
+    certificates: Certificates | None = None,
+) -> AsyncIterator[str]:
     """Serve `app` at `listen` (`host:port`; port 0: a free one); the value is the bound `host:port`.
 
     On exit, waits up to 2 s for answers that are being sent.
@@ -168,6 +180,7 @@ async def serving(app: FastAPI, listen: str, limits: ConnectionLimits = LIMITS) 
     config = _Config(
         app,
         limits,
+        certificates,
         log_config=None,
         access_log=False,
         lifespan="off",

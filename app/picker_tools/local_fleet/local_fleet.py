@@ -25,6 +25,7 @@ from picker_tools.local_fleet.parts import (
     Valkey,
     overlaid,
     served_models,
+    write_private,
 )
 from picker_tools.local_fleet.processes import Part, Report, Supervisor, envoy_binary, together
 
@@ -265,5 +266,5 @@ class LocalFleet:
 def _replace_file(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path` by `state` atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-    draft.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    write_private(draft, json.dumps(state, indent=2) + "\n")
     draft.replace(path)

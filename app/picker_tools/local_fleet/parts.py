@@ -56,6 +56,13 @@ VALKEY_SETTINGS = (
 _LONGEST_SOCKET_PATH = 100  # bytes: the kernel's limit is 108 on Linux and 104 elsewhere
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write what may have a password: only its owner may read it."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(text, encoding="utf-8")
+
+
 class Valkey:
     """A Valkey on the loopback, on a free port; if it does not start, on another."""
 
@@ -239,7 +246,7 @@ class Replica:
         tree["admin"] = {**tree.get("admin", {}), "listen": self._admin}
         if self._http is not None:
             tree["http"] = {**tree.get("http", {}), "listen": self._http}
-        self._file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+        write_private(self._file, yaml.safe_dump(tree, sort_keys=False))
         return picker_command("serve", "--config", str(self._file))
 
     async def ready(self, child: Child) -> str:

@@ -1,7 +1,9 @@
 """One replica's admin API, as `picker top` uses it: the stream of events, the queue, and changes."""
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,17 +26,19 @@ class AdminError(PickerError):
 
 
 class AdminClient:
-    """The API below `url` (`http://host:port`, or `host:port`). `token` is for changes.
+    """The API below `url` (`http://host:port`, or `host:port`), asked with `token`. Of an `https` one the
+    certificate must be signed by an authority in the file `ca`, by default by one that this machine trusts.
 
     Every method raises AdminError if the API cannot be reached, is silent for 4 s, refuses, or sends what
     cannot be parsed. A change that was not refused may have been made nevertheless.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, ca: Path | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        verify = ssl.create_default_context(cafile=ca) if ca is not None else True
         # A proxy of the environment would see the token.
-        self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False)
+        self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False, headers=headers, verify=verify)
 
     async def events(self) -> AsyncIterator[Event]:
         """Each second a snapshot, or why there is none; new decisions while they are logged."""
@@ -55,7 +59,7 @@ class AdminClient:
 
     async def change(self, *path: str) -> None:
         """POST to a path below /api/v1, whose parts may contain any character."""
-        async with self._answer("POST", *path, headers=self._headers):
+        async with self._answer("POST", *path):
             pass
 
     @asynccontextmanager

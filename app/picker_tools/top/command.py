@@ -10,6 +10,7 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 from urllib.parse import quote
 
@@ -179,7 +180,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--admin", metavar="URL", default="http://127.0.0.1:8081", help="a replica's (default: %(default)s)")
     add("--pool", metavar="NAME", help="of a fleet with several (default: that of requests that name none)")
-    parser.epilog = "Changes need the fleet's token, where there is one, in PICKER_ADMIN__TOKEN."
+    add("--admin-ca", type=Path, metavar="FILE", help="the authorities of an https URL's certificate (PEM)")
+    parser.epilog = "Where the fleet has tokens, give one in PICKER_ADMIN__TOKEN; changes need an operator's."
 
 
 def url_of(admin: str, pool: str | None) -> str:
@@ -190,7 +192,8 @@ def url_of(admin: str, pool: str | None) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the operator leaves, 143 on SIGTERM; an AdminError if there is no terminal."""
-    admin = AdminClient(url_of(args.admin, args.pool), os.environ.get("PICKER_ADMIN__TOKEN"))
+    token = os.environ.get("PICKER_ADMIN__TOKEN")
+    admin = AdminClient(url_of(args.admin, args.pool), token, args.admin_ca)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AdminError("picker top needs a terminal; programs read the admin API")
     top = Top(admin)

@@ -7,53 +7,83 @@ const DEADLINE_MS = 8000;
 const TOKEN = /^[\x21-\x7e]{1,512}$/; // what a header may contain; a pasted token may have invisible characters
 
 export class Problem extends Error {
-  constructor(status, detail) {
+  constructor(status, detail, code = "") {
     super(detail);
     this.status = status;
+    this.code = code;
+  }
+
+  /** Whether a token, or another one, would help. */
+  get needsToken() {
+    return this.status === 401 || this.code === "operator_needed";
   }
 }
 
 /** A GET under /api/v1; empty parameters are left out. */
 export function read(path, parameters = {}) {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value));
-  return call("GET", query.size ? `${path}?${query}` : path);
+  return withToken(() => call("GET", query.size ? `${path}?${query}` : path));
 }
 
-/** A POST under /api/v1. Asks for the token if the API needs it, until it is right or the operator cancels. */
-export async function change(path) {
-  for (let wrong = false; ; wrong = true) {
+/** A POST under /api/v1. Asks for a token if the API needs one, until it is right or the operator cancels. */
+export function change(path) {
+  declined = false;
+  return withToken(() => call("POST", path));
+}
+
+/** The answer to a GET under /api/v1, whose body the caller reads until `signal`. */
+export function open(path, signal) {
+  return withToken(() => ask("GET", path, signal));
+}
+
+let declined = false; // the operator gave no token; reads do not ask again
+let question = null; // that is open
+
+async function withToken(attempt) {
+  for (;;) {
+    const used = sessionStorage.getItem(KEY);
     try {
-      return await call("POST", path);
+      return await attempt();
     } catch (fault) {
-      if (fault.status !== 401) throw fault;
-      let token = await askToken(wrong && sessionStorage.getItem(KEY) !== null);
-      while (token && !TOKEN.test(token)) token = await askToken(true);
-      if (!token) throw fault;
-      sessionStorage.setItem(KEY, token);
+      if (!fault.needsToken || declined) throw fault;
+      if (sessionStorage.getItem(KEY) !== used) continue;
+      question ??= newToken(used !== null && fault.status === 401).finally(() => (question = null));
+      if (await question) continue;
+      declined = true;
+      throw fault;
     }
   }
 }
 
-async function call(method, path) {
-  const token = method === "GET" ? null : sessionStorage.getItem(KEY);
+/** Asks for a token; whether there is one. */
+async function newToken(wrong) {
+  let token = await askToken(wrong);
+  while (token && !TOKEN.test(token)) token = await askToken(true);
+  if (token) sessionStorage.setItem(KEY, token);
+  return token !== "";
+}
+
+async function ask(method, path, signal) {
+  const token = sessionStorage.getItem(KEY);
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
   let answer;
   try {
-    answer = await fetch(`api/v1/${path}`, {
-      method,
-      headers: token ? { authorization: `Bearer ${token}` } : {},
-      signal: AbortSignal.timeout(DEADLINE_MS),
-    });
+    answer = await fetch(`api/v1/${path}`, { method, headers, signal });
   } catch (fault) {
     throw new Problem(0, fault.name === "TimeoutError" ? "The replica did not answer in time." : "The replica cannot be reached.");
   }
-  let body = null;
+  if (answer.ok) return answer;
+  const problem = await answer.json().catch(() => null);
+  throw new Problem(answer.status, String(problem?.detail ?? `The API answered ${answer.status}.`), problem?.code);
+}
+
+async function call(method, path) {
+  const answer = await ask(method, path, AbortSignal.timeout(DEADLINE_MS));
   try {
-    body = await answer.json();
+    return await answer.json();
   } catch {
-    if (answer.ok) throw new Problem(answer.status, "The answer was not JSON.");
+    throw new Problem(answer.status, "The answer was not JSON.");
   }
-  if (!answer.ok) throw new Problem(answer.status, String(body?.detail ?? `The API answered ${answer.status}.`));
-  return body;
 }
 
 export const part = encodeURIComponent;

@@ -15,7 +15,7 @@ export async function confirmed(title, text, yes) {
 
 /** The token, or "" if it is not given. */
 export async function askToken(wrong) {
-  setText(byId("token-title"), wrong ? "That token was not right" : "This fleet asks for its token");
+  setText(byId("token-title"), wrong ? "That token was not right" : "This fleet asks for a token");
   const field = byId("token");
   field.value = "";
   const answer = answered(byId("ask-token"));

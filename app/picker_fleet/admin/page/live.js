@@ -1,5 +1,7 @@
 // The event stream of the replica, and whether it is still alive.
 
+import { open } from "./api.js";
+
 const SILENT_MS = 3000; // snapshots come each second; after this long the figures are stale
 const DEAD_MS = 12000; // a connection that is silent for this long is closed
 const WAIT_MS = [1000, 2000, 4000, 8000];
@@ -14,27 +16,42 @@ export class Live {
     setInterval(() => this.check(), 500);
   }
 
-  connect() {
-    this.source?.close();
+  async connect() {
+    this.reading?.abort();
+    const reading = (this.reading = new AbortController());
     this.lastEventMs = performance.now();
-    const source = (this.source = new EventSource("api/v1/events"));
-    source.addEventListener("snapshot", (event) => this.take(event, this.on.snapshot));
-    source.addEventListener("decisions", (event) => this.take(event, this.on.decisions));
-    source.addEventListener("unavailable", (event) => this.take(event, this.on.unavailable));
-    source.addEventListener("error", () => {
-      // The browser reconnects after a broken connection, but not after a refusal.
-      if (source.readyState === EventSource.CLOSED) this.reconnectLater();
-    });
+    try {
+      const { body } = await open("events", reading.signal);
+      const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let rest = ""; ; ) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const events = (rest + value).split("\n\n");
+        rest = events.pop();
+        for (const event of events) this.take(event);
+      }
+    } catch {
+      // Refused or broken: again below.
+    }
+    if (this.reading === reading) this.reconnectLater();
   }
 
-  take(event, handler) {
+  /** One event: lines `event: NAME` and `data: JSON`. */
+  take(event) {
+    const fields = Object.fromEntries(event.split("\n").map((line) => line.split(/: (.*)/s)));
+    const handler = this.on[fields.event];
+    if (!handler) return;
     this.lastEventMs = performance.now();
-    if (event.type === "snapshot") {
+    if (fields.event === "snapshot") {
       this.lastSnapshot = { ms: performance.now(), date: new Date() };
       this.failures = 0;
       this.on.link("live");
     }
-    handler(JSON.parse(event.data));
+    try {
+      handler(JSON.parse(fields.data));
+    } catch (fault) {
+      reportError(fault); // of the page; the connection is good
+    }
   }
 
   reconnectLater() {
@@ -47,9 +64,9 @@ export class Live {
     const now = performance.now();
     const since = this.lastSnapshot?.ms ?? -Infinity;
     if (now - since > SILENT_MS) this.on.link(this.lastSnapshot ? "stale" : "waiting", this.lastSnapshot?.date);
-    if (now - this.lastEventMs > DEAD_MS && this.source.readyState !== EventSource.CLOSED) {
-      this.source.close();
-      this.reconnectLater();
+    if (now - this.lastEventMs > DEAD_MS) {
+      this.reading.abort(); // which connects again
+      this.lastEventMs = now;
     }
   }
 }
