@@ -1,9 +1,10 @@
 # Three images: `picker` (the last stage: a replica or a simulator), `edge`, which adds Envoy and the tool that writes
 # its bootstrap, and `load`, which adds Locust. Everything is installed by its hash (deploy/images/*.lock).
-ARG PYTHON=3.11
+# A digest is better than a tag: --build-arg BASE=python:3.11-slim@sha256:DIGEST.
+ARG BASE=python:3.11-slim
 
 # The project's wheel, and the pip that installs it. The images have no pip.
-FROM python:${PYTHON}-slim AS build
+FROM ${BASE} AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 COPY deploy/images/build.lock ./
@@ -38,7 +39,7 @@ COPY --from=wheel /wheel /wheel
 RUN sh install.sh picker.lock
 
 # Common to all images: a user, and no tools to install anything.
-FROM python:${PYTHON}-slim AS base
+FROM ${BASE} AS base
 RUN export SOURCE_DATE_EPOCH=0 \
  && groupadd --gid 10001 picker \
  && useradd --uid 10001 --gid picker --no-log-init --no-create-home --home-dir /nonexistent \

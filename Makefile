@@ -18,15 +18,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
-$(VENV)/.local: pyproject.toml requirements.lock
+# By hash, as in the images (deploy/images/lock.sh).
+INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+$(VENV)/.local: pyproject.toml requirements-local.lock deploy/images/build.lock
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed; this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[local]'
+	$(INSTALL) --require-hashes --requirement deploy/images/build.lock
+	$(INSTALL) --require-hashes --requirement requirements-local.lock
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.local
-	$(BIN)/pip install --quiet --constraint requirements.lock --editable '.[dev]'
+$(VENV)/.installed: $(VENV)/.local requirements.lock
+	$(INSTALL) --require-hashes --requirement requirements.lock
 	@touch $@
 
 up: $(VENV)/.local ## run a whole fleet here until Ctrl-C (ARGS='--replicas 5 --mode standard')
@@ -109,9 +112,9 @@ vllm: $(VENV)/.installed ## long test: real vLLM servers on the CPU behind the f
 faults: $(VENV)/.installed ## the fault suite in full; writes bench/results/faults.md (ARGS='-k killed')
 	FAULT_SUITE=full $(BIN)/pytest tests/faults/cases $(ARGS)
 
-lock: $(VENV)/.installed ## write the versions in use to requirements.lock, and with hashes to deploy/images/*.lock
-	$(BIN)/pip freeze --exclude-editable > requirements.lock
-	deploy/images/lock.sh $(PYTHON)
+lock: $(VENV)/.installed ## write the versions in use, with hashes, to requirements*.lock and deploy/images/*.lock
+	deploy/images/lock.sh $(PYTHON) $(BIN)/pip
+	cd deploy/images && ../../$(BIN)/python licences.py picker.lock edge.lock load.lock > ../../docs/licences.md
 
 clean: ## remove the environment and caches of this checkout
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

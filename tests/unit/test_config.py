@@ -310,6 +310,41 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path, text: str | None, nee
     assert "\n" not in str(caught.value)
 
 
+SECRET = "hunter2"
+REPEATING: list[tuple[str, dict[str, str]]] = [
+    (f"redis: {{url: 'redis://:{SECRET}@h:x'}}", {}),
+    (f"redis: {{url: 'redis://:a/{SECRET}@h:1'}}", {}),
+    (f"redis: {{url: 'redis://:a?{SECRET}@h:1'}}", {}),
+    (f"redis: {{url: 'redis://:{SECRET}\u2100@h:1'}}", {}),
+    (f"redis: 'redis://:{SECRET}@h:1'", {}),
+    (f"redis: ['redis://:{SECRET}@h:1']", {}),
+    (f"admin: {SECRET}", {}),
+    (f"admin: {{token: '{SECRET} x'}}", {}),
+    (f"admin: {{token: '{SECRET}", {}),
+    (f"admin: {{token: *{SECRET}}}", {}),
+    (f"admin: {{tokens: {SECRET}}}", {}),
+    (f"tracing: {{endpoint: 'ftp://u:{SECRET}@h/?key={SECRET}'}}", {}),
+    ("", {"PICKER_ADMIN": f"{{token: {SECRET}"}),
+    ("", {"PICKER_REDIS__URL": f"rediss://:{SECRET}@["}),
+]
+
+
+@pytest.mark.parametrize(("text", "variables"), REPEATING, ids=str)
+def test_a_fault_repeats_no_secret(tmp_path: Path, text: str, variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, text), variables)
+    assert SECRET not in str(caught.value)
+    assert re.search("redis|admin|tracing|PICKER|line 1", str(caught.value))
+
+
+def test_the_files_of_tokens_are_found_beside_the_configuration(tmp_path: Path) -> None:
+    tree = "admin: {tokens: [{file: alice, role: viewer}], tls: {cert: a.crt, key: a.key}}"
+    admin = load(written(tmp_path, tree), {}).admin
+    assert admin.tokens[0].file == tmp_path / "alice"
+    assert admin.tls is not None
+    assert admin.tls.cert == tmp_path / "a.crt"
+
+
 def test_variables_overlay_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "pool: one\nredis: {url: redis://a:1}\nadmin:\n")
     variables = {

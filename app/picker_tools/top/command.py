@@ -192,10 +192,10 @@ def url_of(admin: str, pool: str | None) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when the operator leaves, 143 on SIGTERM; an AdminError if there is no terminal."""
-    token = os.environ.get("PICKER_ADMIN__TOKEN")
-    admin = AdminClient(url_of(args.admin, args.pool), token, args.admin_ca)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AdminError("picker top needs a terminal; programs read the admin API")
+    token = os.environ.get("PICKER_ADMIN__TOKEN")
+    admin = AdminClient(url_of(args.admin, args.pool), token, args.admin_ca)
     top = Top(admin)
     top.run()
     return top.return_code or 0

