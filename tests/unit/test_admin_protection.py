@@ -160,6 +160,30 @@ async def test_reads_are_answered_under_the_replicas_own_names_only(host: str) -
             assert (await client.get(path, headers={"host": host})).status_code == 200
 
 
+ANSWERS = [
+    ("GET", "/api/v1/state", {}, 200),
+    ("GET", "/metrics", {}, 200),
+    ("GET", "/nonsense", {}, 404),
+    ("TRACE", "/api/v1/state", {}, 405),
+    ("GET", "/api/v1/state", {"host": "rebound.example"}, 421),
+    ("GET", "/", {}, 200),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "status"), ANSWERS, ids=str)
+async def test_every_answer_says_that_it_is_nothing_else(
+    method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    async with asking(api()) as client:
+        answer = await client.request(method, path, headers=headers)
+    assert answer.status_code == status
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    for part in ("default-src 'none'", "base-uri 'none'", "frame-ancestors 'none'"):
+        assert part in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == ("no-cache" if path == "/" else "no-store")
+
+
 async def test_a_request_needs_exactly_one_host() -> None:
     async with port() as here:
         for hosts in (b"", b"host: localhost\r\nhost: rebound.example\r\n"):

@@ -235,6 +235,19 @@ async def test_reads_need_a_viewers_token_and_changes_an_operators(
     assert store.overrides == ({"paused": 1} if changed == 200 else {})
 
 
+async def test_a_refused_call_is_a_line_of_the_log(
+    store: ScriptedStore, with_roles: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
+        for _ in range(20):
+            await http.get("/api/v1/requests/%E2%80%AE", headers={"authorization": "Bearer s3cre"})
+    lines = [record.getMessage() for record in caplog.records if "was refused" in record.message]
+    assert 1 <= len(lines) < 20
+    assert "203.0.113.9" in lines[0]
+    assert "401" in lines[0]
+    assert "s3cre" not in lines[0]
+
+
 async def test_a_token_file_counts_as_it_is_now(with_roles: Settings, tmp_path: Path) -> None:
     clock = Clock()
     tokens = Tokens(with_roles.admin, clock)

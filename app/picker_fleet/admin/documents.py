@@ -40,7 +40,6 @@ _TYPES = {
     ".ico": "image/x-icon",
     ".woff2": "font/woff2",
 }
-_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 _INLINE = re.compile(rb"<(script|style)(?:\s[^>]*)?>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 
 
@@ -129,7 +128,7 @@ def add_dashboard(app: FastAPI) -> None:
     if FOLDER.is_dir():
         files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
     policy = content_security_policy(files.get(_INDEX, b""))
-    headers = {**_HEADERS, "content-security-policy": policy, "cache-control": "no-cache"}
+    headers = {"content-security-policy": policy, "cache-control": "no-cache"}
 
     @app.get("/", response_class=Response, include_in_schema=False)
     async def index() -> Response:
@@ -156,12 +155,12 @@ def add_api_description(app: FastAPI) -> None:
 
     @app.get("/openapi.json", response_class=Response, include_in_schema=False)
     async def document() -> Response:
-        return Response((await texts())[0], media_type="application/json", headers=_HEADERS)
+        return Response((await texts())[0], media_type="application/json")
 
     @app.get("/docs", response_class=Response, include_in_schema=False)
     async def docs() -> Response:
         page = (await texts())[1]
-        headers = {**_HEADERS, "content-security-policy": content_security_policy(page)}
+        headers = {"content-security-policy": content_security_policy(page)}
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 

@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError, ResponseValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from picker_fleet.admin.models import Problem
 from picker_fleet.errors import ConfigError, RequestError, StartupError, StateUnavailable
@@ -40,6 +40,12 @@ _BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin
 _RELOAD_S = 2.0  # a token file is looked at so often, while it is asked for
 _REFUSALS_LOGGED_PER_S = 1.0
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
+_EVERY_ANSWER = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", b"default-src 'none'; base-uri 'none'; frame-ancestors 'none'"),
+    (b"cache-control", b"no-store"),
+)  # unless the answer has its own
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CODES = {
     400: "bad_request",
@@ -212,7 +218,9 @@ class RateLimit:
 
 class Limits:
     """ASGI middleware: every call counts in `calls`, whatever becomes of it, but for those of `/healthz` and
-    `/readyz`, which count in `health`, and of `/metrics`, which has a limit of its own (documents.py)."""
+    `/readyz`, which count in `health`, and of `/metrics`, which has a limit of its own (documents.py). Every
+    answer has the headers by which a browser takes it for nothing else than it is.
+    """
 
     def __init__(self, app: ASGIApp, calls: RateLimit, health: RateLimit) -> None:
         self._app = app
@@ -220,6 +228,16 @@ class Limits:
         self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = {name for name, _ in message["headers"]}
+                more = [header for header in _EVERY_ANSWER if header[0] not in named]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        await self._answer(scope, receive, with_headers)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._limits.get(scope["path"], self._calls) if scope["type"] == "http" else None
         if limit is not None:
             try:
@@ -330,7 +348,7 @@ class Access:
         if fault is not None:
             if not self._refusals.take():
                 path = request.scope["path"][:200]
-                _log.warning("a call of %s was refused: %s %r", address, fault.status_code, path)
+                _log.warning("a call of %s was refused: %s %a", address, fault.status_code, path)
             raise fault
 
 
