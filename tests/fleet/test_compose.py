@@ -81,14 +81,16 @@ async def _loaded(client: httpx.AsyncClient, stats: str) -> None:
 
 
 async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> None:
-    """The listener for operators has the API, the dashboard and changes, for these only with the token."""
-    state = (await client.get(f"{admin}/api/v1/state")).json()
+    """The listener for operators has the dashboard and, with the token, the API."""
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    state = (await client.get(f"{admin}/api/v1/state", headers=bearer)).json()
     assert state["ready_backends"] == 3
     assert "<html" in (await client.get(f"{admin}/")).text
-    refused = await client.post(f"{admin}/api/v1/pause")
-    assert (refused.status_code, refused.json()["code"]) == (401, "token_needed")
+    for method, path in (("GET", "state"), ("POST", "pause")):
+        refused = await client.request(method, f"{admin}/api/v1/{path}")
+        assert (refused.status_code, refused.json()["code"]) == (401, "token_needed")
     for change in ("pause", "resume"):
-        done = await client.post(f"{admin}/api/v1/{change}", headers={"authorization": f"Bearer {TOKEN}"})
+        done = await client.post(f"{admin}/api/v1/{change}", headers=bearer)
         assert done.status_code == 200
 
 

@@ -363,3 +363,8 @@ def test_operators_get_a_listener_of_their_own_only_when_asked(command: Command,
     assert for_operators["address"]["socketAddress"]["portValue"] == 8081
     assert hosts(tree, "picker-admin") == [{"address": "127.0.0.1", "portValue": 8083}]
     assert_envoy_accepts(text, tmp_path)
+    # It speaks TLS where the replicas' admin port does.
+    assert "transportSocket" not in parts(tree)["clusters"]["picker-admin"]
+    with_tls = command("--admin-listen", "127.0.0.1:8081", "--picker-ca", "/ca", config="admin: {tls: {}}")[0]
+    socket = parts(yaml.safe_load(with_tls))["clusters"]["picker-admin"]["transportSocket"]
+    assert socket["typedConfig"]["commonTlsContext"]["alpnProtocols"] == ["http/1.1"]

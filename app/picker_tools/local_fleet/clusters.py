@@ -188,13 +188,14 @@ def picker_http(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) 
     )
 
 
-def picker_admin(hosts: Sequence[tuple[str, int]]) -> cluster_v3.Cluster:
+def picker_admin(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
     """The replicas' admin API at `hosts`; one that is not ready, or drains, is not asked."""
     return _replicas(
         PICKER_ADMIN,
         hosts,
         _HTTP1,
         http_health_check=core_v3.HealthCheckHttpHealthCheck(path="/readyz"),
+        transport_socket=tls.socket("http/1.1") if tls is not None else None,
     )
 
 

@@ -82,6 +82,7 @@ def build_bootstrap(
     admin_pickers: Sequence[Host] = (),
     picker_tls: PickerTls | None = None,
     http_tls: PickerTls | None = None,
+    admin_tls: PickerTls | None = None,
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
@@ -92,7 +93,7 @@ def build_bootstrap(
     `pool_listens` are further listeners, by the pool that all their requests are for. `pickers` are the
     replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
     admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
-    listener); `picker_tls` and `http_tls` say how it speaks TLS to the replicas (None: it does not);
+    listener); `picker_tls`, `http_tls` and `admin_tls` say how it speaks TLS to the replicas (None: not);
     `trusted` are the steering headers that clients may set;
     `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
@@ -115,7 +116,7 @@ def build_bootstrap(
             clusters=[
                 picker(pickers, picker_tls),
                 *([picker_http(http_pickers, http_tls)] if mode == "http" else []),
-                *([] if admin_listen is None else [picker_admin(admin_pickers)]),
+                *([] if admin_listen is None else [picker_admin(admin_pickers, admin_tls)]),
                 *(
                     pool(namespace, cluster_of(name, settings.pool), name if settings.pools else None)
                     for name in pools

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--picker-cert and --picker-key belong together")
     picker_tls = tls if settings.extproc.tls is not None else None
     http_tls = tls if settings.http.tls is not None else None
-    speaks_tls = picker_tls or (http_tls if args.mode == "http" else None)
+    admin_tls = tls if settings.admin.tls is not None and args.admin_listen is not None else None
+    speaks_tls = picker_tls or admin_tls or (http_tls if args.mode == "http" else None)
     if tls != PickerTls() and speaks_tls is None:
         raise ConfigError("--picker-ca, --picker-cert: the replicas do not speak TLS; extproc.tls makes them")
     bootstrap = build_bootstrap(
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         admin_pickers=args.picker_admin or [_here(settings.admin.listen)],
         picker_tls=picker_tls,
         http_tls=http_tls,
+        admin_tls=admin_tls,
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,

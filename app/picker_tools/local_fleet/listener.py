@@ -8,8 +8,7 @@ that host's routes, which Envoy passes on to the picker.
 
 Operators may have a listener of their own: the admin API and the dashboard of any ready replica, at one
 address. A fleet whose replicas come and go has no other fixed address for them. Envoy checks nothing there:
-everyone who reaches the listener may read, and changes need the replicas' own `admin.token`
-(docs/admin-api.md).
+the replicas' own tokens say who may do what (docs/admin-api.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

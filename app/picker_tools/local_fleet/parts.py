@@ -243,7 +243,7 @@ class Replica:
     def command(self) -> list[str]:
         tree = dict(self._tree())
         tree["extproc"] = {**tree.get("extproc", {}), "listen": self._grpc}
-        tree["admin"] = {**tree.get("admin", {}), "listen": self._admin}
+        tree["admin"] = {**tree.get("admin", {}), "listen": self._admin, "tls": None}  # on the loopback
         if self._http is not None:
             tree["http"] = {**tree.get("http", {}), "listen": self._http}
         write_private(self._file, yaml.safe_dump(tree, sort_keys=False))

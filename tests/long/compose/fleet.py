@@ -30,12 +30,12 @@ class Fleet:
     def __init__(self, engine: Engine, client: httpx.AsyncClient, token: str) -> None:
         self.engine = engine
         self._client = client
-        self._token = token
+        self._bearer = {"authorization": f"Bearer {token}"}
 
     async def state(self) -> dict[str, Any]:
         """/api/v1/state through the listener for operators; empty while nobody answers."""
         try:
-            answer = await self._client.get(f"{ADMIN}/api/v1/state")
+            answer = await self._client.get(f"{ADMIN}/api/v1/state", headers=self._bearer)
         except httpx.HTTPError:
             return {}
         state: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
@@ -89,11 +89,11 @@ class Fleet:
                 raise Broken(f"/api/v1/{path} answers {answer.status_code}: {answer.text[:200]}")
         if "<html" not in (await self._client.get(f"{ADMIN}/")).text:
             raise Broken("no dashboard at /")
-        async with self._client.stream("GET", f"{ADMIN}/api/v1/events") as events:
+        token = self._bearer
+        async with self._client.stream("GET", f"{ADMIN}/api/v1/events", headers=token) as events:
             first = [line async for line in _lines(events, 2)]
         if "event: snapshot" not in first:
             raise Broken(f"the stream of events begins with {first}")
-        token = {"authorization": f"Bearer {self._token}"}
         for change, headers, status in (("pause", {}, 401), ("pause", token, 200), ("resume", token, 200)):
             done = await self._client.post(f"{ADMIN}/api/v1/{change}", headers=headers)
             if done.status_code != status:
@@ -103,7 +103,7 @@ class Fleet:
     async def _read(self, url: str) -> httpx.Response:
         """The answer; asked again, as `retry-after` says, while Redis does not answer the replica in time."""
         for _ in range(_READS):
-            answer = await self._client.get(url)
+            answer = await self._client.get(url, headers=self._bearer)
             if answer.status_code != 503 or "retry-after" not in answer.headers:
                 break
             await asyncio.sleep(float(answer.headers["retry-after"]))
