@@ -197,7 +197,7 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     values = {
         "replicas": 5,
         "image": {"repository": "example/picker", "tag": "7"},
-        "config": {"extproc": {"listen": "0.0.0.0:9102"}, "admin": {"listen": "0.0.0.0:9181"}},
+        "config": {"extproc": {"listen": "0.0.0.0:9102"}, "admin": {"listen": "0.0.0.0:9181", "tls": {}}},
         "env": [secret],
         **{part: {"enabled": False} for part in ("autoscaling", "networkPolicy", "serviceMonitor")},
     }
@@ -211,6 +211,8 @@ def test_the_chart_follows_its_values(renderer: str, tmp_path: Path) -> None:
     assert (container["image"], container["env"]) == ("example/picker:7", [secret])
     assert [port["containerPort"] for port in container["ports"]] == [9102, 9181]
     assert settings_of(trees).pool == "default"
+    probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "readiness", "liveness")]
+    assert probes == ["HTTPS"] * 3
     # Every template is filled in.
     assert not [text for text in strings(trees) if "{{" in text or "<no value>" in text]
 

@@ -44,6 +44,11 @@ labels:
 {{- end }}
 {{- toYaml $config }}
 {{- end }}
+{{- /* HTTPS where the admin port speaks TLS; else nothing, which is HTTP. */}}
+{{- define "picker.adminScheme" -}}
+{{- $admin := get (include "picker.config" . | fromYaml) "admin" | default dict }}
+{{- if hasKey $admin "tls" }}HTTPS{{ end }}
+{{- end }}
 {{- /* The ports for ext_proc of the further pools, as a JSON list. */}}
 {{- define "picker.furtherPorts" -}}
 {{- $ports := list }}
