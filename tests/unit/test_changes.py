@@ -9,12 +9,15 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from admin_client import CountingMembership, api, asking, problem
+from admin_client import CountingMembership, NoEvents, api, asking, problem
+from background import running
 from clocks import Clock
 from scripted_store import ScriptedStore
 from tables import cases
 
+from picker_fleet.admin import protection
 from picker_fleet.admin.changes import FleetControls
+from picker_fleet.admin.events import Events
 from picker_fleet.admin.models import Dispatch
 from picker_fleet.admin.protection import Deadlines, Tokens
 from picker_fleet.admin.server import serving
@@ -264,6 +267,24 @@ async def test_a_token_file_counts_as_it_is_now(with_roles: Settings, tmp_path: 
         (tmp_path / name).unlink()
     assert known("alice-new", "bob-s3cret", "", "s3cret-!") == [False, False, False, True]
     assert tokens.needed
+
+
+async def test_a_stream_of_events_ends_with_its_token(
+    store: ScriptedStore, with_roles: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protection, "_RELOAD_S", 0.0)
+    events = Events(NoEvents(), interval_s=0.01)
+    headers = {"authorization": "Bearer alice-s3cret"}
+    async with (
+        asking(api(store=store, settings=with_roles, events=events)) as http,
+        http.stream("GET", "/api/v1/events", headers=headers) as response,
+        running(events.run()),
+    ):
+        assert response.status_code == 200
+        (tmp_path / "alice").unlink()
+        async with asyncio.timeout(30):
+            async for _ in response.aiter_lines():
+                pass
 
 
 async def test_an_empty_token_file_is_no_token_until_it_has_one(tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def _add_events(routes: APIRouter, events: Events) -> None:
                 "this replica has as many listeners, or as many of this address, as it takes; ask another"
             )
             raise Refused(503, "too_many_listeners", detail)
-        return EventStream(events, listener)
+        return EventStream(events, listener, request.state.may_go_on)
 
 
 def _json(page: BaseModel) -> Response:

@@ -250,16 +250,17 @@ def _encode(events: Sequence[Event]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends a listener's events until the client disconnects, the listener is dropped, or the replica
-    stops."""
+    """Sends a listener's events until the client disconnects, the listener is dropped, the replica stops, or
+    the client `may_go_on` no more."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, listener: Listener) -> None:
+    def __init__(self, events: Events, listener: Listener, may_go_on: Callable[[], bool]) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._listener = listener
+        self._may_go_on = may_go_on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [
@@ -281,6 +282,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._listener.stream():
+            if not self._may_go_on():
+                break
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

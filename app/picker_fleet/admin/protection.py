@@ -314,7 +314,8 @@ class Access:
     """A dependency of routes: the client has a token of `role`, or of an operator. Where no token is
     configured, anyone may read, and a process of this machine is an operator.
 
-    `request.state.caller` is then the token's name, or the client's address.
+    `request.state.caller` is then the token's name, or the client's address; `request.state.may_go_on` says
+    of a long answer whether the token still counts.
     """
 
     def __init__(self, tokens: Tokens, role: Role) -> None:
@@ -329,12 +330,12 @@ class Access:
         """Pass, or raise HTTPException 401 (no token or a wrong one) or 403 (of another role, or not from
         this machine)."""
         request.state.caller = address = request.client.host if request.client is not None else ""
+        request.state.may_go_on = lambda: True
         fault: HTTPException | None = None
         if self._tokens.needed:
             # The server decodes headers as Latin-1, whatever their encoding.
-            token = None
-            if bearer is not None:
-                token = self._tokens.find(bearer.credentials.encode("latin-1", "replace"))
+            given = b"" if bearer is None else bearer.credentials.encode("latin-1", "replace")
+            token = self._tokens.find(given)
             if token is None:
                 challenge = {"www-authenticate": 'Bearer realm="picker"'}
                 fault = HTTPException(401, "a bearer token of this fleet is needed", challenge)
@@ -342,6 +343,7 @@ class Access:
                 fault = Refused(403, "operator_needed", f"token {token.name} may read, and change nothing")
             else:
                 request.state.caller = token.name
+                request.state.may_go_on = lambda: self._tokens.find(given) is not None
         elif self._role == "operator" and not _is_local(request):
             detail = "without an admin.token in the configuration only this machine may make changes"
             fault = HTTPException(403, detail)
