@@ -12,7 +12,7 @@ from metrics_page import samples
 
 from picker_fleet import background
 from picker_fleet.bands import Band
-from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
+from picker_fleet.errors import ExpiredTtl, RequestError, RequestIdTaken, StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import OutageCount
@@ -41,6 +41,22 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
     bench.end("from before", placed[0])
     assert (await waiting).endpoints
     assert samples(bench.metrics)[("epp_degraded",)] == 1
+
+
+@pytest.mark.parametrize("stranger", [{"digest": "y"}, {"flow": "g", "digest": "x"}], ids=str)
+async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: dict[str, str]) -> None:
+    bench = Bench()
+    bench.store.admitting = [Decision("placed", E1)]
+    await bench.place("before", digest="x")
+    bench.store.away = True
+    await bench.place("runs", digest="x")
+    await bench.place("runs", digest="x")  # Envoy's retry
+    waiting = await bench.wait_here("waits", digest="x")
+    for name in ("before", "runs", "waits"):
+        with pytest.raises(RequestIdTaken):
+            await bench.place(name, **stranger)
+    assert not waiting.done()
+    waiting.cancel()
 
 
 async def test_without_redis_a_disabled_queue_places_everything() -> None:
