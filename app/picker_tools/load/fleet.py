@@ -15,7 +15,7 @@ from picker_fleet.errors import ConfigError
 from picker_fleet.units import is_loopback
 from picker_tools.load.scenarios import ITL_MS, TTFT_MS, Scenario
 from picker_tools.local_fleet.local_fleet import LocalFleet, UpOptions
-from picker_tools.local_fleet.network import get
+from picker_tools.local_fleet.network import ADMIN_TOKEN, get
 from picker_tools.local_fleet.parts import Mode, SimOptions, Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
 
@@ -103,7 +103,8 @@ async def check_needs(target: Target, scenario: Scenario) -> None:
     Raises:
         ConfigError: it is not; the message says what is missing.
     """
-    reply = await get(f"{target.admins[0]}/api/v1/config") if target.admins else None
+    token = os.environ.get(ADMIN_TOKEN, "")
+    reply = await get(f"{target.admins[0]}/api/v1/config", token) if target.admins else None
     page = reply.json() if reply is not None and reply.status == 200 else None
     if not isinstance(page, dict):
         return

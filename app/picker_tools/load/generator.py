@@ -329,10 +329,11 @@ class Client:
         for connection in list(self._all):
             connection.hang_up()
 
-    async def get(self, path: str, *, within_s: float) -> tuple[int, bytes] | None:
-        """Status and body of the answer; None if none came."""
+    async def get(self, path: str, *, within_s: float, token: str = "") -> tuple[int, bytes] | None:
+        """Status and body of the answer, with a bearer `token` if there is one; None if none came."""
         exchange = _Exchange()
-        request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n\r\n".encode()
+        bearer = f"authorization: Bearer {token}\r\n" if token else ""
+        request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n{bearer}\r\n".encode()
         await self._exchange(request, exchange, within_s)
         return None if exchange.fault or exchange.left else (exchange.status, b"".join(exchange.parts))
 

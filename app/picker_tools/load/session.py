@@ -22,7 +22,7 @@ from picker_tools.load.result import (
     read_log,
 )
 from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
-from picker_tools.local_fleet.network import until
+from picker_tools.local_fleet.network import ADMIN_TOKEN, until
 
 # On average; never sooner than a part of it, so that each kill meets a fleet that has recovered.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
@@ -76,7 +76,7 @@ class Sampler:
         for _ in self._admins:
             client = self._admins[self._turn % len(self._admins)]
             self._turn += 1
-            reply = await client.get("/api/v1/state", within_s=_CALL_S)
+            reply = await client.get("/api/v1/state", within_s=_CALL_S, token=os.environ.get(ADMIN_TOKEN, ""))
             sample = Sample.read(self._now_s(), reply[1]) if reply and reply[0] == 200 else None
             if sample is not None:
                 self.samples.append(sample)

@@ -15,6 +15,7 @@ from picker_fleet.errors import StartupError
 from picker_fleet.state.primary import Address
 
 LOOPBACK = "127.0.0.1"
+ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # the variable that has it
 
 
 def free_port() -> int:
@@ -65,16 +66,18 @@ class Reply:
             return None
 
 
-async def get(url: str) -> Reply | None:
-    """Answer of `url` (http://host:port/path); None if there is none within a second."""
-    return await asyncio.to_thread(_get, url)
+async def get(url: str, token: str = "") -> Reply | None:
+    """Answer of `url` (http://host:port/path), with a bearer `token` if there is one; None if there is none
+    within a second."""
+    return await asyncio.to_thread(_get, url, token)
 
 
-def _get(url: str) -> Reply | None:
+def _get(url: str, token: str) -> Reply | None:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_CALL_S)
     try:
-        connection.request("GET", f"{parts.path or '/'}?{parts.query}".rstrip("?"))
+        connection.request("GET", f"{parts.path or '/'}?{parts.query}".rstrip("?"), headers=headers)
         response = connection.getresponse()
         return Reply(response.status, response.read())
     except (OSError, http.client.HTTPException):
