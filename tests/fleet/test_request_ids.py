@@ -1,9 +1,11 @@
 """Port 9002 under callers that know the ids of others' requests, on a real replica."""
 
+import asyncio
 import json
 from typing import Any
 
 import grpc
+from check_client import Connection, check
 from crowd import http_client
 from extproc_client import body, headers
 from own_replica import exchange_on, served_here
@@ -34,7 +36,10 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
     async with serving() as page:
         endpoints = {"static": [{"address": page.address}]}
         bounds = {"watermark_per_backend": 10}
-        tree = {"redis": {"url": valkey.url}, "discovery": endpoints, "request_queue_controller": bounds}
+        tree = {
+            "redis": {"url": valkey.url}, "discovery": endpoints, "request_queue_controller": bounds,
+            "http": {"listen": "127.0.0.1:0"},
+        }  # fmt: skip
         async with (
             served_here(tree) as bound,
             grpc.aio.insecure_channel(bound.grpc) as channel,
@@ -60,5 +65,14 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
                 other, others = await placed(each)
                 assert other != "known"
                 assert others != token
+            # Nor in mode `http`.
+            assert bound.http is not None
+            http = Connection(*await asyncio.open_connection(*bound.http.split(":")))
+            http.send(check(body=OTHER_BODY, x_request_id="known"))
+            answer = await http.reply()
+            assert answer.status == 200
+            assert answer.headers["x-picker-request-id"] not in ("", "known")
+            assert answer.headers["x-picker-accounting-token"] != f"={token}"
+            await http.close()
             # Envoy sends it again.
             assert await placed(await ask(channel, "known", BODY)) == ("known", token)
