@@ -33,6 +33,7 @@ class Storm:
         self._fleet, self._unit = fleet, unit
         self._random = random.Random(seed)
         self._owners: dict[str, Replica] = {}
+        self._flows: dict[str, str] = {}
         self._count = 0
         self._log_read = "-"  # up to where
         self._happened: set[str] = set()  # every event, and by what requests were granted
@@ -79,7 +80,7 @@ class Storm:
         self._count += 1
         request, chance = f"r{self._count}", self._random
         replica = chance.choice(self._fleet.replicas)
-        flow = chance.choice(list(FLOWS))
+        self._flows[request] = flow = chance.choice(list(FLOWS))
         self._owners[request] = replica
         await replica.admit(
             request, flow=flow, weight=FLOWS[flow], limit=LIMITS.get(flow, 0),
@@ -106,7 +107,7 @@ class Storm:
                 await store.evict(request)
             case 2:
                 self._owners[request] = self._random.choice(self._fleet.replicas)
-                await self._owners[request].admit(request)
+                await self._owners[request].admit(request, flow=self._flows[request])
 
     async def _some(self, event: str, most: int) -> list[str]:
         """Requests whose last event was `event` (or one that led to the same place)."""
