@@ -124,6 +124,9 @@ class ClientGone(RequestError, status=499, code="client_gone", reason="rejected-
 class RequestIdTaken(RequestError, status=409, code="request_id_taken", kind=_INVALID):
     """Another request has this id, which opens nothing of that one."""
 
+    def __init__(self, message: str = "another request has this id") -> None:
+        super().__init__(message)
+
 
 class DeadlineExceeded(
     RequestError, status=504, code="deadline_exceeded", reason="rejected-context-cancelled"

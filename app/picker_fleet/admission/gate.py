@@ -120,7 +120,7 @@ def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) ->
     if verdict.status == "preempted":
         return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
     if verdict.status == "foreign":
-        return RequestIdTaken("another request has this id")
+        return RequestIdTaken()
     if verdict.status == "evicted":
         return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
     return None

@@ -172,7 +172,7 @@ class SharedGate:
             # Envoy has sent the request again over a new stream; the old one has no client any more.
             why: RequestError = ClientGone(_TAKEN_OVER)
             if not request.repeats(displaced.request):
-                why = RequestIdTaken("another request has this id")
+                why = RequestIdTaken()
                 if not displaced.asking:
                     raise why  # else Redis says whose id it is
             displaced.notification.set_exception(why)

@@ -237,7 +237,7 @@ class FailoverGate:
     ) -> Placement | None:
         """None: the state has changed meanwhile, and the request is to be admitted again."""
         if outage.has_another(request):
-            raise RequestIdTaken("another request has this id")
+            raise RequestIdTaken()
         cost = outage.gate.charge(self._cost(request))
         if not await outage.gate.admit(request, cost, wait, alone=self._state is _LOCAL):
             return None

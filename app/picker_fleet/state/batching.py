@@ -369,12 +369,12 @@ class BatchingClient:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
         self._pending.add(name, Item(args, answer, durable))
-        may_wait = name in _DELAYED or (name == "settle" and self._ends_are_frequent() and not urgent)
+        may_wait = name in _DELAYED or (name == "settle" and self._note_end() and not urgent)
         self._schedule(now=not may_wait)
         return answer
 
-    def _ends_are_frequent(self) -> bool:
-        """Whether ends arrive within the batch delay of each other, this one included."""
+    def _note_end(self) -> bool:
+        """Count an end that arrives now. Returns whether ends arrive within the batch delay of each other."""
         now_s = self._loop.time()
         interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s
