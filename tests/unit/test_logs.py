@@ -10,6 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 from local_requests import ask
+from script_fleet import until
 
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Endpoint
@@ -44,6 +45,17 @@ def test_a_log_line_is_one_json_object_with_its_fields() -> None:
         logging.getLogger("picker_fleet.x").warning("took %d", 3, extra=fields)
     (line,) = lines_of(stream)
     assert line.items() >= {**fields, "message": "took 3", "level": "warning", "replica": "r-1"}.items()
+
+
+async def test_a_flood_writes_one_line_a_second_of_each_kind_with_the_number_of_the_others() -> None:
+    log = logging.getLogger("picker_fleet.x")
+    with logged() as stream:
+        for number in range(500):
+            log.warning("damaged entry %d", number)
+        log.error("another kind")
+        await until(lambda: len(lines_of(stream)) == 3, 5.0)
+        lines = [(line["message"], line.get("left_out")) for line in lines_of(stream)]
+    assert lines == [("damaged entry 0", None), ("another kind", None), ("damaged entry 1", 499)]
 
 
 def test_a_line_with_values_unknown_to_json_is_written() -> None:

@@ -5,9 +5,13 @@ logging library uses itself are not available. `DecisionLines` writes the line o
 ext_proc exchanges.
 """
 
+import asyncio
+import contextlib
 import json
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -21,6 +25,7 @@ from picker_fleet.scheduling.explain import Explanation
 
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
 POOL: Final = ContextVar("pool", default="")  # whose work is done, in a process that serves several
+_MAX_KINDS = 1000
 _REFUSALS_PER_S = 5  # lines of one code; a flood of refusals must not become a flood of lines
 
 # The fields of every record; any other was passed as `extra`.
@@ -99,6 +104,7 @@ def setup(
             record.__dict__.setdefault("pool", pool)
         return True
 
+    handler.addFilter(OneASecond())
     handler.addFilter(identify)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -107,6 +113,51 @@ def setup(
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is not HTTP
     return handler
+
+
+class OneASecond(logging.Filter):
+    """Passes one record a second of each kind, so that no peer can make a flood of lines. Each has as
+    `left_out` how many of its kind were left out since the last; if no other comes, a last line says so.
+
+    A kind is a logger and a text before its arguments are put in. `clock` is in seconds. Records below INFO
+    pass, and those of decisions, which have a bound of their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[
+            tuple[str, object], tuple[float, int]
+        ] = {}  # when the last was written, and how many were not
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.INFO or record.name == _log.name:
+            return True
+        kind, now_s = (record.name, record.msg), self._clock()
+        written_s, left_out = self._kinds.get(kind, (-math.inf, 0))
+        if now_s - written_s < 1.0:
+            self._kinds[kind] = written_s, left_out + 1
+            if not left_out:
+                self._repeat_later(record)
+            return False
+        if len(self._kinds) > _MAX_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = now_s, 0
+        if left_out:
+            record.left_out = left_out
+        return True
+
+    def _repeat_later(self, record: logging.LogRecord) -> None:
+        """Write the line again after a second, unless another of its kind has come."""
+        with contextlib.suppress(
+            RuntimeError
+        ):  # outside an event loop the next line of its kind has the number
+            asyncio.get_running_loop().call_later(1.0, self._repeat, record)
+
+    def _repeat(self, record: logging.LogRecord) -> None:
+        if self._kinds.get((record.name, record.msg), (0.0, 0))[1]:
+            record.exc_info = None  # the first line had it
+            logging.getLogger(record.name).handle(record)
 
 
 class DecisionLines:
