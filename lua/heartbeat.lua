@@ -15,9 +15,10 @@
 -- args[6] and args[7] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
--- Returns {epoch, notifications, attempts, served, was_known (0: it was away or is new), leader (1: it publishes),
---   live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned version,
---   stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the key for variants};
+-- Returns {epoch, notifications, attempts, served, was_known (0: it was away, is new, or its info was lost), leader (1:
+--   it publishes), live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned
+--   version, stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the key for
+--   variants};
 --   numbers that may have fractions are strings. As every function, it fails with 'FORMAT N' (N: 'none' without a
 --   number) on a pool of another format, and changes nothing.
 
@@ -94,15 +95,17 @@ local function heartbeat(args)
   local last = read('ZSCORE', key.replicas, owner)
   note_original(key.replicas, owner, last)
   last = tonumber(last or 0)
-  local was_known = last > now_ms - silence_ms and 1 or 0
+  local was_silent = last <= now_ms - silence_ms
+  local is_info_lost = replica_info == '' and read('HEXISTS', key.replica_info, owner) == 0
+  local was_known = (was_silent or is_info_lost) and 0 or 1
   write_now('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
   -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
-  if was_known == 0 then
+  if was_silent then
     defer_write('HDEL', key.orphan_cursors, owner)
     if args[6] then pool.note_possible_loss() end -- it was away; a new replica has nothing to restore
   end
-  local members = live_replicas(was_known == 0, silence_ms)
+  local members = live_replicas(was_silent, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
     'marks_version', 'signing_keys', 'variant_key')
   local inbox, left, ids = read_inbox(key.inbox[owner]), {}, {}

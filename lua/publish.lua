@@ -1,5 +1,6 @@
--- include: dispatch
--- Set the settings and the endpoints of the pool. The first call creates the pool. What now fits is dispatched.
+-- include: dispatch upkeep
+-- Set the settings and the endpoints of the pool. The first call creates the pool, or rebuilds it from the records of
+-- its requests if a key of it was lost (lib/upkeep.lua). What now fits is dispatched.
 --
 -- Guarantees: an endpoint that leaves keeps its count until its last request ends.
 --
@@ -9,12 +10,19 @@
 -- args[4] settings: JSON, named as in docs/redis-schema.md
 -- then pairs: endpoint, JSON {labels, draining}
 --
--- Returns {epoch, notifications, attempts, served, upper, lower, ready}; bounds as strings
+-- Returns {epoch, notifications, attempts, served, upper, lower, ready, records filed anew (-1: it was known), the
+--   key that was lost ('' if that was `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
 
 local FIRST_ENDPOINT = 5
 local function publish(args)
   reset_notifications(args[1])
   pool.create()
+  local records, lost = {}, ''
+  if not pool.known then records, lost = upkeep.take_records() end
+  if not records then
+    finish_call()
+    return {'0', {}, 0, 0, '0', '0', 0, -1, ''}
+  end
   local wanted, ready, marked, addresses = {}, 0, endpoints.marked(), {}
   for at = FIRST_ENDPOINT, #args, 2 do addresses[#addresses + 1] = args[at] end
   endpoints.prefetch(addresses, #addresses)
@@ -43,9 +51,10 @@ local function publish(args)
   for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
     if not (wanted[address] or former[address]) then endpoints.remove_published(address) end
   end
-  if not pool.known then
+  local is_new = not pool.known
+  if is_new then
     pool.epoch = now_us
-    pool.credit = 1
+    if lost == '' then pool.credit = 1 end
     pool.known = true
   end
   local overrides = read('HGET', key.pool, 'overrides')
@@ -55,7 +64,9 @@ local function publish(args)
   put_settings(cjson.decode(args[4]), overrides and cjson.decode(overrides) or {})
   pool.ready = ready
   pool.update_bounds()
+  if is_new then upkeep.file_records(records, lost) end
   local head = finish_call()
-  head[5], head[6], head[7] = exact(pool.upper), exact(pool.lower), ready
+  head[5], head[6], head[7], head[8], head[9] = exact(pool.upper), exact(pool.lower), ready,
+    is_new and #records or -1, lost
   return head
 end

@@ -191,8 +191,10 @@ local function refresh_waiting(cursor, limit)
     if r and r.state == STATE_QUEUED then
       if pool.refiling == 1 then
         queue.reorder(r)
-      else
+      elseif order.is_indexed(r, queue.flow_queue(r)) then
         order.refresh(r, queue.flow_queue(r))
+      else
+        pool.note_lost('line')
       end
     end
   end
@@ -224,6 +226,11 @@ local function sweep(args)
   local fresh = now_ms - swept_ms >= interval_ms or swept_ms > now_ms
   if not pool.known or not (fresh or state[2] == '1') then
     return {exact(pool.epoch), {}, 0, 0, 0, 0, 0, 0, 0, {}}
+  end
+  local lost = fresh and upkeep.find_lost_key()
+  if lost then
+    pool.await_rebuild(lost)
+    return {'0', {}, 0, 0, 1, 0, 0, 0, 0, {}}
   end
   local more = false
   local ran, expired = run_timers(CHUNK)

@@ -24,6 +24,7 @@ _COMMANDS = {
         "picker_fleet.serve",
         "one replica: picker, access log and discovery for Envoy, admin API",
     ),
+    "functions": ("picker_fleet.functions", "load the library of Redis Functions, as a user who may"),
     "sim": ("picker_tools.simulator.command", "one simulated model server"),
     "envoy-config": ("picker_tools.local_fleet.envoy_command", "Envoy's bootstrap on stdout"),
     "top": ("picker_tools.top.command", "the fleet on a terminal, live"),

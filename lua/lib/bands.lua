@@ -146,6 +146,14 @@ do -- a chunk may have 200 locals
     bands.keeps_bytes, bytes_text, pool.touched = true, nil, true
   end
 
+  -- Begin to count the requests of each band, and their bytes, anew.
+  function bands.begin_count(now)
+    for _, band in ipairs(BANDS) do pool[QUEUED[band]] = 0 end
+    for _, band in ipairs(others) do pool[REQUESTS[band]] = 0 end
+    bands.read_bytes('', now)
+    bands.keeps_bytes = true -- empties the field
+  end
+
   function bands.bytes(band) return bytes[band] or 0 end
   function bands.has_room_for_bytes(r) return (bytes[r.band] or 0) + r.bytes <= byte_limits[r.band] end
   -- The band is empty: reset its byte count.

@@ -4,7 +4,8 @@
 -- `limits` counts the requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit;
 -- nil if no endpoint has one.
 
-local endpoints = {ANY = '*'} -- the candidates of a request for which any endpoint will do
+-- ANY: the candidates of a request for which any endpoint will do; counts_flows: whether any flow had a limit yet
+local endpoints = {ANY = '*', counts_flows = false}
 local reset_endpoints
 do -- a chunk may have 200 locals
   -- endpoint -> load, as far as this call knows it. It is kept for the next call while nobody else changes the pool.
@@ -404,6 +405,7 @@ do -- a chunk may have 200 locals
   function endpoints.count_flow(r, endpoint, difference)
     if r.limit == 0 then return end
     local field = endpoint and joined(r.flow, endpoint) or r.flow
+    endpoints.counts_flows = true
     limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
   end
 

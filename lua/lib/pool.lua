@@ -103,8 +103,7 @@ do -- a chunk may have 200 locals
       same = not failed and text and text == counters_text
     end
 
-    -- Nothing may be admitted before the first publish, which brings the settings.
-    pool.known, read_key = text and true or false, key
+    read_key = key
     steady_clock(same, clock_text)
     if not same then
       local numbers = text and {struct.unpack(BUSY_FORMAT .. CALM_FORMAT, padded(text))} or {}
@@ -114,6 +113,7 @@ do -- a chunk may have 200 locals
       bands.read(bands_text)
       bands.read_bytes(bytes_text, now_us)
     end
+    pool.known = pool.epoch ~= 0
     cache_is_valid = same and endpoints_now == endpoints_version and now_ms - called_ms < REMEMBERED_MS
     called_ms, endpoints_version, unsaved = now_ms, endpoints_now, false
     if text ~= key.counters then
@@ -134,6 +134,14 @@ do -- a chunk may have 200 locals
   function pool.create()
     if pool.is_new then write_now('HSET', key.pool, 'format', FORMAT) end
     pool.is_new = false
+  end
+
+  -- Nothing is admitted before the first publish, which brings the settings and gives the pool its epoch. If a key of
+  -- the pool was lost, the epoch is 0 until the next publish has rebuilt the pool.
+  function pool.await_rebuild(lost)
+    write_now('HSET', key.pool, 'lost', lost)
+    pool.epoch = 0
+    pool.commit()
   end
 
   function pool.commit()
@@ -179,6 +187,11 @@ end
 local LONGER_MS = 10000 -- how much later than a lease a journal may still report
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
+
+-- A call has found that a key was lost; the next sweep sees to it.
+function pool.note_lost(name)
+  if pool.known then defer_write('HSET', key.pool, 'lost', name) end
+end
 
 -- Give back the stock of a request. Sums of fractions leave a residue, which must not count as a request.
 local RESIDUE = 1e-6

@@ -217,6 +217,12 @@ do
     record.prefetch(found, count)
   end
 
+  -- Whether r is where workload-aware looks for it: in its line or, if it has none, in one part of the index.
+  function order.is_indexed(r, flow_queue)
+    if r.workload ~= '' then return read('ZSCORE', key.line(r.band, flow_queue, r.workload), r.id) end
+    return read('ZSCORE', key.growing[r.band][flow_queue], r.id) or read('ZSCORE', key.static[r.band][flow_queue], r.id)
+  end
+
   -- Index the head of r's workload again, since the workload's rate falls with time. For the sweep.
   function order.refresh(r, flow_queue)
     if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end

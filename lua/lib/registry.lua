@@ -355,6 +355,7 @@ do
     if id == '' then return end
     local w = by_id.find(id)
     local active = w[2]
+    if active < 1 then pool.note_lost('workloads') end -- an active request is always counted
     w[2], w[5] = active > 1 and active - 1 or 0, now_ms
     by_id.changed[id] = w
   end

@@ -1,5 +1,5 @@
--- include: queue
--- The sweep's maintenance of the queue: tags, preemption history, strays. `limit` bounds each step.
+-- include: queue endpoints
+-- The sweep's maintenance of the queue: tags, preemption history, strays, lost keys. `limit` bounds each step.
 
 local upkeep = {}
 do
@@ -149,5 +149,195 @@ do
     if pool.queued > 0 then return end
     pool.overdue = 0
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, limit - 1)) do drop_stray('ZREM', key.overdue, id) end
+  end
+end
+
+-- A key of the pool was lost: evicted, or deleted by hand. The sweep finds it by counts that do not agree, and ends the
+-- epoch. The next publish files the records of all requests anew, so every key that follows from them is right again;
+-- then replicas register what they hold, as after a FLUSHALL, so lost records come back, too.
+do
+  local MOST_FILED = 10000 -- records; of more, each call drops as many, and replicas register their requests again
+  local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
+  local LAST_BAND = 63
+
+  local function is_waiting_lost()
+    local flow_queues = 0
+    for _, band in ipairs(BANDS) do
+      local waiting = 0
+      for _, set in ipairs({key.flows[band], key.throttled[band]}) do
+        flow_queues = flow_queues + read('ZCARD', set)
+        if flow_queues > MOST_LOOKED_AT then return false end
+        for _, flow_queue in ipairs(read('ZRANGE', set, 0, -1)) do
+          waiting = waiting + read('ZCARD', key.queue[band][flow_queue])
+        end
+      end
+      if waiting < pool[QUEUED[band]] then return true end
+    end
+    return false
+  end
+
+  -- Whether a published endpoint takes nothing new for no reason.
+  local function is_mark_lost()
+    local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
+    for _, address in ipairs(closed) do
+      local description = read('HGET', key.endpoints, address)
+      if description and not endpoints.is_draining(description) and not endpoints.is_marked(address) then
+        return true
+      end
+    end
+    return false
+  end
+
+  -- Whether flows with a limit have other requests in flight than are counted.
+  local function is_limit_lost()
+    if not endpoints.counts_flows or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
+    local ids, running = read('ZRANGE', key.inflight, 0, -1), {}
+    record.prefetch(ids, #ids)
+    for _, id in ipairs(ids) do
+      local r = record.read(id)
+      if r and r.limit > 0 then running[r.flow] = (running[r.flow] or 0) + 1 end
+    end
+    for flow, count in pairs(running) do
+      if tonumber(read('HGET', key.limits, flow) or 0) < count then return true end
+    end
+    return false
+  end
+
+  -- There are other records than leases and timers. Which key was lost, if the counters have more requests than are in
+  -- both; if they do not, the surplus are strays.
+  local function lost_of_requests()
+    local queued, stock = 0, 0
+    for _, set in ipairs({key.timers, key.inflight}) do
+      local ids = read('ZRANGE', set, 0, MOST_LOOKED_AT)
+      if #ids > MOST_LOOKED_AT then return 'requests' end
+      record.prefetch(ids, #ids)
+      for _, id in ipairs(ids) do
+        local r = record.read(id)
+        if r and r.state == STATE_QUEUED then queued = queued + 1 elseif r then stock = stock + r.taken end
+      end
+    end
+    local has_records = read('HLEN', key.requests) >= pool.queued
+    if queued < pool.queued then return has_records and 'timers' or 'requests' end
+    return stock < pool.stock - 1e-6 and 'inflight' or nil
+  end
+
+  -- The name of a key that was lost, or of one that follows from it; nil if all counts agree.
+  function upkeep.find_lost_key()
+    local lost = nil
+    if read('HLEN', key.requests) ~= read('ZCARD', key.inflight) + read('ZCARD', key.timers) then
+      lost = lost_of_requests()
+    end
+    if lost then return lost end
+    if read('ZCARD', key.overdue) < pool.overdue then return 'overdue' end
+    local published = read('HLEN', key.endpoints)
+    if read('ZCARD', key.load) < published then return 'load' end
+    if read('ZCOUNT', key.load, '-inf', UNPICKABLE) > published then return 'endpoints' end
+    if is_mark_lost() then return 'marks' end
+    if pool.refiling == 0 and is_waiting_lost() then return 'queue' end
+    if is_limit_lost() then return 'limits' end
+    return read('HGET', key.pool, 'lost') or nil
+  end
+
+  local function add_flow_queue(names, band, flow_queue)
+    for _, kind in ipairs({'queue', 'growing', 'static'}) do names[#names + 1] = key[kind][band][flow_queue] end
+  end
+
+  -- The tags of flow queues outlive their sets, if the counters that they are compared with are not lost.
+  local function keep_tags(band, set, names, lost)
+    local tagged = read('ZRANGE', set, 0, -1, 'WITHSCORES')
+    for i = 1, #tagged, 2 do
+      add_flow_queue(names, band, tagged[i])
+      if lost ~= '' then redis.call('ZADD', key.finish[band], 'GT', tagged[i + 1], tagged[i]) end
+    end
+  end
+
+  -- Remove every key that follows from the records. Returns the records by id, and the name of the lost key, '' if that
+  -- was `pool` itself; nil if there are too many and this call has only dropped some of them.
+  function upkeep.take_records()
+    local lost, names, records = read('HGET', key.pool, 'lost') or '', {}, {}
+    local too_many = read('HLEN', key.requests) > MOST_FILED
+    local found = too_many and read('HSCAN', key.requests, '0', 'COUNT', MOST_FILED)[2] or read('HGETALL', key.requests)
+    for i = 1, #found, 2 do
+      local r = {id = found[i], due_ms = false}
+      if pcall(unpack_record, r, found[i + 1]) then
+        records[#records + 1] = r
+        add_flow_queue(names, r.band, r.flow)
+        names[#names + 1] = key.line(r.band, r.flow, r.workload)
+        names[#names + 1] = key.line(r.band, '', r.workload)
+      end
+      if too_many then defer_write('HDEL', key.requests, r.id) end
+    end
+    for band = 0, LAST_BAND do
+      keep_tags(band, key.flows[band], names, lost)
+      keep_tags(band, key.throttled[band], names, lost)
+      add_flow_queue(names, band, '')
+      for _, kind in ipairs({'flows', 'throttled', 'candidates', 'preempted'}) do
+        names[#names + 1] = key[kind][band]
+      end
+      if lost == '' then names[#names + 1] = key.finish[band] end
+    end
+    local blockers = read('HGETALL', key.blockers)
+    for i = 1, #blockers, 2 do
+      local band = string.match(blockers[i], '^(%d+)\31')
+      for address in string.gmatch(band and blockers[i + 1] or '', '[^,]+') do
+        names[#names + 1] = key.blocked[tonumber(band)][address]
+      end
+    end
+    for _, name in ipairs({'inflight', 'timers', 'overdue', 'limits', 'load', 'blockers', 'log'}) do
+      names[#names + 1] = key[name]
+    end
+    if lost == 'workloads' then names[#names + 1] = key.workloads end
+    for i = 1, #names, MOST_LOOKED_AT do
+      redis.call('UNLINK', unpack(names, i, math.min(i + MOST_LOOKED_AT - 1, #names)))
+    end
+    if too_many then return nil end
+    cache_is_valid = false
+    reset_endpoints()
+    timers.reset()
+    order.reset()
+    reset_workloads()
+    reset_lengths()
+    return records, lost
+  end
+
+  local function file(r)
+    if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
+    if r.state == STATE_QUEUED then
+      queue.insert(r)
+      record.put(r) -- its bytes are counted in another epoch
+    elseif r.state == STATE_ORPHANED then
+      timers.set(r.id, math.min(r.deadline_ms, now_ms + settings.lease_ms))
+    else
+      defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+      pool.stock = pool.stock + r.taken
+      endpoints.count_flow(r, nil, 1)
+      if r.state == STATE_PLACED then
+        endpoints.reserve(endpoints.first(r.endpoints))
+        endpoints.count_flow(r, endpoints.first(r.endpoints), 1)
+      end
+    end
+  end
+
+  -- File the records that `take_records` has returned, once settings and endpoints are published. One of a band that is
+  -- not known any more is dropped; its replica registers it again.
+  function upkeep.file_records(records, lost)
+    pool.stock, pool.queued, pool.overdue, pool.refiling = 0, 0, 0, 0
+    bands.begin_count(now_us)
+    pool.note_possible_loss()
+    if records[1] then pool.log_seq = pool.log_seq + 1 end -- the log begins anew, and not with the first decision
+    for _, r in ipairs(records) do
+      if PRIORITY[r.band] then
+        record.know(r)
+        file(r)
+        if lost == 'workloads' then workloads.restored(r.workload) end
+      else
+        record.remove(r)
+      end
+    end
+    if read('HLEN', key.marks) > 0 then -- tells replicas to read them
+      local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
+      defer_write('HSET', key.pool, 'marks_version', version + 1)
+    end
+    defer_write('HDEL', key.pool, 'lost')
   end
 end

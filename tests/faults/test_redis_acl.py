@@ -1,5 +1,6 @@
 """The Redis users of docs/redis.md may do what they need, and nothing else."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,30 @@ import redis
 from every_function import use_everything
 from redis.exceptions import NoPermissionError
 from redis_servers import LOOPBACK, Server
-from script_fleet import running
+from script_fleet import running, until
 
 import picker_fleet
+from picker_fleet.cli import main
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.scripts import load_library
+from picker_fleet.state.server_check import ServerCheck
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)
-PICKER, AUDITOR, SENTINEL = LINES
+PICKER, LOADER, AUDITOR, SENTINEL = LINES
 SECRET = "p@ss"
 
 
 @pytest.fixture
 def restricted(redis7: Server) -> str:
-    """The URL of the documented user; earlier denials are cleared."""
-    for name, rules in (PICKER, AUDITOR):
+    """The URL of the documented user. Another one has loaded the library; earlier denials are cleared."""
+    for name, rules in (PICKER, LOADER, AUDITOR):
         redis7.ask("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *rules.split())
+    redis7.ask("FUNCTION", "FLUSH")
     redis7.ask("ACL", "LOG", "RESET")
-    return f"redis://{PICKER[0]}:p%40ss@{LOOPBACK}:{redis7.port}/0"
+    urls = [f"redis://{name}:p%40ss@{LOOPBACK}:{redis7.port}/0" for name, _ in (LOADER, PICKER)]
+    assert main(["functions", "load", "--redis", urls[0]]) == 0
+    return urls[1]
 
 
 def of_the_scripts() -> set[str]:
@@ -44,7 +51,7 @@ def denied(server: Server) -> list[Any]:
 def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
     allowed = {word[1:] for word in PICKER[1].split() if word.startswith("+")}
     besides = {
-        *("fcall", "function|load", "ping", "select", "cluster|slots", "subscribe", "xread", "xrevrange"),
+        *("fcall", "info", "ping", "select", "cluster|slots", "subscribe", "xread", "xrevrange"),
         *("hset", "hdel", "hgetall", "time", "publish", "xadd", "del"),
     }
     assert of_the_scripts() | besides == allowed
@@ -82,7 +89,8 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
     "command",
     [
         ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("FUNCTION", "FLUSH"),
-        ("EVAL", "return 1", "0"), ("SHUTDOWN",), ("ACL", "LIST"), ("INFO",), ("SAVE",),
+        ("FUNCTION", "LOAD", "REPLACE", "#!lua name=other"),
+        ("EVAL", "return 1", "0"), ("SHUTDOWN",), ("ACL", "LIST"), ("SAVE",),
         ("CLIENT", "KILL", "TYPE", "normal"), ("SCRIPT", "FLUSH"), ("CLUSTER", "RESET"), ("MONITOR",),
         ("HGETALL", "another:key"), ("PUBLISH", "another", "text"), ("DEL", "session:1"),
     ],
@@ -90,6 +98,20 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
 def test_that_user_may_do_nothing_else(redis7: Server, restricted: str, command: tuple[str, ...]) -> None:
     with redis.Redis.from_url(restricted, protocol=2) as client, pytest.raises(NoPermissionError):
         client.execute_command(*command)
+
+
+async def test_a_library_that_somebody_has_changed_is_loaded_again_where_replicas_may(
+    redis7: Server, pool: str
+) -> None:
+    async with running(redis7.url, pool, "a") as it:
+        store = it.replicas[0].store
+        redis7.ask("FUNCTION", "LOAD", "REPLACE", f"{load_library().source}-- changed\n")
+        assert not await store.library_is_intact()
+        check = ServerCheck(store, lambda: "", lambda _: None)
+        running_check = asyncio.create_task(check.run())
+        await until(lambda: "library_changed" in check.faults)
+        running_check.cancel()
+        assert await store.library_is_intact()
 
 
 def test_the_auditor_may_not_write(redis7: Server, restricted: str) -> None:

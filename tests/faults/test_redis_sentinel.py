@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from fault_load import JOINED, UPPER, loaded, rests_within_a_lease
-from redis_servers import PATIENT_MS, REPLACED_S, wait
+from fault_load import JOINED, UPPER, loaded, rests_within_a_lease, serve
+from redis_servers import LOOPBACK, PATIENT_MS, REPLACED_S, wait
 from redis_watched import SERVICE, watched
-from script_fleet import running
+from script_fleet import ask, running, until
 
 
 async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: Path, pool: str) -> None:
@@ -23,3 +23,34 @@ async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: 
             assert load.highest <= 2 * UPPER
             await rests_within_a_lease(it)
             assert redis.primary().ask("EXISTS", it.keys.pool) == 1
+
+
+async def test_replicas_leave_a_primary_that_lives_on_after_sentinels_name_another(
+    tmp_path: Path, pool: str
+) -> None:
+    with watched(tmp_path, silence_ms=PATIENT_MS) as redis:
+        async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True, checked=False) as it:
+            await serve(it, 20)
+            former, other = redis.primary(), redis.replica()
+            # The former one does not learn of it: it takes writes, and keeps its connections.
+            other.ask("REPLICAOF", "NO", "ONE")
+            for sentinel in redis.sentinels:
+                sentinel.ask("SENTINEL", "REMOVE", SERVICE)
+                sentinel.ask("SENTINEL", "MONITOR", SERVICE, LOOPBACK, other.port, 2)
+
+            def calls() -> dict[int, str]:
+                return {
+                    each.port: each.info("commandstats").get("cmdstat_fcall", "").split(",")[0]
+                    for each in redis.servers
+                }
+
+            async def is_left() -> bool:
+                before = await asyncio.to_thread(calls)
+                await asyncio.sleep(1.5)  # three heartbeats of each
+                after = await asyncio.to_thread(calls)
+                return before[former.port] == after[former.port] and before[other.port] != after[other.port]
+
+            await until(is_left, 5.0)
+            assert former.info("replication")["role"] == "master"
+            for replica in it.replicas:
+                assert (await replica.gate.admit(ask(replica.name), stream_owned=False)).endpoints

@@ -69,6 +69,10 @@ class Replica:
 
         await until(both, PATIENT_S)
 
+    async def hands_on(self) -> bool:
+        """Whether it refuses the stream of a request, so that Envoy asks another replica."""
+        return bool(await self.exchange().code() is grpc.StatusCode.UNAVAILABLE)
+
     async def decide(self) -> ProcessingResponse:
         """The first answer to a small request in lean mode."""
         call = self.exchange()

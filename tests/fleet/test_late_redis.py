@@ -1,17 +1,20 @@
-"""A real replica (`picker serve`) that starts before its Redis."""
+"""Replicas that start while Redis is away."""
 
 import asyncio
-import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from extproc_client import parts, set_headers
 from own_replica import served
-from redis_servers import Server
+from redis_servers import Server, redis_server
+from whole_fleet import exact_bounds, running
 
 from picker_fleet.extproc.server import SERVICE
+from picker_tools.load.generator import Request, closed_loop
 
 
-async def test_a_replica_without_redis_at_its_start_refuses_until_redis_answers_and_then_joins(
+async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_answers_and_then_joins(
     valkey: Server, tmp_path: Path
 ) -> None:
     valkey.kill()
@@ -23,11 +26,8 @@ async def test_a_replica_without_redis_at_its_start_refuses_until_redis_answers_
         assert unready.json()["components"]["redis"] != "ok"
         health = [await replica.health(name) for name in ("", SERVICE, "readiness", "liveness")]
         assert health == ["NOT_SERVING"] * 3 + ["SERVING"]
-        # It knows no bound, so it refuses at once.
-        refused = (await replica.decide()).immediate_response
-        assert refused.status.code == 503
-        assert json.loads(refused.body)["error"]["code"] == "state_unavailable"
-        assert int(set_headers(refused.headers)["retry-after"]) >= 1
+        # It knows no bound, so it decides nothing.
+        assert await replica.hands_on()
         await asyncio.to_thread(valkey.revive)
         await replica.ready()
         assert await replica.health(SERVICE) == "SERVING"
@@ -38,3 +38,33 @@ async def test_a_replica_without_redis_at_its_start_refuses_until_redis_answers_
         state = (await replica.admin.get("/api/v1/state")).json()
         assert (state["degraded"], len(state["replicas"])) == (False, 1)
         assert await replica.stopped() == 0
+
+
+@pytest.mark.parametrize("mode", ["lean", "standard", "http"])
+async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: Path, mode: str) -> None:
+    options = ("--mode", mode, "--sim-ttft", "20", "--sim-itl", "1")
+    config = {"request_queue_controller": exact_bounds(30), "extproc": {"drain_grace": "1s"}}
+    with redis_server(tmp_path / "valkey") as valkey:
+        async with running(tmp_path, *options, "--redis", valkey.url, config=config) as here:
+            valkey.kill()
+            for replica in range(3):
+                await here.until_state(replica=replica, within_s=20, degraded=True)
+
+            def process() -> Any:
+                return here.state["replicas"][1]["pid"]
+
+            async with closed_loop(here.url, clients=6, make_request=_one_token) as load:
+                former = process()
+                here.replica(1).terminate()
+                await here.eventually(process, lambda pid: pid != former, within_s=30, what="another process")
+                served = len(load.history)
+                await here.eventually(lambda: len(load.history) > served + 300, within_s=30, what="service")
+                assert (await here.admin("/readyz", 1)).status_code == 503
+            assert {record.status for record in load.history} == {200}
+            await asyncio.to_thread(valkey.revive)
+            for replica in range(3):
+                await here.until_state(replica=replica, within_s=30, degraded=False)
+
+
+def _one_token(_: Any, number: int) -> Request:
+    return Request(f"request {number}", 1)

@@ -1,5 +1,6 @@
 """The files that one request runs through, traced, are those that docs/architecture.md lists."""
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -57,9 +58,12 @@ QUIET: dict[str, Any] = {
 async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
     """Have one request placed, in lean mode, and end its stream as Envoy does; whether it was placed."""
     call = exchange_on(channel)
-    await call.write(headers("lean", {"x-request-id": request_id}))
-    await call.write(body(ASK))
-    answer = await call.read()
+    try:
+        await call.write(headers("lean", {"x-request-id": request_id}))
+        await call.write(body(ASK))
+        answer = await call.read()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return False  # it is not ready yet
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     return bool(answer.WhichOneof("response") == "request_headers")

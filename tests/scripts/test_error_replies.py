@@ -24,7 +24,7 @@ from script_fleet import Fleet, Replica, addresses, ask, ended, running, until
 from picker_fleet.errors import ScriptFailed, WritesRefused
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.connection import FailureDetector
-from picker_fleet.state.error_replies import ERROR_REPLIES
+from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
@@ -101,6 +101,25 @@ async def arriving(it: Watched, name: str, flow: str = "flow") -> AsyncIterator[
     task = asyncio.create_task(it.gate.admit(ask(name, flow=flow), stream_owned=False))
     yield
     await given_up(task)
+
+
+WRAPPED = {
+    "-READONLY You can't write against a read only replica.": "elsewhere",
+    "ERR Error running script (call to f_1a): @user_script:7: @user_script: 7: -READONLY ": "elsewhere",
+    "ERR Error running script (call to f_1, on @user_script:7): @user_script:7: LOADING Redis": "elsewhere",
+    "ERR user_function:12: MOVED 3999 127.0.0.1:6381": "elsewhere",
+    "Error running function: CLUSTERDOWN The cluster is down": "elsewhere",
+    "ERR: OOM command not allowed when used memory > 'maxmemory'.": "full",
+    "ERR user_function:3: ERR ACL failure in script": "denied",
+    "ERR unknown command 'FCALL', with args beginning with: 'READONLY x'": "denied",
+    "ERR user_function:3: bad argument 'READONLY You'": "item",
+    "WRONGTYPE READONLY Operation against a key": "item",
+}
+
+
+@pytest.mark.parametrize("error", WRAPPED)
+def test_an_error_is_read_by_its_cause_and_never_by_a_text_of_a_client(error: str) -> None:
+    assert meaning_of(error).value == WRAPPED[error]
 
 
 @pytest.mark.parametrize("error", SENT_AGAIN)

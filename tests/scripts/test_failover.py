@@ -9,6 +9,7 @@ from failover_bench import gate_over
 from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
 
 from picker_fleet.config import parse
+from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, Membership
 from picker_fleet.request import Alive, Endpoint, Placement
@@ -111,6 +112,31 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
         await until(lambda: _in_flight(it, {"runs"}))
         one.end("runs", running)
         await until(it.at_rest)
+
+
+async def test_no_replica_decides_with_redis_alone_while_another_that_redis_lists_is_late(
+    valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both have lost Redis, and one has got no reply since: what Redis has of it is from before.
+    async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, late):
+        heartbeat = it.replicas[1].store.heartbeat
+
+        async def unanswered(*_: object) -> None:
+            raise StateUnavailable("no reply")
+
+        monkeypatch.setattr(it.replicas[1].store, "heartbeat", unanswered)
+        for each in (one, late):
+            each.leave()
+        await until(lambda: one.gate.outage is None or _resyncs_for(one, 2.5))
+        assert one.gate.state is FailoverState.RESYNCING
+        monkeypatch.setattr(it.replicas[1].store, "heartbeat", heartbeat)
+        await asyncio.gather(one.shared(), late.shared())
+
+
+def _resyncs_for(replica: FailoverReplica, seconds: float) -> bool:
+    outage = replica.gate.outage
+    assert outage is not None
+    return outage.resync is not None and outage.clock() - outage.resync.began_s > seconds
 
 
 async def test_a_running_request_is_restored_even_if_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:

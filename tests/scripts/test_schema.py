@@ -163,4 +163,5 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
         # Its fields are the documented ones.
-        assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields()
+        rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py
+        assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields() - rebuilding

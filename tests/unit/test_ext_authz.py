@@ -69,6 +69,7 @@ async def staged(gate: ScriptedGate | None = None, server: Any = None, **config:
     context = exchange_context(gate, metrics, parse(config), lambda: now_s[0])
     checks = CheckServer(of_one_pool(context), "127.0.0.1:0", **(server or {}))
     stage = Stage(checks, gate, context, metrics, await checks.start(), now_s)
+    checks.set_ready(True)
     try:
         yield stage
     finally:
@@ -242,10 +243,12 @@ async def test_a_second_request_before_the_answer_ends_the_connection(stage: Sta
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
-async def test_health_follows_readiness(stage: Stage) -> None:
-    assert (await stage.ask(HEALTH)).status == 503
-    stage.server.set_ready(True)
+async def test_health_follows_readiness_without_which_nothing_is_decided(stage: Stage) -> None:
     assert (await stage.ask(HEALTH)).status == 200
+    stage.server.set_ready(False)
+    assert (await stage.ask(HEALTH)).status == 503
+    connection = await stage.send(check())
+    assert await connection.ended() == b""
 
 
 async def test_the_port_speaks_tls(tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ async def test_the_port_speaks_tls(tmp_path: Path) -> None:
     async with staged(server={"certificates": made}) as stage:
         connection = Connection(*await asyncio.open_connection("127.0.0.1", stage.port, ssl=trusting))
         connection.send(HEALTH)
-        assert (await connection.reply()).status == 503
+        assert (await connection.reply()).status == 200
         await connection.close()
 
 

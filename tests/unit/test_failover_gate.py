@@ -226,7 +226,7 @@ async def test_answered_heartbeats_count_in_a_row() -> None:
     bench = Bench(wait_s=PATIENT_S)
     bench.gate.redis_lost("refused", "refused")
     bench.gate.heartbeat_answered(PULSE)
-    bench.gate.heartbeat_missed()
+    bench.gate.heartbeat_missed(StateUnavailable("away"))
     bench.gate.heartbeat_answered(PULSE)
     assert bench.gate.state is FailoverState.LOCAL
 

@@ -26,7 +26,7 @@ from picker_fleet.replica import heartbeat
 from picker_fleet.replica.live_config import AFFECTS, LIVE
 from picker_fleet.scheduling import endpoint_history as history
 from picker_fleet.sections import Model, Section
-from picker_fleet.state import batching, error_replies, reads
+from picker_fleet.state import batching, reads
 from picker_fleet.state.error_replies import ERROR_REPLIES
 from picker_fleet.telemetry import metrics
 from picker_tools.local_fleet import envoy, listener
@@ -82,7 +82,6 @@ SENTENCES = [
     ("redis", f"{spaced(outage.MAX_ENTRIES)} requests and as many ends are remembered"),
     ("redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
-    ("errors", f"{error_replies._LOG_LINES_PER_S} lines a second at most"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking",
      f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest"),

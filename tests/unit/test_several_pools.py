@@ -154,7 +154,9 @@ async def asks(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> Process
 async def serving(server: Server | CheckServer) -> AsyncIterator[int]:
     """The port of `server`."""
     try:
-        yield await server.start()
+        port = await server.start()
+        server.set_ready(True)
+        yield port
     finally:
         await server.stop()
 

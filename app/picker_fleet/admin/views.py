@@ -217,7 +217,7 @@ class FleetView:
         joined = pulse is not None and pulse.epoch != "0"
         endpoints = pulse.ready_endpoints if pulse is not None else 0
         return joined, {
-            "redis": self._store.fault or "ok",
+            "redis": self._store.fault or self._membership.unfit or "ok",
             "pool": self._membership.status if joined else self._membership.refusal or "not joined yet",
             "endpoints": "ok" if endpoints else "none is ready",
         }

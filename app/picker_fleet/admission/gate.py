@@ -131,7 +131,8 @@ class OutageStatus:
     """An outage as the admin API shows it. Amounts are in the stock's unit.
 
     `mode` is the FailoverState; `bound` the fleet's, of which `share` is this replica's part. `in_flight`
-    counts the requests placed here whose end was not received here; another replica may have received it.
+    counts the requests placed here that were placed or seen alive within an access-log interval and a second,
+    and whose end was not received here: another replica may have received it.
     """
 
     mode: str

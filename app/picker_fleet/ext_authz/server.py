@@ -64,6 +64,11 @@ class CheckServer:
         """Whether Envoy may send requests."""
         return self._ready and not self.draining
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been ready, and so can decide."""
+        return self._ready
+
     async def start(self) -> int:
         """Bind and listen; the bound port.
 
@@ -274,7 +279,7 @@ class _Connection(asyncio.Protocol):
         elif not url.startswith(PREFIX + b"/"):
             self._arriving = True
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
-        elif self._context.drain_gate.closed:
+        elif self._context.drain_gate.closed or not self._server.is_open:
             self._context.open_requests.ended()
             self.close()  # no answer says that nothing was done, so Envoy asks another replica
         else:

@@ -475,10 +475,11 @@ class NativeTransport:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
-    def refuse(self, path: str) -> None:
+    def refuse(self, path: str, wanted: bool = True) -> None:
         """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""
-        handler = self._handlers[path.encode()]
-        self._open_streams.refused.update(handler.all if isinstance(handler, ByPool) else (handler,))
+        handler, refused = self._handlers[path.encode()], self._open_streams.refused
+        handlers = handler.all if isinstance(handler, ByPool) else (handler,)
+        (refused.update if wanted else refused.difference_update)(handlers)
 
     async def stop(self, grace_s: float | None) -> None:
         """As `Transport.stop`. A GOAWAY sends the peers' next streams elsewhere."""

@@ -83,8 +83,12 @@ class Server:
         return ports[0]
 
     def set_ready(self, ready: bool) -> None:
-        """Tell Envoy's health checks; a draining server stays not ready."""
+        """Tell Envoy's health checks; a draining server stays not ready. Until it is ready a server refuses
+        exchanges, so that Envoy asks another replica."""
         self._health.set(_READY, ready and not self._draining)
+        if not self._draining:
+            for _, transport in self._transports:
+                transport.refuse(PROCESS, wanted=not ready)
 
     async def drain(self) -> None:
         """Stop without an error for any client: announce it, wait for health checks, finish what waits.

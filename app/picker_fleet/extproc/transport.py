@@ -100,8 +100,9 @@ class Transport(Protocol):
         """
         ...
 
-    def refuse(self, path: str) -> None:
-        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere."""
+    def refuse(self, path: str, wanted: bool = True) -> None:
+        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; unless `wanted`,
+        take them again."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
@@ -239,9 +240,9 @@ class GrpcioTransport:
         _let_loop_run()
         return port
 
-    def refuse(self, path: str) -> None:
+    def refuse(self, path: str, wanted: bool = True) -> None:
         """As `Transport.refuse`: with UNAVAILABLE, since a handler has no say in HTTP/2."""
-        self._refused.add(path)
+        (self._refused.add if wanted else self._refused.discard)(path)
 
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)
@@ -252,7 +253,7 @@ class GrpcioTransport:
         async def serve(_: Any, context: Any) -> bytes | None:
             try:
                 if path in self._refused:
-                    raise RpcError(Status.UNAVAILABLE, "this replica is shutting down")
+                    raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
                 handler = found.of(_pool(context)) if isinstance(found, ByPool) else found
                 # Without a last message the client has all its answers or is gone, and ignores an empty one.
                 last = await handler(_GrpcioStream(context))

@@ -17,7 +17,14 @@ from picker_fleet.admission.shared_gate import Recent, SharedGate
 from picker_fleet.background import Work, keep
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import ClientGone, RequestIdTaken, StateUnavailable, WritesRefused
+from picker_fleet.errors import (
+    ClientGone,
+    RequestIdTaken,
+    ScriptFailed,
+    StateFault,
+    StateUnavailable,
+    WritesRefused,
+)
 from picker_fleet.failover.local_gate import RESIDUE, LocalGate, LocalPicker
 from picker_fleet.failover.local_queue import rules_of
 from picker_fleet.failover.outage import Outage, Resync, unseen_s
@@ -49,12 +56,14 @@ _CLOCK_MARGIN_MS = 1000  # by which replicas may differ in the clock of the shar
 class FailoverTimes:
     """Bounds in seconds. `newcomer_s`: the others may not know a replica younger than this, which therefore
     begins an outage without budget. `peers_wait_s`: how long a resync waits for the others to publish the
-    ends they received. `max_resync_s`: how long it waits for them to resync.
+    ends they received. `max_resync_s`: how long it waits for them to resync; `straggler_s`: for one that
+    Redis lists.
     """
 
     newcomer_s: float = 3.0
     peers_wait_s: float = 2.0
     max_resync_s: float = 3.5
+    straggler_s: float = 15.0
 
 
 class FailoverState(enum.Enum):
@@ -165,7 +174,7 @@ class FailoverGate:
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
         self._busy = False  # requests were placed or ended since the last tick
-        self._answered_heartbeats = 0  # in a row
+        self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
         self._prepaid = 0.0  # budget of requests that wait in the shared queue while RESYNCING, or since then
         metrics.failover(self._state.value)
 
@@ -185,7 +194,7 @@ class FailoverGate:
 
     def status(self) -> OutageStatus | None:
         """The present outage; None while Redis decides."""
-        return self._outage.status(self._state.value) if self._outage is not None else None
+        return self._outage.status(self._state.value, self._report_s) if self._outage is not None else None
 
     def fill(self) -> float:
         """The occupied part of the queue, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
@@ -210,10 +219,10 @@ class FailoverGate:
                     continue
                 try:
                     placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
-                except StateUnavailable:
+                except StateUnavailable as fault:
                     # After a pause of this process old calls are given up; the next one waits first.
                     if not self._shared.pause_detector.resumed_recently and not self.redis_lost(
-                        "failed", "a decision failed"
+                        "failed", str(fault)
                     ):
                         raise
                 else:
@@ -248,9 +257,9 @@ class FailoverGate:
                 placement = self._shared.placed_elsewhere(request, picked, stream_owned=stream_owned)
             else:
                 placement = await self._admit_prepaid(request, cost, wait, stream_owned)
-        except StateUnavailable:
+        except StateUnavailable as fault:
             self._release(cost)
-            self.redis_lost("failed", "a decision failed")
+            self.redis_lost("failed", str(fault))
             return None
         except BaseException:
             self._release(cost)
@@ -293,8 +302,8 @@ class FailoverGate:
             if outage is None or not own:
                 return await self._shared.confirm(request_id, placement, age_s)
             await self._store.renew(request_id, placement.attempt, "", placement.accounting_token)
-        except StateUnavailable:
-            if not self.redis_lost("failed", "a placement could not be confirmed"):
+        except StateUnavailable as fault:
+            if not self.redis_lost("failed", str(fault)):
                 raise
         return own
 
@@ -388,6 +397,7 @@ class FailoverGate:
             now_s = self._clock()
             self._joined_s = self._joined_s or now_s
             self._stock = _Stock(pulse, now_s)
+        self._failed_heartbeats = 0
         self._answered_heartbeats += 1
         if (
             self._state is _LOCAL
@@ -395,8 +405,13 @@ class FailoverGate:
         ):
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
-    def heartbeat_missed(self) -> None:
+    def heartbeat_missed(self, fault: StateFault) -> None:
+        """A heartbeat failed. Redis that answers two in a row with an error is lost to requests, too."""
         self._answered_heartbeats = 0
+        self._failed_heartbeats += 1
+        is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
+        if is_answered and self._failed_heartbeats >= 2 and not self._shared.pause_detector.resumed_recently:
+            self.redis_lost("failed", str(fault))
 
     def redis_lost(self, cause: str, reason: str) -> bool:
         """Go on without Redis; False if this replica has not joined yet and cannot. `cause` is the metric's
@@ -568,9 +583,9 @@ class FailoverGate:
             self._heartbeat_now()  # which asks the others to publish theirs
             await self.tombstones.wait_for_peers(self._peers.live)
             running = await outage.restore_running(self._store, self._report_s)
-        except (StateUnavailable, WritesRefused):
+        except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
-                self.redis_lost("failed", "it was lost again")
+                self.redis_lost("failed", f"it was lost again: {fault}")
             return
         # Otherwise Redis was lost meanwhile, and this resync is not the present one.
         if outage.resync is resync:
@@ -591,11 +606,18 @@ class FailoverGate:
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False
-        if now_s - resync.began_s >= self._times.max_resync_s:
-            return True
+        waited_s, straggles = now_s - resync.began_s, self._peers.live_ones(self._straggles)
+        if waited_s >= self._times.max_resync_s:
+            # One that Redis lists may be late, and uses its part of the bound until it is back.
+            return not straggles or waited_s >= self._times.straggler_s
         if now_s - outage.began_s < self._report_s:
             return False  # a request from before may not have given a sign of life yet
-        return self._peers.all_resynced()
+        return not straggles and self._peers.all_resynced()
+
+    def _straggles(self, replica: str, said: PeerState) -> bool:
+        """Whether a replica has state that is not in Redis, or has said nothing since Redis answers: what it
+        said before may be from before the outage."""
+        return said.degraded or not self.tombstones.peers_answered((replica,))
 
     def end_outage(self) -> None:
         outage, self._outage = self._outage, None

@@ -62,9 +62,9 @@ class OutageJournal:
         self._alive: OrderedDict[str, tuple[Alive, float]] = OrderedDict()  # with when it was seen
         self._ended: OrderedDict[str, Completion | None] = OrderedDict()  # None: withdrawn
 
-    def __len__(self) -> int:
-        """Requests placed here that have not ended."""
-        return len(self._placed)
+    def count_placed(self, since_s: float) -> int:
+        """Requests placed here that are believed to run. Other replicas may have received their ends."""
+        return sum(each.attempt is not None for each in self.in_flight(since_s))
 
     def placed(self, request_id: str, placement: LocalPlacement) -> None:
         self._ended.pop(request_id, None)
@@ -196,7 +196,7 @@ class Outage:
     def resynced(self) -> bool:
         return self.resync is not None and self.resync.done
 
-    def status(self, mode: str) -> OutageStatus:
+    def status(self, mode: str, report_s: float) -> OutageStatus:
         return OutageStatus(
             mode=mode,
             since_s=round(self.clock() - self.began_s, 3),
@@ -204,7 +204,7 @@ class Outage:
             share=self.share,
             free=self.gate.free,
             let_go=self.placed,
-            in_flight=len(self.journal),
+            in_flight=self.journal.count_placed(self.clock() - unseen_s(report_s)),
             queued=self.gate.waiting,
             queue_length=self.gate.lengths(),
         )

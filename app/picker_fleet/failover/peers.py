@@ -117,6 +117,10 @@ class Peers:
         """Whether every replica that was live says that its state is in Redis."""
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
+    def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
+        """Whether it `holds` for any replica that was live and still is."""
+        return any(name in self.live and holds(name, said) for name, said in self._states.items())
+
     def count(self, pulse: HeartbeatReply) -> int:
         """How many replicas divide the bound."""
         return max(len(self.live), pulse.live_replicas, 1)

@@ -26,7 +26,8 @@ from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Store, marked
+from picker_fleet.state.server_check import ServerCheck
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Rebuilt, Store, marked
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Failover(Protocol):
 
     def heartbeat_answered(self, pulse: HeartbeatReply) -> None: ...
 
-    def heartbeat_missed(self) -> None: ...
+    def heartbeat_missed(self, fault: StateFault) -> None: ...
 
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None: ...
 
@@ -142,10 +143,12 @@ class Publisher:
         """The endpoints of a published version without its marks, if they were discovered here lately."""
         return self._recent.get(_unmarked(version))
 
-    async def publish(self, pulse: HeartbeatReply) -> None:
-        """Publish what was discovered; `pulse` says what is published."""
-        if not await self._publish_changes(pulse):
-            await self._publish_all()
+    async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
+        """Publish what was discovered; `pulse` says what is published. Returns what was rebuilt if the pool
+        was unknown."""
+        if await self._publish_changes(pulse):
+            return None
+        return await self._publish_all()
 
     async def _publish_changes(self, pulse: HeartbeatReply) -> bool:
         """Whether changes could be published without the rest."""
@@ -166,9 +169,9 @@ class Publisher:
         former_version = _unmarked(pulse.endpoints_version)
         return await self._store.publish_changes(former_version, self._discovered_version, changes)
 
-    async def _publish_all(self) -> None:
+    async def _publish_all(self) -> Rebuilt | None:
         assert self._discovered is not None
-        await self._store.publish(
+        rebuilt = await self._store.publish(
             self._shared,
             self._discovered,
             config_version=self._config_version,
@@ -180,6 +183,7 @@ class Publisher:
             wanted = live_config.overrides(self._settings, current.changes)
             if current.changes and wanted != {name: current.overrides.get(name) for name in wanted}:
                 await self._store.set_live_config(live_config.replacing(current.overrides, wanted), {})
+        return rebuilt
 
 
 class LiveConfigFollower:
@@ -361,6 +365,8 @@ class Heartbeat:
         self.pulse: HeartbeatReply | None = None  # the last reply
         self.joined = asyncio.Event()  # a pool that may admit
         self.refusal = ""  # why this replica may not join, and what to do
+        self.trouble = ""  # why the last heartbeat failed; '' if it did not
+        self._answered_s = -math.inf
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
@@ -379,10 +385,11 @@ class Heartbeat:
             except StateFault as fault:
                 if isinstance(fault, OtherFormat):
                     self._stay_out(fault)
-                elif not isinstance(fault, StateUnavailable):
+                elif str(fault) != self.trouble and self._reader.outage() is None:
                     _log.warning("a heartbeat failed: %s", fault)
+                self.trouble = str(fault)
                 if self._failover is not None:
-                    self._failover.heartbeat_missed()
+                    self._failover.heartbeat_missed(fault)
             with contextlib.suppress(TimeoutError):
                 # From beginning to beginning: a grant whose wake-up was lost waits one interval at most.
                 rest_s = interval_s - (self._clock() - began_s)
@@ -405,11 +412,16 @@ class Heartbeat:
 
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
-        self.refusal = ""
+        self.refusal = self.trouble = ""
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
-                await self._publisher.publish(pulse)
+                rebuilt = await self._publisher.publish(pulse)
+                if rebuilt is not None and self._epoch:
+                    lost = rebuilt.lost or "pool"
+                    _log.error("Redis has lost the key %s: filed %d requests anew", lost, rebuilt.records)
             pulse = await self._send()
+            if pulse.epoch == _UNKNOWN:
+                self._trigger(full=False)  # there is more to do
         self.pulse = pulse
         self._gate.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
@@ -467,8 +479,13 @@ class Heartbeat:
         # A new connection may lead to a server that lacks the last of what the former one took.
         reconnected = self._connection_epoch != self._store.connection_epoch
         self._connection_epoch = self._store.connection_epoch
+        before_s, self._answered_s = self._answered_s, self._clock()
         if not self._epoch:
             return False
+        was_silent = self._answered_s - before_s > self._leases.replica_silence
+        is_gone = pulse.epoch != self._epoch or (not pulse.was_known and not was_silent)
+        if is_gone and not reconnected and not self._lost:
+            self._metrics.keys_lost()
         return reconnected or not pulse.was_known or pulse.epoch != self._epoch
 
     async def _drain_again(self) -> None:
@@ -532,6 +549,7 @@ class Membership:
             follower=self._follower,
             reader=self._reader,
         )
+        self._server_check = ServerCheck(store, lambda: self.trouble, metrics.redis_unfit)
 
     @property
     def pulse(self) -> HeartbeatReply | None:
@@ -542,6 +560,16 @@ class Membership:
     def refusal(self) -> str:
         """Why this replica may not join the pool, and what to do; '' if it may."""
         return self._heartbeat.refusal
+
+    @property
+    def trouble(self) -> str:
+        """Why the last heartbeat failed although Redis can be reached; '' if it did not."""
+        return "" if self._store.fault else self._heartbeat.trouble
+
+    @property
+    def unfit(self) -> str:
+        """Why Redis is unfit for the shared state; '' if it is fit."""
+        return self.trouble or "; ".join(self._server_check.faults.values())
 
     @property
     def live_config(self) -> LiveConfig:
@@ -600,6 +628,7 @@ class Membership:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep("heartbeat", self._heartbeat.run))
             tasks.create_task(keep("sweep", self._sweeper.run))
+            tasks.create_task(keep("server-check", self._server_check.run))
             tasks.create_task(keep("renewal", self._renew_leases))
             tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
 

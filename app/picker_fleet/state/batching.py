@@ -45,8 +45,15 @@ from picker_fleet.state.connection import (
     PauseDetector,
     RedisConnection,
 )
-from picker_fleet.state.error_replies import NO_ANSWER, ErrorLog, Meaning, meaning_of, other_format
-from picker_fleet.state.primary import TIMEOUTS, connections, raise_if_cancelled
+from picker_fleet.state.error_replies import (
+    NO_ANSWER,
+    Meaning,
+    explained,
+    log_error,
+    meaning_of,
+    other_format,
+)
+from picker_fleet.state.primary import TIMEOUTS, connections, named_primary, raise_if_cancelled
 from picker_fleet.state.scripts import ENDS, NAMES, load_library
 
 Reply = Any
@@ -67,6 +74,8 @@ _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
 _MAX_LOADS = 5  # of the library for one message; more loads mean that something keeps flushing it
+_FOLLOW_S = 2.0  # between two questions to Sentinels or a Cluster for the primary
+_LOAD_AGAIN_S = 1.0  # after the library was refused
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
 
@@ -307,26 +316,26 @@ class BatchingClient:
         on_batch: Callable[[Sequence[Any]], None],
         on_unavailable: Callable[[str, str], object],
     ) -> None:
-        pool = connections(url, key, socket_connect_timeout=connect_timeout_s)
-        self._connect = partial(RedisConnection.connect, pool)
+        self._url, self._pool = url, connections(url, key, socket_connect_timeout=connect_timeout_s)
+        self._connect = partial(RedisConnection.connect, self._pool)
         self._key = key
         self._connect_timeout_s = connect_timeout_s
         self._failure_detector, self._pause_detector = failure_detector, pause_detector
         self._metrics = metrics
         self._on_batch, self._on_unavailable = on_batch, on_unavailable
-        self._library = load_library()
-        self._functions = {name: self._library.function(name) for name in NAMES}
+        self.library = load_library()
+        self._functions = {name: self.library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
         self._in_flight: deque[Message] = deque()  # in the order in which they are answered
         self._denied = DelayedCalls(_DENIED_RETRY_S, self._resend_denied)
         self._refused = DelayedCalls(_DURABLE_RETRY_S, self._requeue_refused)
-        self._error_log = ErrorLog()
         self._loop = asyncio.get_running_loop()
         self._connection: RedisConnection | None = None
         self._open = False  # the connection may be written to
         self._lost = asyncio.Event()
         self._lost.set()
         self._fault = "not connected yet"
+        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # of the library, and when
         self._not_primary = ""  # the error of a server that is not, or not now, the primary
         self._timer: asyncio.TimerHandle | None = None  # of the next batch
         self._soon = False  # it is sent in this turn of the event loop
@@ -399,12 +408,25 @@ class BatchingClient:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("redis-monitor", self._monitor.run), name="redis-monitor")
+                tasks.create_task(keep("redis-primary", self._follow_primary), name="redis-primary")
                 await keep("redis-connection", self._stay_connected)
         finally:
             calls = (*self._drop(), *self._pending.take(), *self._refused.take(), *self._denied.take())
             for call in calls:
                 call.fail(StateUnavailable, _UNREACHABLE.format("the replica has stopped"))
             await self._disconnect()
+
+    async def _follow_primary(self) -> None:
+        """Leave a server that has been replaced as the primary and does not know it."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            connection = self._connection
+            named = await named_primary(self._url, self._pool)
+            if named is None or connection is None or connection is not self._connection or not self._open:
+                continue
+            if connection.server != named:
+                self._not_primary = f"another primary is named now: {named[0]}:{named[1]}"
+                self._on_lost(self._not_primary)
 
     async def _stay_connected(self) -> None:
         while True:
@@ -529,13 +551,20 @@ class BatchingClient:
         """Redis answered `call` with `error`: retry it, keep it, or fail it (docs/errors.md)."""
         if call.name == "load":
             message.load_error = error
+            if meaning_of(error) is not Meaning.ELSEWHERE:
+                self._load_error, self._load_denied_s = error, self._loop.time()
+        meaning = meaning_of(error)
         if error.startswith(_LIBRARY_MISSING):
-            if message.loads < _MAX_LOADS and not message.load_error:
+            denied_lately = self._loop.time() - self._load_denied_s < _LOAD_AGAIN_S
+            if message.loads < _MAX_LOADS and not message.load_error and not denied_lately:
                 message.retry.append(call)
                 message.library_missing = True
                 return
-            error = message.load_error or error
-        meaning = meaning_of(error)
+            if cause := message.load_error or (self._load_error if denied_lately else ""):
+                error = f"{error}, and loading the library fails: {explained(cause)}"
+                meaning = meaning_of(cause)
+                if meaning is Meaning.ITEM:
+                    meaning = Meaning.DENIED  # no function runs
         self._metrics.redis_error(call.name, meaning.value)
         if meaning is Meaning.ELSEWHERE:
             self._not_primary = error
@@ -547,7 +576,7 @@ class BatchingClient:
             if len(call.items) > 1:
                 message.retry_apart(call)
             else:
-                self._error_log.write(call.name, (item.args for item in call.items), error)
+                log_error(call.name, (item.args for item in call.items), error)
                 call.fail(ScriptFailed, f"the shared state refused {call.name}: {error}")
         elif meaning is Meaning.FORMAT:
             call.fail(OtherFormat, other_format(error))
@@ -555,9 +584,9 @@ class BatchingClient:
             call.mark_tried()
             self._refused.add(call)
         elif meaning is Meaning.FULL:
-            call.fail(WritesRefused, f"the shared state takes no writes for now: {error}")
+            call.fail(WritesRefused, f"the shared state takes no writes for now: {explained(error)}")
         elif call.denied:
-            call.fail(StateUnavailable, f"the shared state denies {call.name}: {error}")
+            call.fail(StateUnavailable, f"the shared state denies {call.name}: {explained(error)}")
         else:
             call.denied = True
             # One call an item: some may have been answered when they are retried.
@@ -582,7 +611,7 @@ class BatchingClient:
             # Written now, they are answered after all that is in flight.
             load = None
             if message.library_missing:
-                load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self._library.source), [])
+                load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self.library.source), [])
             message.begin_retry(load, self._in_flight)
             self._in_flight.append(message)
             self._write(message.awaiting)

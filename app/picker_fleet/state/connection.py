@@ -68,6 +68,7 @@ class RedisConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._reader = hiredis.Reader(encoding="utf-8", errors="replace") if text else hiredis.Reader()
         self._closed = False
+        self.made_s = asyncio.get_running_loop().time()
         self._transport = cast(asyncio.Transport, connection._writer.transport)  # type: ignore[union-attr]
         self._transport.set_protocol(self)
 
@@ -94,6 +95,11 @@ class RedisConnection(asyncio.Protocol):
                 await connection.disconnect(nowait=True)
             raise
         return cls(connection, on_reply, on_lost, text=text)
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Where it leads to; of a socket: no host."""
+        return getattr(self._connection, "host", ""), int(getattr(self._connection, "port", 0))
 
     def write(self, message: bytes) -> None:
         self._transport.write(message)

@@ -3,14 +3,13 @@
 state/batching.py and state/subscriptions.py ask, telemetry/metrics.py counts by meaning.
 """
 
-import asyncio
 import enum
 import logging
+import re
 from collections.abc import Iterable, Sequence
 
 from picker_fleet.state.schema import FORMAT
 
-_LOG_LINES_PER_S = 10  # a client that sends a bad request may send many
 _MAX_LOGGED_CHARS = 200  # of a name, or of an error
 
 _log = logging.getLogger(__name__)
@@ -40,12 +39,14 @@ ERROR_REPLIES = (
     ("ASK ", "elsewhere"),
     ("TRYAGAIN ", "elsewhere"),
     ("READONLY ", "elsewhere"),
+    ("ERR Can not run script with write flag on readonly replica", "elsewhere"),
     ("MASTERDOWN ", "elsewhere"),
     ("UNBLOCKED ", "elsewhere"),
     ("NOREPLICAS ", "elsewhere"),  # `min-replicas-to-write`: another primary may have been chosen
     ("CLUSTERDOWN ", "elsewhere"),
     ("LOADING ", "elsewhere"),
     ("NOAUTH ", "elsewhere"),
+    ("WRONGPASS ", "elsewhere"),
     ("DENIED ", "elsewhere"),
     ("ERR max number of clients", "elsewhere"),
     # The primary, but it runs this for nobody.
@@ -54,6 +55,9 @@ ERROR_REPLIES = (
     ("ERR ACL failure in script", "denied"),
     ("ERR The user executing the script ", "denied"),  # the same, before Redis 7.2
     ("ERR unknown command", "denied"),
+    ("ERR unknown subcommand", "denied"),
+    ("ERR Unknown Redis command called from script", "denied"),
+    ("ERR This Redis command is not allowed from script", "denied"),
     ("ERR Function not found", "denied"),  # and it cannot be given the library
     # The primary, but it takes no writes that need memory, or none at all.
     ("OOM ", "full"),
@@ -64,11 +68,45 @@ ERROR_REPLIES = (
 NO_ANSWER = "no-answer"  # a kind of error in the metrics, beside the meanings of error replies
 
 
+# What servers and proxies write before the cause, such as
+# `ERR Error running script (call to f_1a2b): @user_script:7: @user_script: 7: -READONLY You can't write …`.
+# Only this is passed over: behind it may be text of a client.
+_WRAPPERS = re.compile(
+    r"(?:-|ERR(?:: ?| )|error (?:running|calling|executing) (?:script|function)(?: ?\([^)]{0,120}\))?: ?"
+    r"|@?user_\w+ ?: ?\d+: ?)+",
+    re.IGNORECASE,
+)
+_ADVICE = (  # what an operator can do about causes that do not pass by themselves
+    ("ERR unknown", "the server has no Redis Functions: Valkey 8 or later and Redis 7.0 or later have them"),
+    ("ERR Unknown Redis command", "a proxy or another server lacks commands that docs/redis.md lists"),
+    ("ERR Function not found", "the library is missing: run `picker functions load`"),
+    ("NOPERM ", "the user lacks a right that docs/redis.md lists"),
+    ("ERR ACL failure in script", "the user lacks a right that docs/redis.md lists"),
+    ("ERR The user executing the script ", "the user lacks a right that docs/redis.md lists"),
+    ("READONLY ", "redis.url leads to a replica of Redis"),
+    ("OOM ", "the server's maxmemory is reached"),
+)
+
+
 def meaning_of(error: str) -> Meaning:
-    """The meaning of the error reply `error`; ITEM unless it is in ERROR_REPLIES."""
-    return next(
-        (Meaning(meaning) for prefix, meaning in ERROR_REPLIES if error.startswith(prefix)), Meaning.ITEM
-    )
+    """The meaning of the error reply `error` by its cause, whatever wraps it; ITEM unless ERROR_REPLIES has
+    it."""
+    found = _first(error, ERROR_REPLIES)
+    return Meaning(found) if found else Meaning.ITEM
+
+
+def explained(error: str) -> str:
+    """`error`, shortened, with what to do about it where that is known."""
+    advice = _first(error, _ADVICE)
+    shown = error[:_MAX_LOGGED_CHARS]
+    return f"{shown} ({advice})" if advice else shown
+
+
+def _first(error: str, table: Iterable[tuple[str, str]]) -> str:
+    wrapped = _WRAPPERS.match(error)
+    cause = error[wrapped.end() :] if wrapped else error
+    forms = (error, cause, f"ERR {cause}")
+    return next((found for prefix, found in table if any(form.startswith(prefix) for form in forms)), "")
 
 
 def other_format(error: str) -> str:
@@ -78,21 +116,11 @@ def other_format(error: str) -> str:
     return f"the pool in Redis has {state}, and this version reads and writes format {FORMAT}"
 
 
-class ErrorLog:
-    """Logs calls that Redis answered with an error, a bounded number a second."""
-
-    def __init__(self) -> None:
-        self._second, self._lines = 0, 0
-
-    def write(self, script: str, items: Iterable[Sequence[object]], error: str) -> None:
-        """`items`: the arguments of each item that the call had."""
-        second = int(asyncio.get_running_loop().time())
-        if second != self._second:
-            self._second, self._lines = second, 0
-        self._lines += 1
-        if self._lines <= _LOG_LINES_PER_S:
-            names = ", ".join(map(_named, items))
-            _log.error("Redis answered %s of %s with an error: %s", script, names, _shown(error))
+def log_error(script: str, items: Iterable[Sequence[object]], error: str) -> None:
+    """Log a call that Redis answered with an error; `items` are the arguments of each item that it had."""
+    _log.error(
+        "Redis answered %s of %s with an error: %s", script, ", ".join(map(_named, items)), _shown(error)
+    )
 
 
 def _named(args: Sequence[object]) -> str:

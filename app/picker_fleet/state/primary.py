@@ -18,7 +18,9 @@ Cluster are asked for the owner of the pool's slot: all keys and channels of a p
 replica needs a plain connection to that node only.
 
 The primary is looked up for each new connection, and a connection to a server that is not the primary counts
-as lost. So reconnecting after a fault follows the primary.
+as lost. So reconnecting after a fault follows the primary. A primary that was replaced may live on with its
+connections and take writes, so state/batching.py asks again every two seconds, and all connections leave a
+server once most of those asked name another (`named_primary`, `is_replaced`).
 """
 
 import asyncio
@@ -261,6 +263,31 @@ def client(url: str, key: str, **options: Any) -> Redis:
     return Redis.from_pool(connections(url, key, **options))
 
 
+# By URL: the primary that most of those asked named last, and when they were asked, in event-loop time.
+_named_last: dict[str, tuple[Node, float]] = {}
+
+
+async def named_primary(url: str, pool: ConnectionPool) -> Node | None:
+    """The server that most Sentinels, or nodes of the Cluster, name now; None where nobody is asked, or no
+    majority answers alike."""
+    find = pool.connection_kwargs.get("find")
+    if not isinstance(find, _Sentinels | _Nodes):
+        return None
+    asked_s = asyncio.get_running_loop().time()
+    try:
+        named = await find(by_majority=True)
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError):
+        return None
+    _named_last[url] = named, asked_s
+    return named
+
+
+def is_replaced(url: str, connected: Node, since_s: float) -> bool:
+    """Whether another server than `connected`, in use since `since_s`, has been named."""
+    named, asked_s = _named_last.get(url, (connected, 0.0))
+    return named != connected and asked_s > since_s
+
+
 async def find_primary(url: str, key: str) -> Node:
     """Host and port of the server that holds `key` now.
 
@@ -322,8 +349,8 @@ class _Sentinels:
     def __init__(self, address: Address) -> None:
         self._address = address
 
-    async def __call__(self) -> Node:
-        return await _agreed([self._ask(node) for node in self._address.nodes])
+    async def __call__(self, *, by_majority: bool = False) -> Node:
+        return await _agreed([self._ask(node) for node in self._address.nodes], by_majority=by_majority)
 
     async def _ask(self, node: Node) -> Node:
         address = self._address
@@ -347,10 +374,10 @@ class _Nodes:
         self._slot = key_slot(key.encode())
         self._known: set[Node] = set(address.nodes)
 
-    async def __call__(self) -> Node:
+    async def __call__(self, *, by_majority: bool = False) -> Node:
         asked = random.sample(sorted(self._known), min(_MAX_ASKED, len(self._known)))
         try:
-            return await _agreed([self._ask(node) for node in asked])
+            return await _agreed([self._ask(node) for node in asked], by_majority=by_majority)
         except (redis_errors.ConnectionError, redis_errors.TimeoutError):
             self._known |= set(self._address.nodes)
             raise
@@ -375,8 +402,9 @@ def _named(entry: Sequence[Any], asked: Node) -> Node:
     return (asked[0] if host == "?" else host), int(entry[1])
 
 
-async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
-    """The answer of more than half of those asked, or of most that answer in time."""
+async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node:
+    """The answer of more than half of those asked or, unless it must be `by_majority`, of most that answer in
+    time."""
     pending = {asyncio.ensure_future(ask) for ask in asks}
     votes: Counter[Node] = Counter()
     fault, silent = "no answer in time", False
@@ -402,6 +430,8 @@ async def _agreed(asks: Sequence[Awaitable[Node]]) -> Node:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     raise_if_cancelled()
+    if by_majority and votes and votes.most_common(1)[0][1] <= len(asks) // 2:
+        raise redis_errors.ConnectionError("no majority names a primary")
     if not votes:
         # A slow server is no proof that there is no primary.
         kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError

@@ -47,6 +47,10 @@ class Library:
     source: str
     version: str
 
+    @property
+    def name(self) -> str:
+        return f"picker_{self.version}"
+
     def function(self, name: str) -> str:
         """What FCALL knows the function `name` by. Raises KeyError if there is none."""
         if name not in NAMES:

@@ -66,6 +66,15 @@ class SweepReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What publishing an unknown pool has filed anew: how many requests, and which key was lost, '' if that
+    was `pool`."""
+
+    records: int
+    lost: str
+
+
+@dataclass(frozen=True, slots=True)
 class LiveConfig:
     """The live changes in force: the settings they override, and the changes in the operator's words
     (replica/live_config.py). `version` is '' while nothing has ever been changed."""
@@ -290,6 +299,20 @@ class Store:
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [("granted" if what.startswith("placed") else what, request_id) for request_id, what in pairs]
 
+    async def server_info(self) -> str:
+        """What the server says of its memory, and of its part in replication."""
+        return str(await self._client.command("INFO", "memory", "replication"))
+
+    async def library_is_intact(self) -> bool:
+        """Whether the library that the server has under our name is ours; so it is while it has none."""
+        listed = await self._client.command(
+            "FUNCTION", "LIST", "LIBRARYNAME", self._client.library.name, "WITHCODE"
+        )
+        return all(self._client.library.source in library for library in listed)
+
+    async def load_library(self) -> None:
+        await self._client.command("FUNCTION", "LOAD", "REPLACE", self._client.library.source)
+
     async def leave(self) -> None:
         """Take this replica off the list of live ones; the sweep takes care of requests that it left."""
         await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
@@ -301,7 +324,8 @@ class Store:
         *,
         config_version: str,
         endpoints_version: str,
-    ) -> None:
+    ) -> Rebuilt | None:
+        """Returns what was rebuilt if the pool was unknown."""
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
             settings = {**settings, "caps": caps}  # read at each choice
@@ -310,6 +334,7 @@ class Store:
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
         self._take_head(reply)
+        return Rebuilt(int(reply[7]), str(reply[8])) if reply[7] >= 0 else None
 
     async def publish_changes(
         self, former_version: str, version: str, changes: Mapping[str, Endpoint | None]

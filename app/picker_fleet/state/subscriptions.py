@@ -16,7 +16,7 @@ from redis import exceptions as redis_errors
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.state.connection import DOWN, RedisConnection
 from picker_fleet.state.error_replies import Meaning, meaning_of
-from picker_fleet.state.primary import connections, raise_if_cancelled
+from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled
 
 CHECK_S = 1.0  # between two PINGs of a channel; each has as long to be answered
 _CONNECT_S = 2.0
@@ -87,6 +87,8 @@ class _Subscription:
             while not self._ended.done():
                 if not self._received:
                     raise TimeoutError("the connection is silent")
+                if is_replaced(url, connection.server, connection.made_s):
+                    raise ConnectionError("another primary is named now")
                 self._received = False
                 connection.write(hiredis.pack_command(("PING",)))
                 await asyncio.wait((self._ended,), timeout=check_s)
@@ -130,7 +132,7 @@ class CommandClient:
     One event loop; concurrent calls take turns."""
 
     def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
-        self._pool = connections(url, key)
+        self._url, self._pool = url, connections(url, key)
         self._deadline_s = deadline_s
         self._connection: RedisConnection | None = None
         self._lost = False
@@ -160,7 +162,8 @@ class CommandClient:
             await connection.close()
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        if self._lost:
+        used = self._connection
+        if used is not None and (self._lost or is_replaced(self._url, used.server, used.made_s)):
             await self.close()
         if self._connection is None:
             self._connection = await RedisConnection.connect(self._pool, self._take, self._lose, text=False)

@@ -176,6 +176,8 @@ class Metrics:
             "background_failures", "Failures of background tasks, each followed by a new attempt.", ("task",)
         )
         self._strays = counters("strays", "Entries of the shared state without a record, dropped.")
+        self._keys_lost = counters("redis_keys_lost", "Times that Redis had lost keys of the pool.")
+        self._unfit = gauges("redis_unfit", "1 where the server is unfit for the shared state.", ("fault",))
         self._ghosts = counters("ghosts", "Requests released early: their endpoint no longer had them.")
         self._scrapes = counters(
             "scrapes", "Metrics pages of model servers read, by result.", ("endpoint", "result")
@@ -310,6 +312,13 @@ class Metrics:
 
     def background_failure(self, task: str) -> None:
         self._background_failures.add((task,))
+
+    def keys_lost(self) -> None:
+        self._keys_lost.add()
+
+    def redis_unfit(self, faults: Mapping[str, bool]) -> None:
+        """Each of state/server_check.py, and whether the server has it."""
+        self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
 
     def strays(self, n: int) -> None:
         self._strays.add(amount=n)

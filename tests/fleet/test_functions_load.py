@@ -1,0 +1,73 @@
+"""A real replica (`picker serve`) that may not load the library into Redis (docs/redis.md, ACL)."""
+
+import asyncio
+import re
+from pathlib import Path
+
+from extproc_client import parts
+from own_replica import Replica, served
+from redis_servers import LOOPBACK, Server, redis_server
+from script_fleet import until
+
+import picker_fleet
+from picker_fleet.cli import main
+
+PAGE = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
+USERS = dict(
+    re.findall(r"^user (picker|loader) on >PASSWORD (resetkeys .*\+(?:fcall|function\|load).*)$", PAGE, re.M)
+)
+
+
+def url(server: Server, user: str) -> str:
+    return f"redis://{user}:secret@{LOOPBACK}:{server.port}/0"
+
+
+async def until_said(replica: Replica, page: str, words: str) -> None:
+    """Wait until this page's `redis` component has the words."""
+
+    async def is_said() -> bool:
+        found = (await replica.admin.get(page)).json()  # or that this asks too often
+        return words in found.get("components", {}).get("redis", "")
+
+    await until(is_said)
+
+
+async def degraded(replica: Replica) -> bool:
+    return bool((await replica.admin.get("/api/v1/state")).json()["degraded"])
+
+
+async def test_a_replica_that_may_not_load_the_library_names_it_and_returns_when_another_user_has_loaded_it(
+    tmp_path: Path,
+) -> None:
+    users = [
+        word for name, rules in USERS.items() for word in ("--user", name, "on", ">secret", *rules.split())
+    ]
+    log = tmp_path / "log"
+    with (
+        redis_server(
+            tmp_path / "valkey", *users, "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"
+        ) as server,
+        log.open("wb") as lines,
+    ):
+        async with served(url(server, "picker"), tmp_path, stderr=lines) as replica:
+            # At its start it says what is missing, and decides nothing.
+            await until_said(replica, "/readyz", "picker functions load")
+            assert await replica.hands_on()
+            await until(lambda: "picker functions load" in log.read_text())
+            assert await asyncio.to_thread(main, ["functions", "load", "--redis", url(server, "loader")]) == 0
+            await replica.ready()
+            # A policy that evicts keys is told, too.
+            await until_said(replica, "/healthz", "allkeys-lru evicts keys")
+            assert "allkeys-lru evicts keys" in log.read_text()
+            # Redis has lost the library after a restart: the replica goes on alone until it is loaded.
+            server.kill()
+            await asyncio.to_thread(server.revive)
+            await until_said(replica, "/healthz", "picker functions load")
+            assert await degraded(replica)
+            assert parts([await replica.decide()]) == ["request_headers"]
+            assert await asyncio.to_thread(main, ["functions", "load", "--redis", url(server, "loader")]) == 0
+
+            async def is_back() -> bool:
+                return not await degraded(replica)
+
+            await until(is_back)

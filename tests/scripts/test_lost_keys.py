@@ -1,0 +1,163 @@
+"""Each key of the pool is lost under load. Service and counts are back in seconds, and an alert says it."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from metrics_page import samples
+from script_fleet import Fleet, OpenFleet, Replica, addresses, ask, config, ended, until
+from test_schema import documented, matching
+
+from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.errors import RequestError
+from picker_fleet.request import Alive, Placement
+
+ENDPOINTS, EACH, CLIENTS = 4, 2, 16
+DRAINED = addresses(ENDPOINTS)[-1]
+BOUND = (ENDPOINTS - 1) * EACH
+LIMITED = "f0"
+CONFIG = config(
+    EACH,
+    "200ms",
+    request_queue_controller={
+        "expiry_cleanup_interval": "200ms",
+        "watermark_per_backend": EACH,
+        "lower_bound_per_backend": EACH,
+        "upper_bound_per_backend": EACH,
+    },
+    fair_request_queue={"ordering": "workload-aware"},
+)
+SERVICE_S = 5.0
+KEYS = [name for name, kind in documented().items() if kind != "channel"]
+# Their loss is found, since counts depend on them or an operator would miss them; the others are hints.
+FOUND = {
+    "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
+    "flows:BAND", "limits", "load", "endpoints", "marks", "replicas", "replica_info",
+}  # fmt: skip
+
+
+class Load:
+    """Clients that send the next request when they are answered, and an access log that has what runs."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.running: dict[str, Placement] = {}
+        self.served = self.failed = self.peak = self.waiting = 0
+        self.paused = False  # no request ends
+
+    @contextlib.asynccontextmanager
+    async def on(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._client(number)) for number in range(CLIENTS)]
+        log = asyncio.create_task(self._access_log())
+        try:
+            yield
+        finally:
+            self.paused = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            log.cancel()
+
+    async def _client(self, number: int) -> None:
+        limit = 2 if number % 4 == 0 else 0
+        for turn in range(1_000_000):
+            name = f"{number}-{turn}"
+            workload = f"w{number % 3}" if number % 2 else ""
+            gate = self._gate_of(name)
+            request = ask(name, flow=f"f{number % 4}", workload=workload, limit=limit, ttl_s=60.0)
+            self.waiting += 1
+            try:
+                placement = await gate.admit(request, stream_owned=False)
+            except RequestError:
+                self.failed += 1
+                await asyncio.sleep(0.02)
+                continue
+            finally:
+                self.waiting -= 1
+            self.running[name] = placement
+            self.peak = max(self.peak, len(self.running))
+            try:
+                await asyncio.sleep(random.uniform(0.02, 0.06))
+                while self.paused:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            finally:
+                gate.settle(ended(name))
+                del self.running[name]
+            self.served += 1
+
+    def _gate_of(self, name: str) -> SharedGate:
+        """Of the replica that its client asks, and that Envoy's access log of it goes to."""
+        return self.fleet.replicas[int(name.split("-")[0]) % len(self.fleet.replicas)].gate
+
+    async def _access_log(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for name, placement in list(self.running.items()):
+                self._gate_of(name).renew(Alive(name, placement.endpoints[0], placement.accounting_token))
+
+    async def until_served(self, more: int, within_s: float) -> None:
+        """Wait until so many more were served in a row."""
+        failed, wanted = self.failed, self.served + more
+
+        def are_served() -> bool:
+            nonlocal failed, wanted
+            if self.failed > failed:
+                failed, wanted = self.failed, self.served + more
+            return self.served >= wanted
+
+        await until(are_served, within_s)
+
+    async def counts_are_right(self) -> bool:
+        state = await self.fleet.state()
+        by_endpoint = [placement.endpoints[0] for placement in self.running.values()]
+        loads = {address: load for address, load in state.in_flight.items() if load}
+        limited = await self.fleet.redis.hget(self.fleet.keys.prefix + "limits", LIMITED)
+        return (
+            (state.stock, state.queued, state.ready_backends)
+            == (len(self.running), self.waiting, ENDPOINTS - 1)
+            and loads == {address: by_endpoint.count(address) for address in by_endpoint}
+            and int(limited or 0) == sum(int(name.split("-")[0]) % 4 == 0 for name in self.running)
+        )
+
+
+@pytest.mark.parametrize("name", KEYS)
+async def test_service_and_counts_are_back_after_the_loss_of_a_key(
+    valkey_fleet: OpenFleet, name: str
+) -> None:
+    async with valkey_fleet("a", "b", endpoints=ENDPOINTS, listening=True, joined=CONFIG, checked=False) as (
+        it,
+        a,
+        b,
+    ):
+        await a.store.mark_endpoint(DRAINED, "drained", True)
+        await until(lambda: [drained(r) for r in (a, b)] == [[DRAINED]] * 2)
+        load = Load(it)
+        async with load.on():
+            await load.until_served(40, SERVICE_S)
+            load.paused = True
+            await until(load.counts_are_right)
+            keys = [each async for each in it.redis.scan_iter(it.keys.prefix + "*", count=1000)]
+            gone = [each for each in keys if matching(each.removeprefix(it.keys.prefix)) == [name]]
+            assert gone or name not in FOUND
+            if gone:
+                await it.redis.delete(*gone)
+            if name in FOUND:
+                await until(lambda: is_told(a, b), SERVICE_S)
+            await until(load.counts_are_right)
+            load.paused = False
+            await load.until_served(60, SERVICE_S)
+            # Requests whose records are lost are uncounted until the access log has them. A drained endpoint
+            # whose mark is lost takes requests until a replica has marked it again.
+            assert load.peak <= {"requests": 2 * BOUND, "marks": BOUND + EACH}.get(name, BOUND)
+            assert [drained(r) for r in (a, b)] == [[DRAINED]] * 2
+        await until(it.at_rest)
+
+
+def drained(replica: Replica) -> list[str]:
+    return [each.address for each in replica.cell.current.endpoints if each.drained]
+
+
+def is_told(*replicas: Replica) -> bool:
+    return any(samples(each.metrics)["epp_redis_keys_lost_total",] for each in replicas)
