@@ -34,6 +34,7 @@ _FILES: Final = (
     ("discovery", "file"),
     ("admin", "token_file"),
     ("admin", "tokens", "file"),
+    *(("scraping", key) for key in ("ca", "token_file")),
     *((port, "tls", key) for port in ("extproc", "http", "admin") for key in sections.Tls.model_fields),
 )
 PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]

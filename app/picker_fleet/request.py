@@ -136,6 +136,12 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+# Labels of an endpoint that say where its metrics page is, if elsewhere than the configuration says.
+METRICS_PORT = "picker-fleet/metrics-port"
+METRICS_PATH = "picker-fleet/metrics-path"
+METRICS_SCHEME = "picker-fleet/metrics-scheme"
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One model server. `address` is `ip:port`, IPv6 in brackets.

@@ -164,10 +164,23 @@ class Admin(Section):
     reference_metrics: bool = False  # metrics also under the names of the reference picker
 
 
+def url_path(path: str) -> str:
+    """`path`. Raises ValueError if it is no path of a URL."""
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+        raise ValueError(f"{path[:60]!r} is no path of a URL")
+    return path
+
+
+Port = Annotated[Count, Field(ge=1, le=65535)]
+UrlPath = Annotated[str, AfterValidator(url_path)]
+
+
 class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
     max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests of the whole fleet at once
+    metrics_port: Port | None = None  # of its metrics page, where it differs
+    metrics_path: UrlPath | None = None
 
 
 def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
@@ -182,7 +195,7 @@ EndpointList = Annotated[tuple[StaticEndpoint, ...], AfterValidator(unlike)]
 
 class Dns(Section):
     name: Annotated[str, Field(min_length=1, max_length=253)]
-    port: Count = Field(ge=1, le=65535)
+    port: Port
     interval: Duration = Field(5.0, ge=0.05)
 
 
@@ -439,6 +452,7 @@ class Scheduling(Section):
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # that endpoints need to get any request
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,8 +517,10 @@ def engine_of(name: str, names: Mapping[str, str] | None = None) -> Engine:
     base = known or Engine(name)
     path, probe_path = given.pop("path", base.path), given.pop("probe_path", base.probe_path)
     for key, value in (("path", path), ("probe_path", probe_path)):
-        if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
-            raise ConfigError(f"{key} {value[:60]!r} of engine {name!r} is no path of a URL")
+        try:
+            url_path(value)
+        except ValueError as fault:
+            raise ConfigError(f"{key} of engine {name!r}: {fault}") from None
     for meaning, series in given.items():
         if meaning not in _MEANINGS:
             raise ConfigError(
@@ -523,6 +539,9 @@ def _is_series(name: str) -> bool:
     return bool(name) and letters and not name[0].isdigit()
 
 
+Scheme = Literal["http", "https"]
+
+
 class Scraping(Section):
     """`auto`: as often as figures are used, at most 1 % of either side's time; stale after 3 intervals."""
 
@@ -530,6 +549,12 @@ class Scraping(Section):
     stale_after: AutoDuration = Field(None, gt=0)
     engine: str = "vllm"
     series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
+    # Of the metrics pages: their port, where it is not that of requests, and how they are read.
+    port: Port | None = None
+    scheme: Scheme = "http"
+    probe_scheme: Scheme | None = None  # of signs of life, at the port of requests; null: as `scheme`
+    ca: FilePath | None = None  # that must have signed the certificates of `https`; null: any certificate
+    token_file: FilePath | None = None  # a bearer token, sent with each request for a page
 
     @model_validator(mode="after")
     def _fresh_between_scrapes(self) -> Self:

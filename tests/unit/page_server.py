@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -47,8 +48,10 @@ class PageServer:
         self.act = None
         self._released.set()
 
-    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        self._server = await asyncio.start_server(self._serve, host, port)
+    async def start(
+        self, port: int = 0, host: str = "127.0.0.1", *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=tls)
         host, bound = self._server.sockets[0].getsockname()[:2]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 

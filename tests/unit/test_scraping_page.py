@@ -1,124 +1,19 @@
-"""Metrics pages: how one comes over one kept connection, and what is read of it."""
+"""Metrics pages: what is read of one."""
 
-import asyncio
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from background import until
 from hypothesis import given
 from hypothesis import strategies as st
-from page_server import PAGE, PageServer, answered, serving
 from prometheus_client.parser import text_string_to_metric_families
 from tables import cases
 
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import BadPage, Connection, FetchError
+from picker_fleet.endpoints.metrics_page import BadPage
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import ConfigError
 from picker_fleet.sections import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[PageServer]:
-    async with serving() as server:
-        yield server
-
-
-@pytest.fixture
-async def connection(server: PageServer) -> AsyncIterator[Connection]:
-    connection = Connection(server.address, "/metrics", max_page_bytes=1000)
-    yield connection
-    connection.close()
-
-
-async def fetch(connection: Connection) -> bytes:
-    async with asyncio.timeout(20):
-        return await connection.fetch()
-
-
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
-INTERIM = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-
-
-@cases("answer, page, connections", {
-    "a length": (answered(PAGE), PAGE, 1),
-    "chunks": (CHUNKED, b"abcde", 1),
-    "an interim answer": (INTERIM + answered(b"abc"), b"abc", 1),
-    "a server that closes": (answered(PAGE, "Connection: close"), PAGE, 2),
-})  # fmt: skip
-async def test_pages_come_over_one_connection_unless_the_server_closes_it(
-    server: PageServer, connection: Connection, answer: bytes, page: bytes, connections: int
-) -> None:
-    server.answer = answer
-    assert [await fetch(connection) for _ in range(2)] == [page] * 2
-    assert server.connections == connections
-    assert server.requests[0].startswith(f"GET /metrics HTTP/1.1\r\nHost: {server.address}\r\n")
-
-
-async def test_a_page_may_end_with_its_connection(server: PageServer, connection: Connection) -> None:
-    server.act = server.cut(b"HTTP/1.0 200 OK\r\n\r\nabc")
-    assert [await fetch(connection) for _ in range(2)] == [b"abc"] * 2
-    assert server.connections == 2
-
-
-async def test_an_idle_connection_that_closes_is_no_fault(server: PageServer, connection: Connection) -> None:
-    async def act(writer: asyncio.StreamWriter) -> None:
-        if len(server.requests) == 2:
-            writer.transport.abort()
-        else:
-            writer.write(answered(PAGE))
-
-    server.act = act
-    assert [await fetch(connection) for _ in range(2)] == [PAGE] * 2
-    assert (server.connections, len(server.requests)) == (2, 3)
-
-
-@cases("answer, kind, said", {
-    "an error": (answered(b"no", status="503 Service Unavailable"), "status", "answered 503"),
-    "a redirect": (answered(b"", "Location: /", status="307 Temporary Redirect"), "status", "answered 307"),
-    "another protocol": (b"SSH-2.0-OpenSSH_9.6\r\n", "page", "no HTTP answer"),
-    "a large page": (answered(b"x" * 1001), "page", "more than 1000 bytes"),
-    "a bad chunk": (CHUNKED[: CHUNKED.index(b"3\r")] + b"xyz\r\n", "page", "no HTTP answer"),
-})  # fmt: skip
-async def test_a_wrong_answer_is_a_fault_and_ends_its_connection(
-    server: PageServer, connection: Connection, answer: bytes, kind: str, said: str
-) -> None:
-    server.answer = answer
-    with pytest.raises(FetchError, match=said) as raised:
-        await fetch(connection)
-    assert raised.value.kind == kind
-    server.answer = answered(PAGE)
-    assert await fetch(connection) == PAGE
-    assert server.connections == 2
-
-
-@pytest.mark.parametrize("part", [b"", b"HTTP/1.1 200 OK\r\nContent-Le", answered(PAGE)[:-1], None])
-async def test_an_answer_cut_short_or_a_missing_server_is_a_fault(
-    server: PageServer, connection: Connection, part: bytes | None
-) -> None:
-    if part is None:
-        server.stop()
-    else:
-        server.act = server.cut(part)
-    said = "no connection" if part is None else "closed before the page was complete"
-    with pytest.raises(FetchError, match=said) as raised:
-        await fetch(connection)
-    assert raised.value.kind == "connection"
-
-
-async def test_giving_a_fetch_up_ends_its_connection(server: PageServer, connection: Connection) -> None:
-    server.act = server.hang
-    task = asyncio.create_task(connection.fetch())
-    await until(lambda: len(server.requests) == 1)
-    task.cancel()
-    await asyncio.wait((task,), timeout=10)
-    assert task.cancelled()
-    server.release()
-    await until(lambda: server.open == 0)
-    assert await fetch(connection) == PAGE
-
 
 DATA = Path(__file__).parents[1] / "data"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))

@@ -16,6 +16,7 @@ from page_server import PAGE, PageServer, answered, serving
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 from picker_fleet.errors import StateUnavailable
+from picker_fleet.request import METRICS_PORT, Endpoint
 from picker_fleet.sections import VLLM
 
 INTERVAL_S = 0.02
@@ -71,7 +72,7 @@ class Bench:
         scraper = Scraper(
             VLLM, publish=self.publish, publish_s=lambda: publish_s, meter=self, **(defaults | more)
         )
-        scraper.set_targets([self.server.address] if addresses is None else addresses)
+        scraper.set_targets(map(Endpoint, [self.server.address] if addresses is None else addresses))
         async with running(scraper.run()):
             yield scraper
 
@@ -209,14 +210,14 @@ async def test_what_is_owned_changes_at_once(bench: Bench) -> None:
     first.act = first.hang
     async with bench.scraping([first.address]) as scraper:
         await until(lambda: len(first.requests) == 1)
-        scraper.set_targets([second.address])
+        scraper.set_targets([Endpoint(second.address)])
         assert scraper.targets == {second.address}
         await until(lambda: bench.worked[second.address] >= 2)
         first.release()
         await until(lambda: first.open == 0)
         assert len(first.requests) == 1
         assert bench.newest.keys() == {second.address}
-        scraper.set_targets([first.address, second.address])
+        scraper.set_targets([Endpoint(first.address), Endpoint(second.address)])
         await until(lambda: bench.worked[first.address] >= 1)
 
 
@@ -229,7 +230,7 @@ async def test_what_redis_does_not_take_is_handed_over_later(bench: Bench) -> No
         await until(lambda: bench.failed[failing.address, "status"] >= 1)
         await until(lambda: all(bench.worked[one] for one in everyone - {failing.address}))
         await until(lambda: bench.refused >= 6)
-        scraper.set_targets(everyone - {dropped.address})
+        scraper.set_targets(map(Endpoint, everyone - {dropped.address}))
         bench.refusing = False
         await until(lambda: bool(bench.batches))
         assert bench.batches[0].keys() == {failing.address, good.address}
@@ -281,6 +282,43 @@ async def test_a_server_that_ends_its_connection_is_looked_at_once(bench: Bench)
         # Its next page is due in a minute; that it refuses connections is found now.
         told_to_end.set()
         await until(lambda: bench.failed[server.address, "connection"] >= 1)
+
+
+async def test_a_server_that_ends_each_connection_is_asked_no_more_often(bench: Bench) -> None:
+    server, clock = bench.server, asyncio.get_running_loop().time
+    server.act = server.cut(server.answer)
+    async with bench.scraping(pacing=IntervalPolicy(0.05, lambda: True)):
+        await until(lambda: bench.worked[server.address] == 1)
+        began_s = clock()
+        await until(lambda: bench.worked[server.address] >= 22)  # one of them at once
+        assert clock() - began_s >= 20 * 0.04
+    assert not bench.failed
+
+
+async def test_a_server_whose_page_fails_is_probed_as_before(bench: Bench) -> None:
+    server = bench.server
+    server.answer = answered(b"", status="404 Not Found")
+    async with bench.scraping():
+        await until(lambda: bench.failed[server.address, "status"] >= 3)
+        await until(lambda: bench.probed_at[server.address] >= 20)
+        assert bench.failed[server.address, "status"] < 20
+    assert {kind for _, kind in bench.failed} == {"status"}
+
+
+async def test_a_page_on_another_port_says_nothing_about_its_server(bench: Bench) -> None:
+    server, metrics, _ = bench.servers
+    port = metrics.address.rpartition(":")[2]
+    async with bench.scraping([]) as scraper:
+        scraper.set_targets([Endpoint(server.address, {METRICS_PORT: port})])
+        await until(lambda: bench.worked[server.address] >= 1)
+        assert not any("GET /metrics" in request for request in server.requests)
+        metrics.stop()
+        metrics.act = metrics.cut(b"")
+        await until(lambda: bench.failed[server.address, "page"] >= 2)
+        assert not bench.failed[server.address, "connection"]
+        server.stop()
+        server.act = server.cut(b"")
+        await until(lambda: bench.failed[server.address, "connection"] >= 2)
 
 
 @pytest.mark.parametrize(("failures", "expected_s"), [(1, 0.2), (2, 0.4), (5, 3.2), (6, 5.0), (10_000, 5.0)])

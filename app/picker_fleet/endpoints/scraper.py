@@ -21,10 +21,12 @@ from typing import Protocol, TypeVar
 
 from picker_fleet.background import keep
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import BadPage, Connection, FetchError
+from picker_fleet.endpoints.metrics_page import BadPage
+from picker_fleet.endpoints.page_fetch import Access, Connection, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.sections import Engine
+from picker_fleet.request import Endpoint
+from picker_fleet.sections import Engine, Scraping
 
 PROBE_S = 0.2  # between two signs of life of a server
 REST_PROBE_S = 0.5  # while no requests are in flight
@@ -111,6 +113,10 @@ _RETRY_S = 0.05  # the pause after a fault, before it is doubled
 _SUSPECTED_S = 3.0  # how long one call of `suspect` holds
 _LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica, not by the endpoint
 _DOUBLINGS = 30  # far past the longest pause, and no overflow
+# A server that has ended its idle connection and answered the look that followed does so by habit.
+_HABIT_S = 10.0
+_NO_ANSWER = ("connection", "timeout", "silent")
+_DEFAULTS = Scraping()
 _log = logging.getLogger(__name__)
 
 
@@ -150,12 +156,12 @@ class Scraper:
 
     Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
     so that they do not all go at once. Between two pages it is probed, so that a server that stands still is
-    found however seldom its page is read, and at once when it ends the connection. A question ends after
-    `deadline_s`; if that is noticed more than `late_s` later, this replica stood still. After a failure an
-    endpoint is left alone for twice as long as after the one before, up to 5 s. Results are handed to
-    `publish`, at most once in `publish_s()`; what it raises StateUnavailable for is kept, newest first, and
-    handed over with the next. Where there is nothing for `speak_s`, an empty batch is handed over, which says
-    that this replica is there.
+    found however seldom its page is read, and however its page fails; and once when it ends an idle
+    connection. A question ends after `deadline_s`; if that is noticed more than `late_s` later, this replica
+    stood still. After a failure an endpoint, or only its page, is left alone for twice as long as after the
+    one before, up to 5 s. Results are handed to `publish`, at most once in `publish_s()`; what it raises
+    StateUnavailable for is kept, newest first, and handed over with the next. Where there is nothing for
+    `speak_s`, an empty batch is handed over, which says that this replica is there.
     """
 
     def __init__(
@@ -170,8 +176,9 @@ class Scraper:
         deadline_s: float = _DEADLINE_S,
         late_s: float = _LATE_S,
         vary: Callable[[], float] = random.random,
+        scraping: Scraping = _DEFAULTS,
     ) -> None:
-        self._engine = engine
+        self._engine, self._scraping, self._access = engine, scraping, Access(scraping)
         self._pacing = pacing
         self._suspects: dict[str, float] = {}  # until when
         self._deadline_s, self._late_s = deadline_s, late_s
@@ -179,27 +186,20 @@ class Scraper:
         self._publish_s, self._speak_s = publish_s, speak_s
         self._meter = meter
         self._vary = vary
-        self._targets: frozenset[str] = frozenset()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._targets: dict[str, Place] = {}
+        self._tasks: dict[str, tuple[Place, asyncio.Task[None]]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._pending: dict[str, EndpointMetrics] = {}
         self._any_pending = asyncio.Event()
 
     @property
     def targets(self) -> frozenset[str]:
-        return self._targets
+        return frozenset(self._targets)
 
-    def set_targets(self, addresses: Iterable[str]) -> None:
-        """Scrape exactly `addresses` from now on; what is being fetched from others is dropped."""
-        self._targets = frozenset(addresses)
-        for address in self._tasks.keys() - self._targets:
-            self._tasks.pop(address).cancel()
-            self._pending.pop(address, None)
-        if self._group is not None:
-            for address in self._targets - self._tasks.keys():
-                work = keep("scrape", partial(self._scrape_forever, address))
-                task = self._group.create_task(work, name=f"scrape-{address}")
-                self._tasks[address] = task
+    def set_targets(self, endpoints: Iterable[Endpoint]) -> None:
+        """Scrape exactly `endpoints` from now on; what is being fetched from others is dropped."""
+        self._targets = {each.address: place_of(each, self._engine, self._scraping) for each in endpoints}
+        self._run_targets()
 
     def suspect(self, addresses: Iterable[str]) -> None:
         """Read the pages of `addresses` more often for a while: requests there may be gone."""
@@ -209,34 +209,51 @@ class Scraper:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as self._group:
-                self.set_targets(self._targets)
+                self._run_targets()
                 await self._publish_forever()
         finally:
             self._group = None
             self._tasks.clear()
 
-    async def _scrape_forever(self, address: str) -> None:
+    def _run_targets(self) -> None:
+        """Have a task for each target, and for nothing else."""
+        for address, (place, task) in list(self._tasks.items()):
+            if self._targets.get(address) != place:
+                del self._tasks[address]
+                task.cancel()
+                self._pending.pop(address, None)
+        if self._group is not None:
+            for address in self._targets.keys() - self._tasks.keys():
+                place = self._targets[address]
+                work = keep("scrape", partial(self._scrape_forever, place))
+                self._tasks[address] = place, self._group.create_task(work, name=f"scrape-{address}")
+
+    async def _scrape_forever(self, place: Place) -> None:
         clock = asyncio.get_running_loop().time
-        target = _Target(address, self._engine)
+        target = _Target(place, self._access)
         _, tick_s = self._pace(target)
         due_s = clock() + self._vary() * tick_s
-        woken = False
+        by_habit_until_s = -math.inf
         try:
             while True:
-                # Not twice in a row: a server may end the connection after each answer.
-                woken = await _until(due_s, target.connection.lost) and not woken
+                if clock() < by_habit_until_s:
+                    target.server.lost.clear()
+                    await asyncio.sleep(due_s - clock())
+                    woken = False
+                else:
+                    woken = await _until(due_s, target.server.lost)
                 interval_s, tick_s = self._pace(target)
                 await self._look(target, interval_s, tick_s)
                 now_s = clock()
-                if target.failures:
-                    due_s = now_s + pause_s(target.failures, min(tick_s, _RETRY_S), self._vary())
+                if target.missed:
+                    due_s = now_s + pause_s(target.missed, min(tick_s, _RETRY_S), self._vary())
                 elif woken:
-                    due_s = now_s + tick_s
+                    due_s, by_habit_until_s = now_s + tick_s, now_s + max(_HABIT_S, tick_s)
                 else:
                     # Slots that a slow answer took are left out, not made up for.
                     due_s += tick_s * max(1, -((due_s - now_s) // tick_s))
         finally:
-            target.connection.close()
+            target.close()
 
     def _pace(self, target: "_Target") -> tuple[float, float]:
         """Between two pages of an endpoint, and between two signs of its life, in seconds."""
@@ -249,8 +266,13 @@ class Scraper:
         one."""
         now_s = asyncio.get_running_loop().time()
         failures = target.failures
-        is_due = failures or now_s - target.paged_s >= interval_s - tick_s / 2
+        due_s = target.paged_s + (target.pause_s or interval_s)
+        is_due = not target.missed and now_s >= due_s - tick_s / 2
         reading = await (self._scrape(target, interval_s) if is_due else self._probe(target))
+        if is_due:
+            bad = reading is not None and reading.failures
+            target.bad_pages = target.bad_pages + 1 if bad else 0
+            target.pause_s = pause_s(target.bad_pages, min(tick_s, _RETRY_S), self._vary()) if bad else 0.0
         if reading is None:
             return
         if failures == 0 and reading.failures:
@@ -268,13 +290,19 @@ class Scraper:
         started_ms = int(started_s * 1000)
 
         async def read_page() -> EndpointMetrics:
-            text = await target.connection.fetch()
+            parts: list[bytes] = []
+
+            def take(part: bytes) -> bool:
+                parts.append(part)
+                return sum(map(len, parts)) <= metrics_page.MAX_PAGE_BYTES
+
+            await target.page.read(take)
             answered_s, began_s = clock() - started_s, time.thread_time()
-            metrics = metrics_page.read(text, self._engine, started_ms)
+            metrics = metrics_page.read(b"".join(parts), self._engine, started_ms)
             target.cost.add_page(answered_s, time.thread_time() - began_s)
             return metrics
 
-        metrics = await self._ask(target, started_s, read_page)
+        metrics = await self._ask(target, target.pages, started_s, read_page)
         if metrics.failures:
             return metrics
         self._meter.scraped(target.address, clock() - started_s)
@@ -286,18 +314,36 @@ class Scraper:
         """None if it was answered."""
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        fault = await self._ask(target, started_s, target.connection.probe)
+
+        async def ask() -> None:
+            try:
+                async with target.server.ask(self._engine.probe_path) as answer:
+                    async for _ in answer.parts():
+                        pass
+            except FetchError as fault:
+                if fault.kind == "connection":
+                    raise
+                # Whatever it sends, it runs.
+
+        fault = await self._ask(target, target.server, started_s, ask)
         if fault is not None:
             return fault
+        if target.missed and target.bad_pages <= 1:
+            target.pause_s, target.paged_s = 0.0, -math.inf  # the page is not at fault: it is due at once
+        target.missed = 0
         target.cost.add_probe(clock() - started_s)
         self._meter.probed(target.address)
         return None
 
     async def _ask(
-        self, target: "_Target", started_s: float, question: Callable[[], Awaitable[T]]
+        self,
+        target: "_Target",
+        connection: Connection,
+        started_s: float,
+        question: Callable[[], Awaitable[T]],
     ) -> T | EndpointMetrics:
         """What `question` brings within the deadline, else what is wrong with the endpoint."""
-        clock, connection = asyncio.get_running_loop().time, target.connection
+        clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
@@ -312,6 +358,10 @@ class Scraper:
             kind, why = fault.kind, str(fault)
         except BadPage as fault:
             kind, why = "page", str(fault)
+        if connection is not target.server:
+            kind = "page"  # another port says nothing about the server
+        if kind in _NO_ANSWER:
+            target.missed += 1
         self._meter.scrape_failed(target.address, kind, clock() - started_s)
         return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=why, failures=target.failures + 1)
 
@@ -343,16 +393,29 @@ class Scraper:
 
 
 class _Target:
-    def __init__(self, address: str, engine: Engine) -> None:
-        self.address = address
-        self.connection = Connection(address, engine.path, probe_path=engine.probe_path)
+    def __init__(self, place: Place, access: Access) -> None:
+        self.address = place.address
+
+        def connection(address: str, scheme: str) -> Connection:
+            return Connection(address, tls=access.context if scheme == "https" else None)
+
+        self.server = connection(place.address, place.scheme)
+        self.pages = self.server if place.is_one else connection(place.page_address, place.page_scheme)
+        self.page = Page(self.pages, place.page_path, access)
         self.cost = ScrapeCost()
         self.last: EndpointMetrics | None = None  # the newest
         self.paged_s = -math.inf  # when its page was last asked for
+        self.pause_s = 0.0  # before the next page, after one that failed
+        self.bad_pages = 0  # in a row
+        self.missed = 0  # questions that the server has not answered, in a row
 
     @property
     def failures(self) -> int:
         return self.last.failures if self.last is not None else 0
+
+    def close(self) -> None:
+        self.server.close()
+        self.pages.close()
 
 
 async def _until(due_s: float, lost: asyncio.Event) -> bool:

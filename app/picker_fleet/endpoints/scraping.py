@@ -165,6 +165,7 @@ class ScrapingTask:
             publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
             speak_s=self._look_s,
             meter=meter,
+            scraping=scraping,
         )
         self._replica = replica
         # The silence is found by the look after the next message of others, still within a heartbeat.
@@ -233,7 +234,7 @@ class ScrapingTask:
             self._assigned_version = snapshot.version
             mine = self._assignment.of(self._replica, (each.address for each in snapshot.endpoints))
             _log.info("scraping %d of %d endpoints", len(mine), len(snapshot.endpoints))
-            self._scraper.set_targets(mine)
+            self._scraper.set_targets(each for each in snapshot.endpoints if each.address in mine)
         self._meter.scrape_ages(len(self._scraper.targets), self.readings.ages_s)
 
     async def _forget_gone(self) -> None:

@@ -1,0 +1,463 @@
+"""HTTP/1.1 as the scraper speaks it: one kept connection to a server, and its metrics page over it.
+
+The client is our own, since a general one costs several times the CPU of everything else in a scrape: every
+request has the same bytes, and few of the answer's headers are needed. A body is read as it comes, so that
+one of any length takes little memory and no long turn of the loop; the caller sets the deadline.
+"""
+
+import asyncio
+import contextlib
+import math
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from picker_fleet.errors import PickerError
+from picker_fleet.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
+from picker_fleet.sections import Engine, Scraping, url_path
+from picker_fleet.state.primary import raise_if_cancelled
+from picker_fleet.units import split_host_port
+
+_MOST_HEAD_BYTES = 64 * 1024
+_PART_BYTES = 32 * 1024  # of a body, in one turn of the event loop
+_MOST_UNREAD = 256 * 1024  # of a body, before it is read
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+_ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
+_KEPT_HEADERS: Final = (b"location", b"content-encoding")
+_REREAD_S = 5.0  # how long what a file has is used before it is read again
+
+
+class FetchError(PickerError):
+    """There is no page; `kind` is `connection`, `status` or `page`, and the message says more. Only
+    `connection` says that the server takes no new connections, or ends them without a byte."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class _ClosedUnused(FetchError):
+    """A connection that was kept alive ended before a byte of the answer came: its idle time was over."""
+
+
+class Access:
+    """What servers ask of those who read their pages: TLS, and the token of `scraping.token_file`. Both files
+    are read again in time."""
+
+    def __init__(self, scraping: Scraping) -> None:
+        self._ca, self._token_file = scraping.ca, scraping.token_file
+        self._context: ssl.SSLContext | None = None
+        self._token = b""
+        self._context_s = self._token_s = -math.inf
+
+    def context(self) -> ssl.SSLContext:
+        """Of a client. Servers are known by address, so no name is checked; without `scraping.ca`, nothing
+        is.
+
+        Raises:
+            FetchError: `scraping.ca` cannot be read.
+        """
+        now_s = time.monotonic()
+        if self._context is None or now_s - self._context_s >= _REREAD_S:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE if self._ca is None else ssl.CERT_REQUIRED
+            try:
+                if self._ca is not None:
+                    context.load_verify_locations(self._ca)
+            except OSError as fault:  # SSLError is one
+                raise FetchError("page", f"{self._ca} cannot be used: {fault.strerror or fault}") from None
+            self._context, self._context_s = context, now_s
+        return self._context
+
+    def header(self) -> bytes:
+        """The header line of the token; empty if none is configured.
+
+        Raises:
+            FetchError: the file cannot be read, or what it has is no token.
+        """
+        now_s = time.monotonic()
+        if self._token_file is not None and now_s - self._token_s >= _REREAD_S:
+            try:
+                token = self._token_file.read_bytes().strip()
+            except OSError as fault:
+                raise FetchError("page", f"{self._token_file} cannot be read: {fault.strerror}") from None
+            if not token or len(token) > _MOST_HEAD_BYTES or any(not 32 < byte < 127 for byte in token):
+                raise FetchError("page", f"{self._token_file} has no token")
+            self._token, self._token_s = b"Authorization: Bearer " + token + b"\r\n", now_s
+        return self._token
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the page of one endpoint and its signs of life are asked for."""
+
+    address: str  # of signs of life
+    scheme: str
+    page_address: str
+    page_scheme: str
+    page_path: str
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one connection serves for both."""
+        return (self.address, self.scheme) == (self.page_address, self.page_scheme)
+
+
+def place_of(endpoint: Endpoint, engine: Engine, scraping: Scraping) -> Place:
+    """As the endpoint's labels say, else the configuration. A label that says nothing usable is passed
+    over."""
+    labels = endpoint.labels
+    port, scheme = labels.get(METRICS_PORT, ""), labels.get(METRICS_SCHEME, "")
+    path = labels.get(METRICS_PATH, "")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    page_port = int(port) if is_port else scraping.port
+    host = endpoint.address.rpartition(":")[0]
+    return Place(
+        endpoint.address,
+        scraping.probe_scheme or scraping.scheme,
+        endpoint.address if page_port is None else f"{host}:{page_port}",
+        scheme if scheme in ("http", "https") else scraping.scheme,
+        path if _is_path(path) else engine.path,
+    )
+
+
+def _is_path(path: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(url_path(path))
+    return False
+
+
+class Connection:
+    """Asks `address` (`ip:port`) one question after the other. One event loop.
+
+    It connects when first asked, and again after whatever ended the connection. If a kept connection ends
+    without a byte of an answer, the question is asked once more on a new one. `close` is final. `lost` is set
+    when the server has ended the connection between two questions.
+    """
+
+    def __init__(self, address: str, *, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
+        self.peer = split_host_port(address)
+        self.scheme = "http" if tls is None else "https"
+        self._tls = tls
+        self._exchange: _Exchange | None = None
+        self.unreached = 0  # attempts to connect, in a row, that have not succeeded
+        self.unanswered = 0  # questions, in a row, that not one byte came back to
+        self.lost = asyncio.Event()
+        # Compressing a page takes longer than sending it: none is asked for.
+        self._headers = (
+            f" HTTP/1.1\r\nHost: {address}\r\nAccept: text/plain\r\nAccept-Encoding: identity\r\n"
+            "User-Agent: picker\r\n"
+        ).encode("ascii")
+
+    @contextlib.asynccontextmanager
+    async def ask(self, path: str, header: bytes = b"") -> AsyncIterator["Answer"]:
+        """The answer to GET `path`, whatever its status; what the block leaves of it is passed over. Waits
+        without end: the deadline is the caller's.
+
+        Raises:
+            FetchError: no connection, or an answer that is cut short or no HTTP.
+        """
+        request = b"GET " + path.encode("ascii") + self._headers + header + b"\r\n"
+        self.unanswered += 1
+        try:
+            exchange = await self._sent(request)
+            self.unanswered = 0
+            yield exchange
+            if not exchange.is_complete:
+                self.close()
+        except BaseException as fault:
+            if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
+                self.unanswered = 0
+            # What is still to come on this connection belongs to nobody.
+            self.close()
+            raise
+
+    async def _sent(self, request: bytes) -> "_Exchange":
+        """The exchange, when the head of the answer has come."""
+        exchange = self._exchange
+        if exchange is not None and exchange.usable:
+            try:
+                await exchange.ask(request)
+                return exchange
+            except _ClosedUnused:
+                pass  # the server may close an idle connection at any time: that is no fault of its own
+        exchange = await self._connect()
+        await exchange.ask(request)
+        return exchange
+
+    def close(self) -> None:
+        """End the connection, if there is one. Idempotent."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.abort()
+
+    async def _connect(self) -> "_Exchange":
+        self.close()
+        context = self._tls() if self._tls is not None else None
+        loop = asyncio.get_running_loop()
+        made = _Exchange(loop, self.lost.set)
+        # Known before it is connected, so that a cancellation on the way cannot leave it open.
+        self._exchange = made
+        self.unreached += 1
+        try:
+            await loop.create_connection(lambda: made, *self.peer, ssl=context)
+        except ssl.SSLError as fault:
+            self.unreached = 0
+            raise FetchError("page", f"no TLS: {fault.reason or fault}") from None
+        except OSError as fault:
+            raise_if_cancelled()
+            raise FetchError("connection", f"no connection: {fault.strerror or fault}") from None
+        raise_if_cancelled()
+        self.unreached = 0
+        return made
+
+
+class Page:
+    """The metrics page at `path` of the server that `connection` leads to."""
+
+    def __init__(self, connection: Connection, path: str, access: Access) -> None:
+        self._connection, self._access = connection, access
+        self._path = self._configured = path
+
+    async def read(self, take: Callable[[bytes], bool]) -> None:
+        """Give the page to `take` in parts, decoded, until it returns False. Waits without end: the deadline
+        is the caller's.
+
+        A redirect is followed once, and only to another path of the same server; that path is asked first
+        from then on.
+
+        Raises:
+            FetchError: as `Connection.ask`; an answer other than 200, an encoding that is not known, or an
+                encoded page that is damaged or cut short.
+        """
+        if not await self._read(take, may_move=True):
+            await self._read(take, may_move=False)
+
+    async def _read(self, take: Callable[[bytes], bool], *, may_move: bool) -> bool:
+        """False: the page has moved to `_path`."""
+        async with self._connection.ask(self._path, self._access.header()) as answer:
+            if answer.status in _REDIRECTS and may_move:
+                self._path = self._moved_to(answer)
+                return False
+            if answer.status != 200:
+                self._path = self._configured
+                more = ", the second redirect" if answer.status in _REDIRECTS else ""
+                raise FetchError("status", f"answered {answer.status}{more}")
+            encoding = answer.headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+            if encoding == "identity":
+                async for part in answer.parts():
+                    if not take(part):
+                        return True
+                return True
+            async for part in _decoded(answer.parts(), encoding):
+                if not take(part):
+                    return True
+            return True
+
+    def _moved_to(self, answer: "Answer") -> str:
+        """The path that a redirect leads to. Raises FetchError if it is not of this server."""
+        location = answer.headers.get(b"location", b"").decode("latin-1")
+        try:
+            there = urlsplit(location)
+            here = not there.netloc or split_host_port(there.netloc) == self._connection.peer
+        except ValueError:
+            here = False
+        path = there.path + (f"?{there.query}" if there.query else "") if here else ""
+        if not _is_path(path) or there.scheme not in ("", self._connection.scheme):
+            self._path = self._configured
+            raise FetchError(
+                "status",
+                f"answered {answer.status}, a redirect to {location[:60]!r}: only another path of the same "
+                "server is followed",
+            )
+        return path
+
+
+async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
+    """`parts` without their content encoding, in parts of at most `_PART_BYTES`.
+
+    Raises:
+        FetchError: the encoding is not known, or what comes is damaged or cut short.
+    """
+    if encoding not in _ENCODINGS:
+        raise FetchError("page", f"the page is encoded as {encoding[:30]!r}; gzip and deflate are known")
+    decoder = None
+    try:
+        async for part in parts:
+            if decoder is None:
+                # Some send deflate without the header that its name stands for.
+                is_bare = encoding == "deflate" and (part[0] & 15 != 8 or (part[0] << 8 | part[1:2][0]) % 31)
+                decoder = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
+            while part and not decoder.eof:
+                plain, part = decoder.decompress(part, _PART_BYTES), decoder.unconsumed_tail
+                yield plain
+                await asyncio.sleep(0)
+    except zlib.error as fault:
+        raise FetchError("page", f"the page is no {encoding}: {fault}") from None
+    if decoder is None or not decoder.eof:
+        raise FetchError("page", f"the page ends before its {encoding} does")
+
+
+class Answer(Protocol):
+    """`headers` has those that are needed, by their names in lower case."""
+
+    status: int
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes, in parts of at most `_PART_BYTES`, one a turn of the loop.
+
+        Raises:
+            FetchError: it is cut short, or damaged.
+        """
+        ...
+
+
+class _Exchange(asyncio.Protocol):
+    """The bytes of one connection: a question out, an answer in."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_idle_loss: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_idle_loss = on_idle_loss
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._more: asyncio.Future[None] | None = None
+        self._aborted = self._used = False
+        self._came = 0  # bytes since the question
+        self._begin()
+        self.is_complete = True  # there is no question
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing() and self.is_complete
+
+    async def ask(self, request: bytes) -> None:
+        """Send it, and wait for the head of its answer. Raises FetchError."""
+        if self._transport is None:
+            raise FetchError("connection", "the connection closed at once")
+        self._begin()
+        self._came = 0
+        self._transport.write(request)
+        while not self.status and self._fault is None:
+            await self._next()
+        if self._fault is not None and not self.status:
+            raise self._fault
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        while True:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            self._unread = 0
+            if self._transport is not None and not self._transport.is_closing() and not self.is_complete:
+                self._transport.resume_reading()
+            for at in range(0, len(body), _PART_BYTES):
+                yield body[at : at + _PART_BYTES]
+                await asyncio.sleep(0)
+            if self._parts:
+                continue
+            if self._fault is not None:
+                raise self._fault
+            if self.is_complete:
+                return
+            await self._next()
+
+    async def _next(self) -> None:
+        self._more = self._loop.create_future()
+        await self._more
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if self._aborted:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.some_came = True
+        self._came += len(data)
+        try:
+            if self.is_complete:
+                raise httptools.HttpParserError("bytes that nobody asked for")
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as fault:
+            self._fail(FetchError("page", f"no HTTP answer: {fault}"))
+        if not self.status and self._came > _MOST_HEAD_BYTES:
+            self._fail(FetchError("page", f"the head of the answer has more than {_MOST_HEAD_BYTES} bytes"))
+
+    def connection_lost(self, fault: Exception | None) -> None:
+        self._transport = None
+        if self._used and self.is_complete and not self._aborted:
+            self._on_idle_loss()
+        if self._until_close and self.status and fault is None and not self.is_complete:
+            # Without a length the end of the connection is the end of the page.
+            self.on_message_complete()
+        elif self.some_came:
+            self._fail(FetchError("page", "the connection closed before the page was complete"))
+        elif self._used:
+            self._fail(_ClosedUnused("connection", "closed while idle"))
+        else:
+            self._fail(FetchError("connection", "the connection closed without an answer"))
+
+    # The parser's calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower in (b"content-length", b"transfer-encoding"):
+            self._until_close = False
+        elif lower in _KEPT_HEADERS and not self.status:
+            self.headers[lower] = value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self.status = status
+            self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._unread += len(body)
+        if self._unread > _MOST_UNREAD and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        if not self.status:  # an interim answer
+            self.headers.clear()
+            self._until_close = True
+            return
+        keep = self._transport is not None and self._parser.should_keep_alive()
+        self.is_complete = self._used = True
+        self._wake()
+        if not keep:
+            self.abort()
+
+    def _begin(self) -> None:
+        self._parts: list[bytes] = []
+        self._unread = self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._fault: FetchError | None = None
+        self.some_came = self.is_complete = False
+        self._until_close = True
+
+    def _fail(self, fault: FetchError) -> None:
+        if self._fault is None and not self.is_complete:
+            self._fault = fault
+        self._wake()
+        self.abort()
+
+    def _wake(self) -> None:
+        more, self._more = self._more, None
+        if more is not None and not more.done():
+            more.set_result(None)
