@@ -82,7 +82,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--config-text", metavar="YAML", help="the same as text")
     add("--kubeconfig", metavar="FILE", help="in place of $KUBECONFIG")
-    add("--model-server-metrics-path", metavar="PATH", help="of the endpoints' metrics pages")
+    for name in ("path", "port", "scheme"):
+        add(f"--model-server-metrics-{name}", metavar=name.upper(), help="of the endpoints' metrics pages")
     for flag in _SERIES_FLAGS:
         add(f"--{flag.replace('_', '-')}", metavar="SERIES", help=argparse.SUPPRESS)
 
@@ -204,8 +205,13 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
             )
     if args.model_server_metrics_path:
         series["path"] = args.model_server_metrics_path
-    if series:
-        tree["scraping"] = {"series": series}
+    scraping: dict[str, Any] = {"series": series} if series else {}
+    if args.model_server_metrics_port not in (None, "0"):
+        scraping["port"] = read_yaml(args.model_server_metrics_port)
+    if args.model_server_metrics_scheme:
+        scraping["scheme"] = args.model_server_metrics_scheme
+    if scraping:
+        tree["scraping"] = scraping
     return tree
 
 

@@ -1,6 +1,7 @@
-"""The Go picker's `EndpointPickerConfig` in our terms: for `picker import-config` and `serve --config-file`.
+"""The `EndpointPickerConfig` of llm-d's router in our terms: for `picker import-config` and
+`serve --config-file`.
 
-What has a counterpart becomes a key of our configuration; everything else is named in a remark.
+What has a counterpart becomes a key of our configuration; every other key is named in a remark.
 docs/migration.md has the same table for readers.
 """
 
@@ -44,9 +45,13 @@ BUILT_IN: Mapping[str, str] = {
     "metrics-data-source": "pages of the endpoints in use are scraped",
     "core-metrics-extractor": "scraping.engine and scraping.series",
     "openai-parser": "bodies of the OpenAI API are read",
+    "anthropic-parser": "bodies of Anthropic's API are read",
+    "vllmhttp-parser": "bodies of vLLM's own API are read",
     "approx-prefix-cache-producer": "scorer prefix-affinity",
     "inflight-load-producer": "scorer in-flight",
-    "decode-filter": "endpoint_labels of a model select endpoints",
+    "decode-filter": "endpoints whose role does not decode get no requests",
+    "label-selector-filter": "scheduling.endpoint_labels",
+    "by-label-selector": "scheduling.endpoint_labels",
     "request-attribute-reporter": "decision lines and metrics",
     "fcfs-ordering-policy": "fair_request_queue.ordering",
     "edf-ordering-policy": "fair_request_queue.ordering",
@@ -58,6 +63,19 @@ BUILT_IN: Mapping[str, str] = {
     "header-based-testing-filter": "serve --conformance",
     "destination-endpoint-served-verifier": "serve --conformance",
 }
+# Parameters that are taken, or have a remark of their own, by the plugin's type.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "max-score-picker": ("maxNumOfEndpoints",),
+    "random-picker": ("maxNumOfEndpoints",),
+    "weighted-random-picker": ("maxNumOfEndpoints",),
+    "label-selector-filter": ("matchLabels", "matchExpressions"),
+    "by-label-selector": ("matchLabels", "matchExpressions"),
+    "concurrency-detector": ("maxConcurrency", "maxTokenConcurrency", "concurrencyMode", "headroom"),
+    "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
+}
+_PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
+_DETECTOR = "utilization-detector"  # the default
+_LABEL_FILTERS = ("label-selector-filter", "by-label-selector")
 _ORDERINGS: Mapping[str, str] = {
     "fcfs-ordering-policy": "fcfs",
     "edf-ordering-policy": "edf",
@@ -67,12 +85,40 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-_SECTIONS = frozenset(
-    (
-        *("apiVersion", "kind", "metadata", "featureGates", "plugins", "schedulingProfiles"),
-        *("saturationDetector", "dataLayer", "data", "flowControl", "parser"),
-    )
-)
+# The keys of each section that are taken, or have a remark of their own.
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "": (
+        *(
+            "apiVersion",
+            "kind",
+            "metadata",
+            "featureGates",
+            "plugins",
+            "schedulingProfiles",
+            "dataLayer",
+            "data",
+        ),
+        *("saturationDetector", "flowControl", "requestHandler", "parser"),
+    ),
+    "plugins": ("name", "type", "parameters"),
+    "schedulingProfiles": ("name", "plugins"),
+    "schedulingProfiles.plugins": ("pluginRef", "weight"),
+    "dataLayer": ("injectDefaults", "sources"),
+    "dataLayer.sources": ("pluginRef", "extractors"),
+    "dataLayer.sources.extractors": ("pluginRef",),
+    "requestHandler": ("parsers",),
+    "requestHandler.parsers": ("pluginRef",),
+    "saturationDetector": ("pluginRef", "queueDepthThreshold", "kvCacheUtilThreshold"),
+    "flowControl": (
+        *("maxRequests", "maxBytes", "defaultRequestTTL", "noEndpointRequestTTL", "enableEviction"),
+        *("priorityBands", "defaultPriorityBand", "saturationDetector"),
+    ),
+    "flowControl.saturationDetector": ("pluginRef",),
+    "flowControl.priorityBands": (
+        *("priority", "maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
+    ),
+    "flowControl.defaultPriorityBand": ("maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
+}
 _MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
 # As Kubernetes writes quantities, and Go durations.
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
@@ -114,27 +160,50 @@ def imported(tree: Mapping[str, Any]) -> Imported:
     if not is_foreign(tree):
         raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
     result = Imported()
-    plugins = _plugins(tree)
+    plugins = _plugins(tree, result)
     _scorers(tree, plugins, result)
     _saturation(tree, plugins, result)
     _flow_control(tree, plugins, result)
-    for gate in _list(tree, "featureGates"):
-        if gate == "flowControl":
-            result.section("request_queue_controller")["enabled"] = True
+    for gate in map(str, _list(tree, "featureGates")):
+        name, _, value = gate.partition("=")
+        if name == "flowControl" and value in ("", "true", "false"):
+            result.section("request_queue_controller")["enabled"] = value != "false"
         else:
             result.remarks.append(f"featureGates: {gate} has no counterpart")
-    for name in sorted(map(str, tree.keys() - _SECTIONS)):
-        result.remarks.append(f"{name} has no counterpart")
-    parser = tree.get("parser")
-    if isinstance(parser, Mapping):
-        kind = plugins.get(str(parser.get("pluginRef")), ("", {}))[0]
-        if kind != "openai-parser":
-            result.remarks.append(f"parser: {kind or parser.get('pluginRef')} has no counterpart")
-    for name, (kind, _) in plugins.items():
+    _name_rest(tree, "", result)
+    for key in ("dataLayer", "data"):
+        layer = _mapping(tree.get(key), key)
+        _name_rest(layer, "dataLayer", result)
+        for source in _mappings(layer, "sources", f"{key}.sources"):
+            _name_rest(source, "dataLayer.sources", result)
+            for extractor in _mappings(source, "extractors", f"{key}.sources.extractors"):
+                _name_rest(extractor, "dataLayer.sources.extractors", result)
+    handler = _mapping(tree.get("requestHandler"), "requestHandler")
+    _name_rest(handler, "requestHandler", result)
+    parsers = _mappings(handler, "parsers", "requestHandler.parsers")
+    for parser in (*parsers, *([_mapping(tree["parser"], "parser")] if tree.get("parser") else ())):
+        _name_rest(parser, "requestHandler.parsers", result)
+        named = str(parser.get("pluginRef"))
+        kind = plugins.get(named, (named, {}))[0]
+        if kind not in BUILT_IN and named not in plugins:
+            result.remarks.append(f"requestHandler.parsers: {kind} has no counterpart")
+    for name, (kind, parameters) in plugins.items():
         if kind not in SCORERS and kind not in BUILT_IN:
             result.remarks.append(f"plugins: {name} (type {kind}) has no counterpart")
+        elif told := sorted(map(str, parameters.keys() - set(_PARAMETERS.get(kind, ())))):
+            result.remarks.append(f"plugins: parameters of {name} ({', '.join(told)}) have no counterpart")
     parse(result.tree)
     return result
+
+
+def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None:
+    """Remark on each key of `section` that is not taken."""
+    for key in sorted(map(str, section.keys() - set(_KEYS[where]))):
+        result.remarks.append(f"{where}{'.' if where else ''}{key} has no counterpart")
+
+
+def _mappings(section: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    return [_mapping(each, where) for each in _list(section, key)]
 
 
 def _list(tree: Mapping[str, Any], key: str) -> list[Any]:
@@ -154,7 +223,7 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _plugins(tree: Mapping[str, Any]) -> Plugins:
+def _plugins(tree: Mapping[str, Any], result: Imported) -> Plugins:
     found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for number, entry in enumerate(_list(tree, "plugins")):
         plugin = _mapping(entry, f"plugins.{number}")
@@ -164,6 +233,7 @@ def _plugins(tree: Mapping[str, Any]) -> Plugins:
         name = str(plugin.get("name") or kind)
         if name in found:
             raise ConfigError(f"plugins.{number}: the name {name} is there twice")
+        _name_rest(plugin, "plugins", result)
         found[name] = kind, _mapping(plugin.get("parameters"), f"plugins.{number}.parameters")
     return found
 
@@ -174,14 +244,14 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
         names = ", ".join(str(_mapping(each, "schedulingProfiles").get("name")) for each in profiles[1:])
         result.remarks.append(f"schedulingProfiles: there is one profile here; {names} are left out")
     if profiles:
-        references = [
-            _mapping(each, "schedulingProfiles.0.plugins")
-            for each in _list(_mapping(profiles[0], "schedulingProfiles.0"), "plugins")
-        ]
+        first = _mapping(profiles[0], "schedulingProfiles.0")
+        _name_rest(first, "schedulingProfiles", result)
+        references = _mappings(first, "plugins", "schedulingProfiles.0.plugins")
     else:
         references = [{"pluginRef": name} for name in plugins]
     weights: dict[str, float] = {}
     for reference in references:
+        _name_rest(reference, "schedulingProfiles.plugins", result)
         name = str(reference.get("pluginRef"))
         if name not in plugins:
             raise ConfigError(f"schedulingProfiles.0.plugins: no plugin is named {name[:60]!r}")
@@ -189,35 +259,64 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
         scorer = SCORERS.get(kind)
         if scorer is not None:
             weight = reference.get("weight", 1)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+            weight = 1 if weight is None else weight
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
                 raise ConfigError(f"schedulingProfiles.0.plugins: weight of {name[:60]} must be a number")
             if weight:
                 weights[scorer] = weights.get(scorer, 0) + weight
-            if kind != "random-picker" and parameters:
-                told = ", ".join(sorted(map(str, parameters)))
-                result.remarks.append(f"plugins: parameters of {name} ({told}) have no counterpart")
-        elif kind == "weighted-random-picker":
-            result.remarks.append("plugins: weighted-random-picker: the best endpoint is picked here")
-        elif kind == "max-score-picker":
+        if kind in _LABEL_FILTERS:
+            _select(name, parameters, result)
+        if kind in _PICKERS:
             most = parameters.get("maxNumOfEndpoints")
             if isinstance(most, int) and not isinstance(most, bool) and most >= 1:
                 result.section("scheduling")["fallbacks"] = min(most - 1, 8)
+                if most > 1:
+                    result.remarks.append(
+                        f"plugins: maxNumOfEndpoints {most} of {name}: for a gateway that takes one address, "
+                        "as agentgateway, set scheduling.fallbacks 0"
+                    )
     if weights:
         result.section("scheduling")["scorers"] = [
             {"name": name, "weight": weight} for name, weight in weights.items()
         ]
 
 
+def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
+    """Take a selector of labels, as far as it says which value a label has."""
+    wanted = {str(key): str(value) for key, value in _mapping(parameters.get("matchLabels"), name).items()}
+    for expression in _mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
+        values = expression.get("values")
+        if expression.get("operator") == "In" and isinstance(values, list) and len(values) == 1:
+            wanted[str(expression.get("key"))] = str(values[0])
+        else:
+            told = " ".join(str(expression.get(key)) for key in ("key", "operator", "values"))
+            result.remarks.append(f"plugins: matchExpressions of {name}: {told[:80]} has no counterpart")
+    if wanted:
+        result.section("scheduling").setdefault("endpoint_labels", {}).update(wanted)
+
+
 def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> None:
-    detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
-    name = str(detector.get("pluginRef", ""))
-    # Earlier versions had the parameters in place.
-    kind, parameters = plugins.get(name, (name or "utilization-detector", detector if not name else {}))
+    control = _mapping(tree.get("flowControl"), "flowControl")
+    detector = _mapping(control.get("saturationDetector"), "flowControl.saturationDetector")
+    _name_rest(detector, "flowControl.saturationDetector", result)
     if not detector:
-        kinds = {kind: parameters for kind, parameters in plugins.values() if kind.endswith("-detector")}
-        if not kinds:
-            return
-        kind, parameters = next(iter(kinds.items()))
+        detector = _mapping(tree.get("saturationDetector"), "saturationDetector")
+        _name_rest(detector, "saturationDetector", result)
+    detectors = {name: each for name, each in plugins.items() if each[0].endswith("-detector")}
+    name = str(detector.get("pluginRef", ""))
+    if name and name not in plugins and name not in BUILT_IN:
+        raise ConfigError(f"saturationDetector.pluginRef: no plugin is named {name[:60]!r}")
+    if not name and detectors and not detector:
+        # Where none is named, that one is the default.
+        name = next(
+            (each for each, (kind, _) in detectors.items() if kind == _DETECTOR), next(iter(detectors))
+        )
+    for other in detectors.keys() - {name}:
+        result.remarks.append(f"plugins: {other} is not the saturation detector in use, {name or _DETECTOR}")
+    # Earlier versions had the parameters in place.
+    kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
+    if not detector and not detectors:
+        return
     bounds = result.section("request_queue_controller")
     if kind == "concurrency-detector":
         most = parameters.get("maxConcurrency", 100)
@@ -247,6 +346,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
     control = _mapping(tree.get("flowControl"), "flowControl")
     if not control:
         return
+    _name_rest(control, "flowControl", result)
     queue = result.section("fair_request_queue")
     if total := _limit(control, "flowControl", "maxRequests", result):
         queue["total_capacity"], queue["flow_capacity"] = total, min(100, total)
@@ -263,8 +363,24 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
             result.remarks.append(
                 "flowControl.defaultRequestTTL 0: nobody waits longer than fair_request_queue.queue_ttl here"
             )
-    bands = [_mapping(each, "flowControl.priorityBands") for each in _list(control, "priorityBands")]
+    if control.get("noEndpointRequestTTL") is not None:
+        wait_s = _duration_s(control["noEndpointRequestTTL"], "flowControl.noEndpointRequestTTL")
+        queue["queue_without_endpoints"] = True
+        if f"{wait_s:.9g}s" != queue.get("queue_ttl"):
+            result.remarks.append(
+                f"flowControl.noEndpointRequestTTL {wait_s:g}s: with endpoints or without, requests wait for "
+                "fair_request_queue.queue_ttl"
+            )
+    if control.get("enableEviction"):
+        result.remarks.append(
+            "flowControl.enableEviction: waiting requests are evicted (fair_request_queue.overload), running "
+            "ones never"
+        )
+    bands = _mappings(control, "priorityBands", "flowControl.priorityBands")
+    for band in bands:
+        _name_rest(band, "flowControl.priorityBands", result)
     default = _mapping(control.get("defaultPriorityBand"), "flowControl.defaultPriorityBand")
+    _name_rest(default, "flowControl.defaultPriorityBand", result)
     for reference, known, key in (
         ("orderingPolicyRef", _ORDERINGS, "ordering"),
         ("fairnessPolicyRef", _FAIRNESS, "fairness"),
@@ -288,8 +404,6 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
                 f"flowControl.defaultPriorityBand.{key}: a band that is not configured has the limits of "
                 "the nearest configured one at or below it"
             )
-    if control.get("usageLimitPolicyPluginRef"):
-        result.remarks.append("flowControl.usageLimitPolicyPluginRef has no counterpart")
     if not queue:
         del result.tree["fair_request_queue"]
 

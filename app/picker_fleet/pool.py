@@ -24,7 +24,7 @@ from picker_fleet.admission.gate import Gate
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
 from picker_fleet.config import Settings
-from picker_fleet.endpoints.discovery import source_of
+from picker_fleet.endpoints.discovery import serving, source_of
 from picker_fleet.endpoints.scraping import ScrapingTask
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StartupError
@@ -177,7 +177,8 @@ class Pool:
         start(store.run, "redis-link")
         wake_ups = store.keys.wake(self._replica)
         start(partial(listen, settings.redis.url, wake_ups, parts.shared.on_notification), "wake-ups")
-        start(partial(self._source.watch, membership.discovered), "discovery")
+        report = serving(settings.scheduling.endpoint_labels, membership.discovered)
+        start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
             at = urlsplit(settings.redis.url)  # without its user and password
             fleet = f"{settings.pool} {at.netloc.rpartition('@')[2]} {at.path}"

@@ -17,11 +17,20 @@ import dns.rcode
 import dns.rdatatype
 import dns.rrset
 import pytest
+from background import until
 from source_reports import Lines, watching
 from tables import cases
 
 from picker_fleet.config import parse
-from picker_fleet.endpoints.discovery import FileFault, FileSource, Source, endpoints_of, listed, source_of
+from picker_fleet.endpoints.discovery import (
+    FileFault,
+    FileSource,
+    Source,
+    endpoints_of,
+    listed,
+    serving,
+    source_of,
+)
 from picker_fleet.endpoints.dns_source import DnsSource
 from picker_fleet.errors import StartupError
 from picker_fleet.request import Endpoint
@@ -97,6 +106,28 @@ async def test_an_endpoint_has_the_limit_of_its_list_or_file() -> None:
         listed("- {address: '10.0.0.1:8000', max_inflight: none}")
 
 
+async def test_the_entry_of_an_endpoint_says_where_its_page_is() -> None:
+    entry = {"address": "10.0.0.1:8000", "labels": {"gpu": "a"}, "metrics_port": 9100, "metrics_path": "/m"}
+    (endpoint,) = listed(json.dumps([entry]))
+    page = {"picker-fleet/metrics-port": "9100", "picker-fleet/metrics-path": "/m"}
+    assert endpoint.labels == {"gpu": "a", **page}
+    for key, value in (("metrics_port", 0), ("metrics_path", "m")):
+        with pytest.raises(FileFault, match=rf"0\.{key}: "):
+            listed(json.dumps([{**entry, key: value}]))
+
+
+ROLES = {"": True, "decode": True, "prefill-decode": True, "encode-prefill-decode": True, "both": True,
+         "prefill": False, "encode": False, "encode-prefill": False}  # fmt: skip
+
+
+async def test_endpoints_that_do_not_decode_or_lack_a_label_get_no_requests() -> None:
+    reports: list[tuple[Endpoint, ...]] = []
+    report = serving({"gpu": "a"}, reports.append)
+    hosts = [Endpoint(role, {"gpu": "a"} | ({"llm-d.ai/role": role} if role else {})) for role in ROLES]
+    report((*hosts, Endpoint("other", {"gpu": "b"})))
+    assert {each.address for each in reports[0]} == {role for role, decodes in ROLES.items() if decodes}
+
+
 async def test_a_config_map_whose_symlink_is_swapped_is_read_again(tmp_path: Path) -> None:
     for version, address in (("v1", "10.0.0.1:8000"), ("v2", "10.0.0.2:8000")):
         (tmp_path / version).mkdir()
@@ -170,6 +201,7 @@ class Zone(asyncio.DatagramProtocol):
     """A name server for one name: `records` by type; None is a server failure, no key is no answer."""
 
     records: Mapping[str, list[str] | None] = {}
+    forgets = 0  # answers about A that have no address
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -182,6 +214,8 @@ class Zone(asyncio.DatagramProtocol):
         question = query.question[0]
         family = dns.rdatatype.to_text(question.rdtype)
         found = self.records.get(family, [])
+        if family == "A" and self.forgets:
+            self.forgets, found = self.forgets - 1, []
         if found is None:
             response.set_rcode(dns.rcode.SERVFAIL)
         elif found:
@@ -214,6 +248,19 @@ async def test_records_of_both_families_are_followed(zone: Zone) -> None:
             lists.append(await reports.next())
         zone.records = {}
         assert await reports.next() == []
+
+
+async def test_addresses_that_go_away_count_when_two_lookups_lack_them(zone: Zone, log: Lines) -> None:
+    zone.records = {"A": ["10.0.0.1"]}
+    async with reported(by_dns(zone)) as reports:
+        assert await reports.next() == ["10.0.0.1:8000"]
+        zone.forgets = 1
+        assert "the last good list stays in use" in await log.saying("models.test. A has no address;")
+        await until(lambda: not zone.forgets)
+        assert reports.empty()
+        zone.records = {}
+        assert await reports.next() == []
+        assert "its list is empty" in await log.saying("models.test. A has no address again")
 
 
 Records = dict[str, list[str] | None]

@@ -44,7 +44,11 @@ def test_scorers_of_the_first_profile_keep_their_weights() -> None:
         ],
     )  # fmt: skip
     assert result.tree["scheduling"] == {"fallbacks": 2, "scorers": [{"name": "queue-depth", "weight": 2.5}]}
-    assert result.remarks == ["schedulingProfiles: there is one profile here; prefill are left out"]
+    assert result.remarks == [
+        "schedulingProfiles: there is one profile here; prefill are left out",
+        "plugins: maxNumOfEndpoints 3 of max-score-picker: for a gateway that takes one address, as "
+        "agentgateway, set scheduling.fallbacks 0",
+    ]
 
 
 def test_without_profiles_every_scorer_counts_once() -> None:
@@ -120,7 +124,55 @@ def test_what_has_no_counterpart_is_named() -> None:
     assert_named(result, *plugins, "queueDepthThreshold 5", "strange")
 
 
+def test_a_configuration_of_v0_10_is_taken_or_named_key_by_key() -> None:
+    fast = {"matchLabels": {"tier": "fast"}, "matchExpressions": [
+        {"key": "gpu", "operator": "In", "values": ["h100"]}, {"key": "old", "operator": "DoesNotExist"},
+    ]}  # fmt: skip
+    result = import_config.imported({
+        "apiVersion": "llm-d.ai/v1", "kind": "EndpointPickerConfig",
+        "featureGates": ["flowControl=true", "haPopulateNonLeaderDatastore"],
+        "plugins": [
+            {"type": "decode-filter"},
+            {"type": "label-selector-filter", "name": "fast", "parameters": fast},
+            {"type": "concurrency-detector", "name": "busy", "parameters": {"maxConcurrency": 40, "x": 1}},
+            {"type": "utilization-detector"},
+            {"type": "weighted-random-picker", "parameters": {"maxNumOfEndpoints": 2}, "stage": "late"},
+            {"type": "anthropic-parser"}, {"type": "vertexai-parser"},
+            {"type": "metrics-data-source", "parameters": {"scheme": "https"}},
+        ],
+        "schedulingProfiles": [{"name": "default", "stage": 1, "plugins": [
+            {"pluginRef": "decode-filter"}, {"pluginRef": "fast", "mode": "soft"},
+            {"pluginRef": "weighted-random-picker", "weight": None},
+        ]}],
+        "dataLayer": {
+            "injectDefaults": True, "crossReplica": {"syncInterval": "1s"}, "discovery": {},
+            "sources": [{"pluginRef": "metrics-data-source", "extractors": [{"pluginRef": "e", "y": 1}]}],
+        },
+        "requestHandler": {"parsers": [{"pluginRef": "anthropic-parser"}], "propagatePriority": True},
+        "flowControl": {
+            "saturationDetector": {"pluginRef": "busy", "z": 1}, "enableEviction": True,
+            "defaultRequestTTL": "30s", "noEndpointRequestTTL": "10m", "bandSelectionPolicyPluginRef": "b",
+            "priorityBands": [{"priority": 0, "maxRequests": 5, "defaultRequestTTL": "1s"}],
+            "defaultNegativePriorityBand": {},
+        },
+    })  # fmt: skip
+    settings = parse(result.tree)
+    assert settings.scheduling.endpoint_labels == {"tier": "fast", "gpu": "h100"}
+    assert settings.scheduling.fallbacks == 1
+    assert settings.request_queue_controller.watermark_per_backend == 40
+    assert settings.fair_request_queue.queue_without_endpoints
+    assert_named(
+        result, "haPopulateNonLeaderDatastore", "old DoesNotExist", "of busy (x)", "plugins.stage",
+        "utilization-detector is not", "schedulingProfiles.stage", "schedulingProfiles.plugins.mode",
+        "metrics-data-source (scheme)", "dataLayer.crossReplica", "dataLayer.discovery", "extractors.y",
+        "requestHandler.propagatePriority", "saturationDetector.z", "enableEviction", "noEndpointRequestTTL",
+        "bandSelectionPolicyPluginRef", "priorityBands.defaultRequestTTL", "defaultNegativePriorityBand",
+        "weighted-random-picker (type", "vertexai-parser",
+    )  # fmt: skip
+
+
 @cases("more, fault", {
+    "no such detector": ({"saturationDetector": {"pluginRef": "x"}}, "no plugin is named 'x'"),
     "another kind": ({"kind": "Other"}, "kind must be"),
     "no list": ({"plugins": {}}, "plugins: must be a list"),
     "no type": ({"plugins": [{"name": "a"}]}, r"plugins\.0\.type: is missing"),

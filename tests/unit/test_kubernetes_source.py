@@ -243,12 +243,15 @@ def test_pods_that_do_not_run_have_no_address_or_share_one() -> None:
     assert found[0].labels["picker-fleet/pod"] == "b_ready"
 
 
-def test_a_pod_may_name_those_of_its_ports_that_serve(caplog: pytest.LogCaptureFixture) -> None:
-    some, none = ({"inference.networking.k8s.io/active-ports": ports} for ports in ("8001, x,9999", ""))
+@pytest.mark.parametrize("group", ["llm-d.ai", "inference.networking.k8s.io"])
+def test_a_pod_may_name_those_of_its_ports_that_serve(caplog: pytest.LogCaptureFixture, group: str) -> None:
+    some, none = ({f"{group}/active-ports": ports} for ports in ("8001, x,²,9999", ""))
+    some |= {"inference.networking.k8s.io/active-ports": "8001,9999", "picker-fleet/metrics-port": "9100"}
     pods = _pods(a=pod("", "10.0.0.1", annotations=some), b=pod("", "10.0.0.2", annotations=none))
     (found,) = PodEndpoints().of(pods, [8000, 8001])
     assert (found.address, found.labels["picker-fleet/port-rank"]) == ("10.0.0.1:8001", "1")
-    assert "pod a: its annotation" in caplog.text
+    assert found.labels["picker-fleet/metrics-port"] == "9100"
+    assert f"pod a: its annotation {group}/active-ports names" in caplog.text
     assert caplog.text.rstrip().endswith("no target ports of the pool: 9999")
 
 

@@ -2,7 +2,7 @@
 InferencePool of Kubernetes (kubernetes_source.py).
 
 pool.py runs the configured source. A source gives only the list; health, draining and load are known
-elsewhere. A file is YAML or JSON: a list of `{address: ip:port, labels: {…}, max_inflight: N}`. Its folder
+elsewhere. A file is YAML or JSON: a list of entries as `discovery.static` has them. Its folder
 is watched and not the file, so that an atomic replace and Kubernetes' symlink swap are seen; and it is read
 again every few seconds, for file systems that announce no changes."""
 
@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from watchfiles import awatch
 
 from picker_fleet.config import YamlFault, read_yaml
 from picker_fleet.errors import MissingExtra, StartupError
-from picker_fleet.request import Endpoint
+from picker_fleet.request import METRICS_PATH, METRICS_PORT, Endpoint
 from picker_fleet.sections import Discovery, EndpointList, StaticEndpoint
 
 Report = Callable[[tuple[Endpoint, ...]], None]
@@ -48,9 +48,15 @@ class Static:
 
 def endpoints_of(listed: tuple[StaticEndpoint, ...]) -> tuple[Endpoint, ...]:
     return tuple(
-        Endpoint(address=entry.address, labels=dict(entry.labels), max_inflight=entry.max_inflight)
+        Endpoint(address=entry.address, labels=_labels(entry), max_inflight=entry.max_inflight)
         for entry in listed
     )
+
+
+def _labels(entry: StaticEndpoint) -> dict[str, str]:
+    """Its labels, and those that say where its metrics page is."""
+    page = {METRICS_PORT: entry.metrics_port, METRICS_PATH: entry.metrics_path}
+    return entry.labels | {label: str(value) for label, value in page.items() if value is not None}
 
 
 _log = logging.getLogger(__name__)
@@ -150,6 +156,33 @@ def listed(text: str) -> tuple[Endpoint, ...]:
         where = ".".join(str(part) for part in first["loc"]) or "the list"
         message = first["msg"].removeprefix("Value error, ")
         raise FileFault(f"{where}: {message}") from fault
+
+
+_ROLE = "llm-d.ai/role"
+_DECODING_ROLES = ("both", "all", "flexible-decoder")
+
+
+def decodes(endpoint: Endpoint) -> bool:
+    """Whether requests may be sent to it: its role, if it has one, includes `decode`. Others are asked by
+    decoders only, for a prompt's cache or an encoded image."""
+    role = endpoint.labels.get(_ROLE, "")
+    return not role or role in _DECODING_ROLES or "decode" in role.split("-")
+
+
+def serving(labels: Mapping[str, str], report: Report) -> Report:
+    """Reports to `report` those endpoints that have `labels` and decode; it is logged which are left out."""
+    logged: list[str] = []
+
+    def report_serving(endpoints: tuple[Endpoint, ...]) -> None:
+        serve = tuple(each for each in endpoints if decodes(each) and labels.items() <= each.labels.items())
+        others = sorted({each.address for each in endpoints} - {each.address for each in serve})
+        if others != logged:
+            logged[:] = others
+            which = ", ".join(others[:8])
+            _log.info("%d endpoints get no requests, by their labels or %s: %s", len(others), _ROLE, which)
+        report(serve)
+
+    return report_serving
 
 
 def source_of(settings: Discovery) -> Source:

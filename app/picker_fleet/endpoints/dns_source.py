@@ -1,7 +1,8 @@
 """Endpoints from DNS: every A and AAAA record of one name, on one port, asked again at an interval.
 
 The two families are asked apart and each keeps its own last good answer: a name server that drops AAAA
-questions is common, and must not cost the addresses that A brought.
+questions is common, and must not cost the addresses that A brought. An answer without addresses where there
+were some counts only when the next lookup has it too.
 """
 
 import asyncio
@@ -45,7 +46,8 @@ class DnsSource:
         self._lookup_s = lookup_s
         self._resolver = resolver
         self._known: dict[Family, tuple[str, ...]] = {}
-        self._faults: dict[Family, str] = {}
+        self._failing: set[Family] = set()  # the last lookup failed
+        self._empty: set[Family] = set()  # the last answer had no address
 
     async def watch(self, report: Report) -> None:
         """As Source.watch; nothing is reported until a lookup succeeds."""
@@ -67,19 +69,35 @@ class DnsSource:
     async def _refresh(self, family: Family) -> None:
         try:
             async with asyncio.timeout(self._lookup_s):
-                self._known[family] = await self._look_up(family)
+                found = await self._look_up(family)
         except (dns.exception.DNSException, OSError) as fault:  # TimeoutError is an OSError
             text = " ".join(str(fault).split())[:200] or type(fault).__name__
-            if self._faults.get(family) is None:
+            if family not in self._failing:
                 _log.warning(
                     "DNS lookup of %s %s failed: %s; the last good list stays in use",
                     self._name,
                     family,
                     text,
                 )
-            self._faults[family] = text
-        else:
-            self._faults.pop(family, None)
+            self._failing.add(family)
+            return
+        self._failing.discard(family)
+        known = self._known.get(family)
+        if found:
+            self._empty.discard(family)
+        elif family not in self._empty:
+            self._empty.add(family)
+            if known:
+                _log.warning(
+                    "DNS lookup of %s %s has no address; the last good list stays in use unless the next "
+                    "lookup has none either",
+                    self._name,
+                    family,
+                )
+            return
+        elif known:
+            _log.warning("DNS lookup of %s %s has no address again: its list is empty", self._name, family)
+        self._known[family] = found
 
     async def _look_up(self, family: Family) -> tuple[str, ...]:
         literal = _literal(self._name)

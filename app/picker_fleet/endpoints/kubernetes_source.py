@@ -15,7 +15,7 @@ import msgspec
 from picker_fleet.background import keep
 from picker_fleet.endpoints.discovery import Report
 from picker_fleet.endpoints.kubernetes_api import Api, Collection, Metadata, Reflector
-from picker_fleet.request import Endpoint
+from picker_fleet.request import METRICS_PATH, METRICS_PORT, METRICS_SCHEME, Endpoint
 from picker_fleet.units import endpoint_address
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 POD_LABEL = "picker-fleet/pod"
 NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
-_ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"  # an annotation: the ports of this pod that serve
+# Annotations: the ports of this pod that serve. The first that a pod has counts.
+_ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # labels, or annotations
 _SETTLE_S = 0.25  # between two looks: many pods change together; the first change is reported at once
 
 
@@ -110,12 +112,12 @@ class PodEndpoints:
 def _endpoints(pod: Pod, ports: Sequence[int]) -> Iterator[Endpoint]:
     if pod.status.phase != "Running" or not pod.status.podIP:
         return
-    active = _active_ports(pod)
+    named, active = _active_ports(pod)
     if active is not None and not active <= set(ports):
         _log.warning(
             "pod %s: its annotation %s names ports that are no target ports of the pool: %s",
             pod.metadata.name,
-            _ACTIVE_PORTS,
+            named,
             ", ".join(map(str, sorted(active - set(ports)))),
         )
     for rank, port in enumerate(ports):
@@ -136,15 +138,21 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
         NAMESPACE_LABEL: pod.metadata.namespace,
         PORT_RANK_LABEL: str(rank),
     }
-    return Endpoint(address=address, labels={**(pod.metadata.labels or {}), **own}, draining=not pod.ready)
+    annotations = pod.metadata.annotations or {}
+    page = {name: annotations[name] for name in _METRICS if name in annotations}
+    return Endpoint(
+        address=address, labels={**page, **(pod.metadata.labels or {}), **own}, draining=not pod.ready
+    )
 
 
-def _active_ports(pod: Pod) -> frozenset[int] | None:
-    """The ports of this pod that serve; None if it does not say."""
-    text = (pod.metadata.annotations or {}).get(_ACTIVE_PORTS)
-    if text is None:
-        return None
-    return frozenset(int(part) for part in text.split(",") if part.strip().isdecimal())
+def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
+    """The ports of this pod that serve, None if it does not say; and the annotation that says so."""
+    annotations = pod.metadata.annotations or {}
+    for name in _ACTIVE_PORTS:
+        if (text := annotations.get(name)) is not None:
+            digits = (part.strip() for part in text.split(","))
+            return name, frozenset(int(part) for part in digits if part.isascii() and part.isdecimal())
+    return "", None
 
 
 class KubernetesSource:
