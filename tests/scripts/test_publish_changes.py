@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import pytest
 from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
+from picker_fleet.replica.heartbeat import acknowledged
 from picker_fleet.request import Endpoint
 from picker_fleet.state.store import Store
 
@@ -119,3 +120,40 @@ async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_
         assert whole == ["read"]
         assert b.cell.current.endpoints[1].down
         assert (await it.state()).ready_backends == 0
+
+
+async def test_a_new_endpoint_takes_requests_when_every_envoy_of_the_fleet_has_it(
+    valkey_url: str, pool: str
+) -> None:
+    known, new = map(Endpoint, addresses(2))
+    async with running(valkey_url, pool, "a", "b", endpoints=1, joined={}) as (it, a, b):
+
+        def newest(each: Replica) -> tuple[str, list[bool]]:
+            current = each.cell.current
+            return current.version, [endpoint.ready for endpoint in current.endpoints]
+
+        for each in (a, b):  # b does not publish
+            await until(lambda each=each: newest(each)[1] == [True])
+            each.cell.acknowledge("envoy", newest(each)[0])
+        for each in (a, b):
+            each.membership.discovered((known, new))
+        for each in (a, b):
+            await until(lambda each=each: newest(each)[1] == [True, False])
+        a.cell.acknowledge("envoy", newest(a)[0])
+
+        async def is_told() -> bool:
+            return newest(a)[0] in acknowledged(await it.state())
+
+        await until(is_told)
+        assert (await it.state()).ready_backends == 1
+        b.cell.acknowledge("envoy", newest(b)[0])
+        for each in (a, b):
+            await until(lambda each=each: newest(each)[1] == [True, True])
+        # A pool that was lost is not a pool of new endpoints.
+        await it.redis.flushall()
+
+        async def all_ready() -> bool:
+            return (await it.state()).ready_backends == 2
+
+        await until(all_ready)
+        assert not a.membership._publisher.awaits_envoys

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from background import until
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
@@ -146,6 +147,27 @@ async def test_every_envoy_receives_a_change() -> None:
         assert read(await one.read()) == read(await other.read())
         cell.publish(snapshot("v2"))
         assert [read(await call.read()) for call in (one, other)] == [{"pool": {}}, {"pool": {}}]
+
+
+async def test_what_every_envoy_has_acknowledged_is_known() -> None:
+    cell = filled("10.0.0.1:8000")
+    assert cell.acknowledged is None
+    async with serving(cell) as channel:
+        one, other = await subscribe(channel, "pool"), await subscribe(channel, "pool")
+        await subscribe(channel, "elsewhere")
+        for call in (one, other):
+            first = await call.read()
+            assert cell.acknowledged == ""
+            await call.write(asking("pool", after=first))
+        await until(lambda: cell.acknowledged == "v1")
+        cell.publish(snapshot("v2+3", "10.0.0.2:8000"))
+        await one.write(asking("pool", after=await one.read()))
+        await until(lambda: cell.acknowledged == "")
+        await other.write(asking("pool", after=await other.read(), error="no such thing"))
+        other.cancel()
+        await until(lambda: cell.acknowledged == "v2")
+        one.cancel()
+        await until(lambda: cell.acknowledged is None)
 
 
 async def test_another_resource_type_is_refused_by_name() -> None:

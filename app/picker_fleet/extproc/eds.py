@@ -102,6 +102,7 @@ class _Subscription:
                 if due:
                     await self._send()
         finally:
+            self._cell.acknowledge(self, None)
             read.cancel()
             change.cancel()
             await asyncio.wait((read, change), timeout=1)
@@ -120,6 +121,8 @@ class _Subscription:
                 extra={"version": self._sent_version, "node": request.node.id},
             )
         names = tuple(request.resource_names) or (CLUSTER,)
+        if CLUSTER in names and not request.HasField("error_detail"):
+            self._cell.acknowledge(self, self._sent_version if request.response_nonce else "")
         asked, self._names = self._names, names
         return names != asked
 

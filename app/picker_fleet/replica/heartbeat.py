@@ -20,7 +20,7 @@ from picker_fleet.admission.gate import OutageStatus
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.background import keep
 from picker_fleet.config import EffectiveConfig, Settings
-from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.errors import ConfigError, OtherFormat, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.replica import live_config
 from picker_fleet.replica.live_config import shared_settings
@@ -35,6 +35,10 @@ _RENEWALS = 3  # of a lease, by the replica that owns the request's stream
 _OTHERS_PUBLISH_S = 0.2  # after the same change was seen here
 _LOOKS = 5  # for what others publish; the regular heartbeats go on
 _RECENT = 64  # discovered lists that are kept
+# A new endpoint takes requests when every Envoy has acknowledged it, or after so long: an Envoy answers 503
+# to a request for an endpoint that it does not know.
+_ACKNOWLEDGE_S = 5.0
+_ACKNOWLEDGED_LOOK_S = 0.1  # between two looks for that
 _UNKNOWN = "0"  # the epoch of a pool that nobody has published
 
 # A poll is one cheap command. Where wake-ups arrive it finds nothing; where none does, a grant is found
@@ -97,28 +101,75 @@ class HeartbeatTrigger:
 class Publisher:
     """Publishes the settings and endpoints of this replica's configuration.
 
-    The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL).
+    The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL). An endpoint
+    that comes later drains at first, until Envoys know it.
     """
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
         self._shared = shared_settings(settings, {})
         self._config_version = _version(self._shared)
-        self._discovered: tuple[Endpoint, ...] | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._listed: tuple[Endpoint, ...] | None = None  # as discovery has it
+        self._new: dict[str, float] = {}  # endpoints that Envoys may not know yet, and since when
+        self._discovered: tuple[Endpoint, ...] | None = None  # as it is to be published
         self._discovered_version = ""
         self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # discovered lists by version
         self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        self._discovered = tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
-        digests = {each.address: (each, self._digest(each)) for each in self._discovered}
+        former, self._listed = self._listed, tuple(sorted(endpoints, key=lambda endpoint: endpoint.address))
+        addresses = {each.address for each in self._listed}
+        if former is not None:
+            takes = {each.address for each in self._listed if not each.draining}
+            self._new |= dict.fromkeys(takes - {each.address for each in former}, self._clock())
+        self._new = {address: since_s for address, since_s in self._new.items() if address in addresses}
+        self._remember(self._listed)  # as another replica may publish it
+        self._prepare()
+
+    @property
+    def awaits_envoys(self) -> bool:
+        """Whether new endpoints take no requests because Envoys may not know them."""
+        return bool(self._new)
+
+    def acknowledged(self, snapshot: Snapshot, versions: Sequence[str]) -> None:
+        """`snapshot` is in force; each replica that Envoys follow has one of `versions` from all of them."""
+        is_known = set(versions) <= {unmarked(snapshot.version)}
+        known = {each.address for each in snapshot.endpoints} if is_known else set()
+        # Without versions Envoys know their endpoints from elsewhere.
+        late_s = self._clock() - _ACKNOWLEDGE_S if versions else math.inf
+        self._no_longer_new(
+            {address for address, since_s in self._new.items() if address in known or since_s <= late_s}
+        )
+
+    def in_force(self, snapshot: Snapshot) -> None:
+        """`snapshot` is in force: what the publishing replica no longer takes for new is not."""
+        self._no_longer_new({each.address for each in snapshot.endpoints if not each.draining})
+
+    def _no_longer_new(self, addresses: set[str]) -> None:
+        if not addresses.isdisjoint(self._new):
+            self._new = {each: since_s for each, since_s in self._new.items() if each not in addresses}
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """What is to be published follows from what is listed and what is new."""
+        assert self._listed is not None
+        self._discovered = tuple(
+            replace(each, draining=True) if each.address in self._new else each for each in self._listed
+        )
+        self._discovered_version = self._remember(self._discovered)
+
+    def _remember(self, endpoints: tuple[Endpoint, ...]) -> str:
+        """The version of `endpoints`, which `endpoints_of` returns for it."""
+        digests = {each.address: (each, self._digest(each)) for each in endpoints}
         self._digests = digests
         together = hashlib.blake2b(b"".join(digest for _, digest in digests.values()), digest_size=6)
-        self._discovered_version = together.hexdigest()
-        self._recent[self._discovered_version] = self._discovered
-        self._recent.move_to_end(self._discovered_version)
+        version = together.hexdigest()
+        self._recent[version] = endpoints
+        self._recent.move_to_end(version)
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
+        return version
 
     def _digest(self, endpoint: Endpoint) -> bytes:
         """Of all that is published of it: equal on every replica. Most are the same objects as before."""
@@ -131,17 +182,17 @@ class Publisher:
     def is_due(self, pulse: HeartbeatReply) -> bool:
         if self._discovered is None:
             return False
-        published = pulse.config_version, _unmarked(pulse.endpoints_version)
+        published = pulse.config_version, unmarked(pulse.endpoints_version)
         differs = published != (self._config_version, self._discovered_version)
         return pulse.epoch == _UNKNOWN or (pulse.leader and differs)
 
     def discovered_last(self, version: str) -> bool:
         """Whether `version`, with or without marks, is that of the last discovered endpoints."""
-        return self._discovered is not None and _unmarked(version) == self._discovered_version
+        return self._discovered is not None and unmarked(version) == self._discovered_version
 
     def endpoints_of(self, version: str) -> tuple[Endpoint, ...] | None:
         """The endpoints of a published version without its marks, if they were discovered here lately."""
-        return self._recent.get(_unmarked(version))
+        return self._recent.get(unmarked(version))
 
     async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
         """Publish what was discovered; `pulse` says what is published. Returns what was rebuilt if the pool
@@ -166,7 +217,7 @@ class Publisher:
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
             return False  # limits are part of the settings
-        former_version = _unmarked(pulse.endpoints_version)
+        former_version = unmarked(pulse.endpoints_version)
         return await self._store.publish_changes(former_version, self._discovered_version, changes)
 
     async def _publish_all(self) -> Rebuilt | None:
@@ -413,6 +464,9 @@ class Heartbeat:
     async def _beat(self, full: bool) -> None:
         pulse = await self._send()
         self.refusal = self.trouble = ""
+        if self._publisher.awaits_envoys and (pulse.leader or pulse.epoch == _UNKNOWN):
+            state = await self._reader.read()
+            self._publisher.acknowledged(self._endpoints.current, acknowledged(state.pool))
         if self._publisher.is_due(pulse):
             with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
@@ -428,6 +482,7 @@ class Heartbeat:
             await self._drain_again()
         if pulse.endpoints_version != self._endpoints.current.version:
             self._endpoints.publish(Snapshot(pulse.endpoints_version, await self._endpoints_of(pulse)))
+            self._publisher.in_force(self._endpoints.current)
         if pulse.epoch == _UNKNOWN:
             return
         if self._lost:
@@ -444,7 +499,7 @@ class Heartbeat:
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()
-        is_marked = pulse.endpoints_version != _unmarked(pulse.endpoints_version)
+        is_marked = pulse.endpoints_version != unmarked(pulse.endpoints_version)
         return marked(listed, await self._store.marks()) if is_marked else listed
 
     async def _send(self) -> HeartbeatReply:
@@ -471,6 +526,8 @@ class Heartbeat:
         about = dict(self._replica_info())
         served = about.pop("served", None)
         about |= self._failover.heartbeat_fields() if self._failover is not None else {"degraded": False}
+        if (acknowledged := self._endpoints.acknowledged) is not None:
+            about["eds"] = acknowledged
         parts = [about] if served is None else [about, {"served": served}]
         return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 
@@ -535,6 +592,7 @@ class Membership:
         self._follower = LiveConfigFollower(store, settings, self._fleet, on_config)
         self._reader = StateReader(store, settings, self._fleet, failover)
         self._sweeper = Sweeper(store, settings, metrics, on_suspects)
+        endpoints.on_acknowledged = self._on_acknowledged
         self._heartbeat = Heartbeat(
             store,
             gate,
@@ -611,17 +669,22 @@ class Membership:
             self._follow_up.cancel()
         self._look_later(_LOOKS)
 
+    def _on_acknowledged(self) -> None:
+        self.heartbeat_now(full=False)  # the publishing replica may wait for it
+
     def _look_later(self, looks: int) -> None:
-        self._follow_up = asyncio.get_running_loop().call_later(_OTHERS_PUBLISH_S, self._look, looks)
+        after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
+        self._follow_up = asyncio.get_running_loop().call_later(after_s, self._look, looks)
 
     def _look(self, looks: int) -> None:
         """Ask for a heartbeat unless what was discovered here is in force; again if the other replica is
-        late."""
+        late, or Envoys are."""
         self._follow_up = None
-        if not self._publisher.discovered_last(self._endpoints.current.version):
+        awaits_envoys = self._publisher.awaits_envoys
+        if awaits_envoys or not self._publisher.discovered_last(self._endpoints.current.version):
             self.heartbeat_now(full=False)
-            if looks > 1:
-                self._look_later(looks - 1)
+            if looks > 1 or awaits_envoys:
+                self._look_later(looks if awaits_envoys else looks - 1)
 
     async def run(self) -> None:
         """Run everything until cancelled. Faults of Redis are waited out, never raised."""
@@ -652,9 +715,9 @@ def _unseen_s(leases: Leases) -> float:
     return interval_s + max(1.0, interval_s / 4)
 
 
-def _unmarked(version: str) -> str:
-    """A version of endpoints without the marks made since."""
-    return version.partition("+")[0]
+def acknowledged(pool: PoolState) -> Sequence[str]:
+    """The version of endpoints that its Envoys have acknowledged, of each replica that Envoys follow."""
+    return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]
 
 
 def _version(facts: object) -> str:
