@@ -105,6 +105,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
             admin_url = f"{'http' if admin_certificates is None else 'https'}://{admin}"
             for pool in pools.values():
                 pool.parts.replica_info.reached(admin=admin_url, grpc=f"{host}:{port}")
+            default.parts.replica_info.follow_streams(grpc_server.streams_by_peer)
             has_token = settings.admin.token is not None or settings.admin.tokens
             if not has_token and not is_loopback(split_host_port(admin)[0]):
                 _log.warning("no admin.token: a proxy on this machine could change the fleet for anyone")

@@ -394,3 +394,12 @@ async def test_every_watcher_of_health_is_told_of_a_change(fleet: Replica) -> No
     assert [(await watch.read()).status for watch in watches] == [SERVING] * 60
     fleet.server.set_ready(False)
     assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 60
+
+
+async def test_open_streams_are_counted_by_the_address_of_their_envoy(fleet: Replica) -> None:
+    native = envoy.chosen_transport() == "native"  # grpcio does not tell
+    calls = [await fleet.begin(headers()) for _ in range(3)]
+    await until(lambda: fleet.server.streams_by_peer() == ({"127.0.0.1": 3} if native else {}))
+    for call in calls:
+        call.cancel()
+    await until(lambda: not fleet.server.streams_by_peer().total())

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from background import running, until
+from clocks import Clock
 from metrics_page import samples
 from scripted_store import POOL, ScriptedStore
 
@@ -15,6 +16,7 @@ from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import EffectiveConfig, Settings, parse
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.replica.heartbeat import Membership
+from picker_fleet.replica.info import EnvoyLimits
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.state.store import Store
@@ -140,3 +142,28 @@ async def test_requests_that_have_waited_are_told_the_retry_after_of_the_pool() 
         await one.follows(lambda: samples(one.metrics)["epp_active_flows",] == 3)
         await until(lambda: one.gate.retry_after_s == 7)
         assert samples(one.metrics)["epp_paused",] == 1
+
+
+async def test_an_envoy_at_its_default_limit_is_told_of_once_when_it_stays_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    limits = EnvoyLimits(clock)
+
+    def look(*streams: int) -> int:
+        """How many warnings there are when replicas have so many streams of one Envoy."""
+        limits.look([{"streams": {"10.0.0.1": count, "10.0.0.2": 700}} for count in streams] + [{}])
+        return len(caplog.records)
+
+    assert look(512, 510) == 0
+    clock.now_s += 9
+    assert look(512, 510) == 0
+    assert look(512, 400) == 0  # it was not at its limit for a moment
+    clock.now_s += 9
+    assert look(1024, 0) == 0
+    clock.now_s += 10
+    assert look(500, 494) == 1
+    assert "the Envoy at 10.0.0.1 has 994 streams" in caplog.text
+    clock.now_s += 100
+    assert look(500, 524) == 1
+    limits.look([{"streams": "x"}, {"streams": {"10.0.0.3": "many"}}])

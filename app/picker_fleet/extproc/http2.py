@@ -256,6 +256,11 @@ class Connection(asyncio.Protocol):
         self._cancelled: set[asyncio.Task[None]] = set()  # whose handlers have not ended yet
         self._cut: asyncio.TimerHandle | None = None
 
+    @property
+    def peer(self) -> tuple[str, int]:
+        """Its address, '' if unknown, and how many streams it has open."""
+        return self._address, len(self._streams)
+
     # asyncio's side.
 
     def connection_made(self, transport: Any) -> None:

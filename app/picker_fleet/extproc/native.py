@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -474,6 +474,13 @@ class NativeTransport:
         self._pinging = asyncio.create_task(keep("keepalive", self._ping_silent_peers), name="keepalive")
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
+
+    def streams_by_peer(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for connection in self._connections:
+            address, count = connection.peer
+            found[address] += count
+        return found
 
     def refuse(self, path: str, wanted: bool = True) -> None:
         """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""

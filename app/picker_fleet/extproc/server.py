@@ -5,6 +5,7 @@ Made and run by `serve`, on the transport that `extproc.transport` names.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -89,6 +90,10 @@ class Server:
         if not self._draining:
             for _, transport in self._transports:
                 transport.refuse(PROCESS, wanted=not ready)
+
+    def streams_by_peer(self) -> Counter[str]:
+        """How many streams each address has open, on all listeners."""
+        return sum((transport.streams_by_peer() for _, transport in self._transports), Counter())
 
     async def drain(self) -> None:
         """Stop without an error for any client: announce it, wait for health checks, finish what waits.

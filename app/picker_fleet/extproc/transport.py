@@ -10,6 +10,7 @@ import contextlib
 import enum
 import os
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -103,6 +104,10 @@ class Transport(Protocol):
     def refuse(self, path: str, wanted: bool = True) -> None:
         """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; unless `wanted`,
         take them again."""
+        ...
+
+    def streams_by_peer(self) -> Counter[str]:
+        """How many streams each address has open; none where that is unknown."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
@@ -243,6 +248,9 @@ class GrpcioTransport:
     def refuse(self, path: str, wanted: bool = True) -> None:
         """As `Transport.refuse`: with UNAVAILABLE, since a handler has no say in HTTP/2."""
         (self._refused.add if wanted else self._refused.discard)(path)
+
+    def streams_by_peer(self) -> Counter[str]:
+        return Counter()
 
     async def stop(self, grace_s: float | None) -> None:
         await self._server.stop(grace_s)

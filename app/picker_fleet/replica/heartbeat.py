@@ -23,6 +23,7 @@ from picker_fleet.config import EffectiveConfig, Settings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell, unmarked
 from picker_fleet.errors import ConfigError, OtherFormat, StateFault, StateUnavailable, WritesRefused
 from picker_fleet.replica import live_config
+from picker_fleet.replica.info import EnvoyLimits
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
@@ -413,6 +414,7 @@ class Heartbeat:
         self._fleet, self._failover, self._trigger = fleet, failover, trigger
         self._publisher, self._follower, self._reader = publisher, follower, reader
         self._clock = asyncio.get_running_loop().time
+        self._envoy_limits = EnvoyLimits(self._clock)
         self.pulse: HeartbeatReply | None = None  # the last reply
         self.joined = asyncio.Event()  # a pool that may admit
         self.refusal = ""  # why this replica may not join, and what to do
@@ -557,6 +559,8 @@ class Heartbeat:
         self._fleet.live, self._fleet.in_flight = pool.replicas, pool.in_flight
         self._fleet.busy = any(pool.in_flight.values())
         self._metrics.pool(pool, state.watermark, state.queue_fill)
+        if self.pulse is not None and self.pulse.leader:
+            self._envoy_limits.look(pool.about.values())
         self._gate.retry_after_s = pool.retry_after_s
 
 
