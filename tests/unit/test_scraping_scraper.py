@@ -295,6 +295,36 @@ async def test_a_server_that_ends_each_connection_is_asked_no_more_often(bench: 
     assert not bench.failed
 
 
+async def test_a_server_that_ends_idle_connections_is_never_called_down(bench: Bench) -> None:
+    server, loop = bench.server, asyncio.get_running_loop()
+
+    async def answer_and_end_soon(writer: asyncio.StreamWriter) -> None:
+        writer.write(server.answer)
+        loop.call_later(INTERVAL_S, writer.close)  # when the next question comes
+
+    server.act = answer_and_end_soon
+    async with bench.scraping():
+        await until(lambda: bench.worked[server.address] >= 100)
+    assert not bench.failed
+
+
+async def test_a_health_page_without_end_is_an_answer(bench: Bench) -> None:
+    server = bench.server
+
+    async def stream(writer: asyncio.StreamWriter) -> None:
+        if "GET /health " not in server.requests[-1]:
+            writer.write(server.answer)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: well\n\n")
+        await server.hang(writer)
+
+    server.act = stream
+    async with bench.scraping(pacing=IntervalPolicy(None, lambda: False)):
+        await until(lambda: bench.probed_at[server.address] >= 2)
+        server.release()
+    assert not bench.failed
+
+
 async def test_a_server_whose_page_fails_is_probed_as_before(bench: Bench) -> None:
     server = bench.server
     server.answer = answered(b"", status="404 Not Found")

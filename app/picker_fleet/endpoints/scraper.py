@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 from picker_fleet.background import keep
 from picker_fleet.endpoints import metrics_page
 from picker_fleet.endpoints.metrics_page import BadPage
-from picker_fleet.endpoints.page_fetch import Access, Connection, FetchError, Page, Place, place_of
+from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Endpoint
@@ -115,6 +115,8 @@ _LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica, 
 _DOUBLINGS = 30  # far past the longest pause, and no overflow
 # A server that has ended its idle connection and answered the look that followed does so by habit.
 _HABIT_S = 10.0
+_BODY_S = 0.25  # for the body of the answer to a probe
+_MOST_BODY_BYTES = 64 * 1024
 _NO_ANSWER = ("connection", "timeout", "silent")
 _DEFAULTS = Scraping()
 _log = logging.getLogger(__name__)
@@ -318,8 +320,7 @@ class Scraper:
         async def ask() -> None:
             try:
                 async with target.server.ask(self._engine.probe_path) as answer:
-                    async for _ in answer.parts():
-                        pass
+                    await _pass_over(answer)
             except FetchError as fault:
                 if fault.kind == "connection":
                     raise
@@ -416,6 +417,17 @@ class _Target:
     def close(self) -> None:
         self.server.close()
         self.pages.close()
+
+
+async def _pass_over(answer: Answer) -> None:
+    """Read a short body, so that its connection can be kept. One that is long, or late, is left unread."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BODY_S):
+            bytes_left = _MOST_BODY_BYTES
+            async for part in answer.parts():
+                bytes_left -= len(part)
+                if bytes_left < 0:
+                    return
 
 
 async def _until(due_s: float, lost: asyncio.Event) -> bool:
