@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -156,10 +156,9 @@ class Connection:
             "User-Agent: picker\r\n"
         ).encode("ascii")
 
-    @contextlib.asynccontextmanager
-    async def ask(self, path: str, header: bytes = b"") -> AsyncIterator["Answer"]:
-        """The answer to GET `path`, whatever its status; what the block leaves of it is passed over. Waits
-        without end: the deadline is the caller's.
+    async def ask(self, path: str, header: bytes = b"") -> "Answer":
+        """The answer to GET `path`, whatever its status, when its head has come. Waits without end: the
+        deadline is the caller's.
 
         Raises:
             FetchError: no connection, or an answer that is cut short or no HTTP.
@@ -168,16 +167,14 @@ class Connection:
         self.unanswered += 1
         try:
             exchange = await self._sent(request)
-            self.unanswered = 0
-            yield exchange
-            if not exchange.is_complete:
-                self.close()
         except BaseException as fault:
             if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
             # What is still to come on this connection belongs to nobody.
             self.close()
             raise
+        self.unanswered = 0
+        return exchange
 
     async def _sent(self, request: bytes) -> "_Exchange":
         """The exchange, when the head of the answer has come."""
@@ -242,7 +239,7 @@ class Page:
 
     async def _read(self, take: Callable[[bytes], bool], *, may_move: bool) -> bool:
         """False: the page has moved to `_path`."""
-        async with self._connection.ask(self._path, self._access.header()) as answer:
+        with await self._connection.ask(self._path, self._access.header()) as answer:
             if answer.status in _REDIRECTS and may_move:
                 self._path = self._moved_to(answer)
                 return False
@@ -306,12 +303,19 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
 
 
 class Answer(Protocol):
-    """`headers` has those that are needed, by their names in lower case."""
+    """To be used in a `with`, which ends the connection unless the whole body has come.
+
+    `headers` has those that are needed, by their names in lower case.
+    """
 
     status: int
 
     @property
     def headers(self) -> Mapping[bytes, bytes]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *fault: object) -> None: ...
 
     def parts(self) -> AsyncIterator[bytes]:
         """The body as it comes, in parts of at most `_PART_BYTES`, one a turn of the loop.
@@ -351,6 +355,13 @@ class _Exchange(asyncio.Protocol):
             await self._next()
         if self._fault is not None and not self.status:
             raise self._fault
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        if not self.is_complete:
+            self.abort()
 
     async def parts(self) -> AsyncIterator[bytes]:
         while True:

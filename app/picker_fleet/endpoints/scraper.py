@@ -319,7 +319,7 @@ class Scraper:
 
         async def ask() -> None:
             try:
-                async with target.server.ask(self._engine.probe_path) as answer:
+                with await target.server.ask(self._engine.probe_path) as answer:
                     await _pass_over(answer)
             except FetchError as fault:
                 if fault.kind == "connection":
