@@ -7,7 +7,6 @@ server for everything else. A flag of the reference that has no counterpart is l
 
 import argparse
 import hashlib
-import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from picker_fleet import import_config
 from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE
 from picker_fleet.config import Settings, YamlFault, load, overlaid, read_yaml
 from picker_fleet.errors import ConfigError
+from picker_fleet.sections import series_of
 
 GROUP = "inference.networking.k8s.io"
 _GRPC_PORT, _HEALTH_PORT, _METRICS_PORT = 9002, 9003, 9090
@@ -28,7 +28,6 @@ _SERIES_FLAGS = {
     "kv_cache_usage_percentage_metric": "kv_utilisation",
     "lora_info_metric": "adapters",
 }
-_SERIES = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 
 
 def _boolean(text: str) -> bool:
@@ -196,13 +195,13 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
         extproc["conformance"] = args.conformance
     series = {}
     for flag, meaning in _SERIES_FLAGS.items():
-        text = (getattr(args, flag) or "").strip("\"'")
-        if _SERIES.fullmatch(text):
-            series[meaning] = text
-        elif text:
-            remarks.append(
-                f"--{flag.replace('_', '-')} {text}: only the name of a series is taken, without labels"
-            )
+        if text := (getattr(args, flag) or "").strip("\"'"):
+            try:
+                series_of(text)
+            except ValueError as fault:
+                remarks.append(f"--{flag.replace('_', '-')}: {fault}")
+            else:
+                series[meaning] = text
     if args.model_server_metrics_path:
         series["path"] = args.model_server_metrics_path
     scraping: dict[str, Any] = {"series": series} if series else {}

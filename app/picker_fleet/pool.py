@@ -52,7 +52,6 @@ from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import SCRAPED_SCORERS, LatencyWeights
 from picker_fleet.sections import Kubernetes as KubernetesPool
-from picker_fleet.sections import engine_of
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.store import Store
@@ -295,7 +294,6 @@ def assemble(
         settings.pool,
         replica,
         scraping=settings.scraping,
-        engine=engine_of(settings.scraping.engine, settings.scraping.series),
         heartbeat_s=settings.leases.heartbeat,
         picked_by=lambda: not SCRAPED_SCORERS.isdisjoint(fleet.config.settings.scheduling.scorers),
         busy=lambda: fleet.busy,

@@ -5,8 +5,10 @@ Names follow spec 003 where it has them. Faults between sections are found in `p
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +24,6 @@ from pydantic import (
 
 from picker_fleet.allowlist import PathRule, path_rule, trusted_name
 from picker_fleet.bands import NAMED, Band, Bands, Criticality, nearest
-from picker_fleet.errors import ConfigError
 from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name, weights_by_name
 from picker_fleet.state.primary import redis_url
 from picker_fleet.state.schema import BandPolicy, Fairness, Ordering, Overload, WaitSignal
@@ -455,12 +456,56 @@ class Scheduling(Section):
     endpoint_labels: Mapping[Name, str] = Field(default={})  # that endpoints need to get any request
 
 
+class Series(NamedTuple):
+    """A series of a metrics page, and the labels that a sample of it must have to count."""
+
+    name: str
+    labels: frozenset[tuple[str, str]] = frozenset()
+
+
+_SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)[ ]*(?:\{(.*)\})?")
+_SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^",{}= ]+))[ ]*(?:,|$)')
+
+
+@lru_cache(maxsize=1000)
+def series_of(text: str) -> Series:
+    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes may be left out.
+
+    Raises:
+        ValueError: it selects none.
+    """
+    match = _SERIES.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:60]!r} is no name of a Prometheus series")
+    labels, at, selector = set(), 0, match[2] or ""
+    while at < len(selector):
+        label = _SELECTED.match(selector, at)
+        if label is None:
+            raise ValueError(f"{text[:60]!r} selects by no label=value pairs")
+        labels.add((label[1], label[2] if label[2] is not None else label[3]))
+        at = label.end()
+    return Series(match[1], frozenset(labels))
+
+
+# How series that differ in one label are one figure. `same`: each has the whole figure, and the highest
+# counts. `total`: the series with the label empty has the sum of the others. Those that differ in other
+# labels add up.
+Aggregation = Literal["same", "total"]
+_RANKS: Mapping[str, Aggregation] = MappingProxyType(
+    {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Names of one engine's series, the path of its page, and one that costs it next to nothing to answer.
+    """Series of one engine's metrics page, and the paths that tell its state.
 
-    A meaning may have several names, newest first; the first that the page has counts. SGLang splits its
-    queue by priority and gives the sum as well, with the label empty; `part_label` names that label.
+    A meaning may have several series, of which the first that the page has counts. `awake` is 0 while the
+    engine sleeps. `aggregation` says of labels how series that differ in them are one figure. `probe_path`
+    costs the engine next to nothing to answer; with the status `unready`, or another 5xx, it takes no
+    requests. If `health_path` is not '', only that says so, and it is asked seldom: SGLang's generates a
+    token. `sleep_path` and `models_path` ('': none) tell whether it sleeps, if the page does not, and which
+    adapters can be used.
     """
 
     name: str
@@ -468,75 +513,85 @@ class Engine:
     running: tuple[str, ...] = ()
     kv_utilisation: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    part_label: str | None = None
+    awake: tuple[str, ...] = ()
+    aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
     path: str = "/metrics"
     probe_path: str = "/health"
+    unready: int = 503  # status
+    health_path: str = ""
+    sleep_path: str = ""
+    models_path: str = ""
 
 
-VLLM = Engine(
-    "vllm",
-    waiting=("vllm:num_requests_waiting",),
-    running=("vllm:num_requests_running",),
-    kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    adapters=("vllm:lora_requests_info",),
-)
-SGLANG = Engine(
-    "sglang",
-    waiting=("sglang:num_queue_reqs",),
-    running=("sglang:num_running_reqs",),
-    kv_utilisation=("sglang:token_usage",),
-    part_label="priority",
-    probe_path="/ping",  # its /health generates a token
-)
-TENSORRT_LLM = Engine(
-    "tensorrt-llm",
-    waiting=("trtllm_num_requests_waiting",),
-    running=("trtllm_num_requests_running",),
-    kv_utilisation=("trtllm_kv_cache_utilization",),
-    path="/prometheus/metrics",
-)
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (VLLM, SGLANG, TENSORRT_LLM)}
+# In this order: a page that has the series of several counts as the first one's.
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "vllm",
+            waiting=("vllm:num_requests_waiting",),
+            running=("vllm:num_requests_running",),
+            kv_utilisation=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+            adapters=("vllm:lora_requests_info",),
+            awake=('vllm:engine_sleep_state{sleep_state="awake"}',),
+            sleep_path="/is_sleeping",
+            models_path="/v1/models",
+        ),
+        Engine(
+            "sglang",
+            waiting=("sglang:num_queue_reqs",),
+            running=("sglang:num_running_reqs",),
+            kv_utilisation=("sglang:token_usage",),
+            aggregation={**_RANKS, "priority": "total"},
+            probe_path="/ping",
+            health_path="/health",
+        ),
+        Engine(
+            "tensorrt-llm",
+            waiting=("trtllm_num_requests_waiting",),
+            running=("trtllm_num_requests_running",),
+            kv_utilisation=("trtllm_kv_cache_utilization",),
+            path="/prometheus/metrics",
+        ),
+        Engine(
+            "triton-tensorrt-llm",
+            waiting=('nv_trt_llm_request_metrics{request_type="waiting"}',),
+            running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
+            kv_utilisation=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine(
+            "triton",
+            waiting=("nv_inference_pending_request_count",),
+            probe_path="/v2/health/ready",
+            unready=400,
+        ),
+        Engine("tgi", waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
+        Engine(
+            "llama.cpp",
+            waiting=("llamacpp:requests_deferred",),
+            running=("llamacpp:requests_processing",),
+            kv_utilisation=("llamacpp:kv_cache_usage_ratio",),
+        ),
+    )
+}
+_ALSO_CALLED: Mapping[str, str] = {
+    "trtllm": "tensorrt-llm",
+    "trtllm-serve": "tensorrt-llm",
+    "text-generation-inference": "tgi",
+    "llamacpp": "llama.cpp",
+    "llama-cpp": "llama.cpp",
+}
+AUTO = "auto"
+_MEANINGS = ("waiting", "running", "kv_utilisation", "adapters", "awake")
+_PATHS = ("path", "probe_path")
+_ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 
-_MEANINGS = ("waiting", "running", "kv_utilisation", "adapters")
-_NAME_MARKS = frozenset("_:")
 
-
-def engine_of(name: str, names: Mapping[str, str] | None = None) -> Engine:
-    """The engine called `name`, or one made of `names`: meaning -> series, and `path` and `probe_path` if
-    they are others.
-
-    With both, `names` replaces what it names of the known engine; what it does not name stays.
-
-    Raises:
-        ConfigError: an unknown engine without `names`, an unknown meaning, or a series that cannot be one.
-    """
-    known = ENGINES.get(name)
-    given = dict(names or {})
-    if known is None and not given:
-        raise ConfigError(f"engine {name!r} is not one of {', '.join(ENGINES)}, and no series are named")
-    base = known or Engine(name)
-    path, probe_path = given.pop("path", base.path), given.pop("probe_path", base.probe_path)
-    for key, value in (("path", path), ("probe_path", probe_path)):
-        try:
-            url_path(value)
-        except ValueError as fault:
-            raise ConfigError(f"{key} of engine {name!r}: {fault}") from None
-    for meaning, series in given.items():
-        if meaning not in _MEANINGS:
-            raise ConfigError(
-                f"{meaning!r} of engine {name!r} is not one of {', '.join(_MEANINGS)}, path, probe_path"
-            )
-        if not _is_series(series):
-            raise ConfigError(f"{series[:60]!r} of engine {name!r} is no name of a Prometheus series")
-    chosen = {
-        meaning: (given[meaning],) if meaning in given else getattr(base, meaning) for meaning in _MEANINGS
-    }
-    return Engine(name, part_label=base.part_label, path=path, probe_path=probe_path, **chosen)
-
-
-def _is_series(name: str) -> bool:
-    letters = name.isascii() and all(mark.isalnum() or mark in _NAME_MARKS for mark in name)
-    return bool(name) and letters and not name[0].isdigit()
+def _known_engine(name: str) -> Engine | None:
+    name = name.lower()
+    return ENGINES.get(_ALSO_CALLED.get(name, name))
 
 
 Scheme = Literal["http", "https"]
@@ -547,8 +602,13 @@ class Scraping(Section):
 
     interval: AutoDuration = Field(None, ge=0.01)
     stale_after: AutoDuration = Field(None, gt=0)
-    engine: str = "vllm"
+    engine: str = AUTO
+    engine_label: str = _ENGINE_LABELS[0]  # of endpoints, whose value is the name of their engine
     series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
+    aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(
+        default={}
+    )  # of labels, as the engine has it
+
     # Of the metrics pages: their port, where it is not that of requests, and how they are read.
     port: Port | None = None
     scheme: Scheme = "http"
@@ -564,11 +624,45 @@ class Scraping(Section):
 
     @model_validator(mode="after")
     def _of_a_known_engine(self) -> Self:
-        try:
-            engine_of(self.engine, self.series)
-        except ConfigError as fault:
-            raise ValueError(str(fault)) from None
+        if self.engine != AUTO and _known_engine(self.engine) is None and not self.series:
+            raise ValueError(
+                f"engine {self.engine!r} is not one of {AUTO}, {', '.join(ENGINES)}, and no series are named"
+            )
+        for meaning, text in self.series.items():
+            if meaning in _PATHS:
+                url_path(text)
+            elif meaning in _MEANINGS:
+                series_of(text)
+            else:
+                raise ValueError(f"{meaning!r} is not one of {', '.join((*_MEANINGS, *_PATHS))}")
         return self
+
+    def engine_named(self, labels: Mapping[str, str]) -> str:
+        """What the labels of an endpoint call its engine; '' if they do not."""
+        return next((labels[key] for key in (self.engine_label, *_ENGINE_LABELS) if key in labels), "")
+
+    def engines(self, named: str = "") -> tuple[Engine, ...]:
+        """The engines that an endpoint may be whose labels call its engine `named`. If there are several, its
+        page tells which of them it is."""
+        labelled, configured = _known_engine(named), _known_engine(self.engine)
+        if labelled is not None and labelled is not configured:
+            # The series of another engine that is configured are not its own.
+            return (self._own(labelled) if self.engine == AUTO else labelled,)
+        if self.engine != AUTO:
+            return (self._own(configured or Engine(self.engine)),)
+        own = (self._own(Engine("series")),) if self.series else ()
+        return (*map(self._own, ENGINES.values()), *own)
+
+    def _own(self, engine: Engine) -> Engine:
+        """`engine` with what is configured. Where it was found, its own series come behind the configured
+        ones."""
+        given: dict[str, Any] = {
+            key: text if key in _PATHS else (text, *(getattr(engine, key) if self.engine == AUTO else ()))
+            for key, text in self.series.items()
+        }
+        aggregation = {**engine.aggregation, **self.aggregation}
+        merged = {label: how for label, how in aggregation.items() if how != "sum"}
+        return replace(engine, aggregation=merged, **given)
 
 
 class Leases(Section):

@@ -96,7 +96,7 @@ def put_pods(cluster: ApiServer, endpoints: Sequence[str], pool: str) -> None:
 
 
 _HUNDRED = 100
-_PAGE = Path(__file__).parents[2] / "tests" / "data" / "vllm.prom"
+_PAGE = Path(__file__).parents[2] / "tests" / "data" / "pages" / "vllm-0.10-lora.prom"
 _SETTLE_S, _REST_S = 5.0, 10.0
 _PER_S, _SENT_S = 20, 15
 _BODIES = 40  # each another text: a client's own prompt

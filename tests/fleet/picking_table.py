@@ -14,10 +14,12 @@ NO_ENDPOINT = "rejected-no-endpoints"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A model server and its metrics page, which may be `broken`; where one is `down` nothing listens."""
+    """A model server and its metrics page, which may be `broken`; where one is `down` nothing listens, and
+    one that is `unready` says so, on its page or by the status of its `health`."""
 
     page: bytes = b""
-    state: Literal["well", "broken", "down"] = "well"
+    state: Literal["well", "broken", "down", "unready"] = "well"
+    health: str = "200 OK"
     labels: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
 
@@ -81,7 +83,7 @@ def _config(engine: str, **scraping: Any) -> dict[str, Any]:
 
 # Configurations of replicas; cases of one group share a replica.
 GROUPS: dict[str, dict[str, Any]] = {
-    "scored": _config("vllm"),
+    "scored": _config("auto"),
     "sglang": _config("sglang"),
     "trt": _config("tensorrt-llm"),
     "own": _config("own", series={"waiting": "acme_backlog", "kv_utilisation": "acme_cache_fill"}),
@@ -96,7 +98,7 @@ def _server(series: Mapping[str, float], **fields: Any) -> Server:
 
 def _real(name: str) -> Server:
     """A server with the recorded page of a real one."""
-    return Server((Path(__file__).parents[1] / "data" / f"{name}.prom").read_bytes())
+    return Server((Path(__file__).parents[1] / "data" / "pages" / f"{name}.prom").read_bytes())
 
 
 def _vllm(waiting: float = 0, kv: float = 0.1, info: str = "", **fields: Any) -> Server:
@@ -126,6 +128,7 @@ _own = _of("acme_backlog", "acme_cache_fill")  # of an engine without built-in s
 _TWO = (_vllm(), _vllm())
 _THREE = (_vllm(3, 0.2), _vllm(1, 0.1), _vllm(10, 0.2))
 _BUSY = _vllm(9, 0.9)
+_ASLEEP = Server(_real("vllm-0.29-asleep").page, "unready")
 _LABELLED = (
     _vllm(0, labels={"gpu": "a10", "zone": "b"}),
     _vllm(9, labels={"gpu": "h100", "zone": "a"}),
@@ -136,6 +139,7 @@ _SERVED_BY_A = (Ask(prompt=_LONG, subset=["A"]),)
 _ONE_EACH = Ask("one-each")
 _POET, _SQL = Ask("poet"), Ask("sql-lora")
 _ON_B = (Ask(subset=["B"]),)
+_ELSEWHERE = _lora("b", 7, 0.6)
 _NO_SLOT, _SLOT = _lora("b", slots=1), _lora("b", slots=2)
 _QUEUED = _lora("b", queued="poet", slots=1)
 
@@ -144,8 +148,8 @@ TABLE = (
     Case("lower queue, same KV", (_vllm(8), _vllm(2), _vllm(5)), "BCA"),
     Case("lower KV, same queue", (_vllm(2, 0.9), _vllm(2, 0.5), _vllm(2, 0.2)), "CBA"),
     Case("a long queue outweighs an empty cache", (_vllm(10, 0.0), _vllm(0, 0.6)), "BA"),
-    Case("an idle one, beside a real busy one", (_real("vllm"), _vllm(1, 0.1)), "BA"),
-    Case("the real page of an older vLLM", (_BUSY, _real("vllm-older")), "BA"),
+    Case("an idle one, beside a real busy one", (_real("vllm-0.10-lora"), _vllm(1, 0.1)), "BA"),
+    Case("the real page of an older vLLM", (_BUSY, _real("vllm-0.6")), "BA"),
     Case("two fallbacks of four, in order", (*_THREE, _vllm(5, 0.3)), "BAD"),
     # Adapters
     Case("active adapter, low queue", (_lora("poet", 0, 0.2), _lora("c"), _lora("poet", 10)), "A.*", _POET),
@@ -154,7 +158,7 @@ TABLE = (
     Case("an unknown adapter goes by load", (_lora("b", 9, slots=1), _NO_SLOT), "B.*", Ask("new")),
     Case("a configured adapter needs a slot", (_NO_SLOT, _lora("c", 9, slots=2)), "B", Ask("rare")),
     Case("the base model may go to full ones", (_lora("b", 1, slots=1), _lora("", 9)), "A.*"),
-    Case("the adapters of a real page", (_lora("b", 7, 0.6), _real("vllm"), _lora("", 7, 0.6)), "B.*", _SQL),
+    Case("adapters of a real page", (_ELSEWHERE, _real("vllm-0.10-lora"), _lora("", 7, 0.6)), "B.*", _SQL),
     Case("a model sent as an adapter", (_lora("b"), _lora("food-v2", 0, 0.3), _lora("")), "B.*", Ask("food")),
     # The gateway's subset
     Case("subset of three", (*_THREE, _vllm(0, 0.0)), "BAC", Ask(subset=["A", "B", "C"])),
@@ -169,7 +173,11 @@ TABLE = (
     # Endpoints that may not be picked, or not now
     Case("no endpoints", (), NO_ENDPOINT),
     Case("no endpoints for GET", (), NO_ENDPOINT, Ask(get=True)),
-    Case("a page that is HTML", (Server(b"<html>busy</html>", "broken"), _BUSY), "BA"),
+    Case("an unread page is average load", (Server(b"<html>x</html>", "broken"), _BUSY, _vllm()), "CAB"),
+    Case("a page with a bad line", (_BUSY, Server(_vllm(1).page + b"vllm:num_requests_waiting x\n")), "BA"),
+    Case("one that sleeps", (_ASLEEP, _BUSY), "B"),
+    Case("one that loads", (Server(_vllm().page, "unready", "503 Service Unavailable"), _BUSY), "B"),
+    Case("all asleep", (_ASLEEP, _ASLEEP), NO_ENDPOINT),
     Case("only malformed pages", (Server(b"?\n", "broken"),) * 2, ".."),
     Case("a page without KV", (_server({"vllm:num_requests_waiting": 0}), _vllm(9, 0.5)), "AB"),
     Case("one that is down", (_vllm(state="down"), _BUSY), "B"),
@@ -210,11 +218,13 @@ TABLE = (
     ),
     # Engines
     Case("SGLang", (_sglang(8, 0.5), _sglang(1, 0.2), _sglang(1, 0.9)), "BCA", group="sglang"),
-    Case("a real SGLang page", (_real("sglang"), _sglang(2000, 0.5)), "BA", group="sglang"),
+    Case("a real SGLang page", (_real("sglang-priority"), _sglang(2000, 0.5)), "BA", group="sglang"),
     Case("TensorRT-LLM", (_tensorrt(4, 0.1), _tensorrt(0, 0.8), _tensorrt(0, 0.3)), "CBA", group="trt"),
     Case("a real TensorRT-LLM page", (_tensorrt(5, 0.9), _real("tensorrt-llm")), "BA", group="trt"),
     Case("series of one's own", (_own(7, 0.5), _own(2, 0.5), _own(3, 0.5)), "BCA", group="own"),
-    Case("another engine's page", (_vllm(0, 0.0, state="broken"), _own(7, 0.5)), "BA", group="own"),
+    Case("of another engine", (_vllm(0, 0, state="broken"), _own(7, 0.9), _own(1, 0.1)), "CAB", group="own"),
+    Case("engines side by side", (_sglang(8, 0.5), _vllm(5, 0.5), _tensorrt(2, 0.5), _BUSY), "CBA"),
+    Case("Triton and llama.cpp", (_real("llama.cpp-b4000"), _real("triton-tensorrt-llm")), "BA"),
     # Without scorers
     Case("a label without scorers", _LABELLED, "C", Ask("biggest"), "unscored"),
     Case("a label that no endpoint has, without scorers", _TWO, NO_ENDPOINT, Ask("big"), "unscored"),

@@ -176,6 +176,8 @@ def _is_known(server: Server, row: Mapping[str, Any]) -> bool:
         return bool(row["status"] == "down")
     if server.state == "broken":
         return row["scrape_fault"] is not None
+    if server.state == "unready":
+        return row["status"] == "down" and row["unready"] is not None
     return row["scraped_s_ago"] is not None and row["scrape_fault"] is None
 
 
@@ -187,7 +189,7 @@ async def _served(server: Server) -> AsyncIterator[str]:
             yield f"{server.host}:{bound.getsockname()[1]}"
         return
     async with serving(server.host) as page:
-        page.answer = answered(server.page)
+        page.answer, page.health = answered(server.page), answered(b"", status=server.health)
         yield page.address
 
 

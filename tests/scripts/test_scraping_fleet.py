@@ -13,10 +13,11 @@ import pytest_asyncio
 from redis.asyncio import Redis
 from script_fleet import until, until_is
 
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraping import Scrapers, ScrapingTask
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.request import Endpoint
-from picker_fleet.sections import VLLM, Scraping
+from picker_fleet.sections import Scraping
 from picker_fleet.state.keys import Keys
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.local_fleet.parts import SimOptions, Simulator
@@ -36,7 +37,7 @@ class Meter(Metrics):
         self.targets = 0
         self.ages_s: Callable[[], Mapping[str, float]] = dict
 
-    def scraped(self, address: str, seconds: float) -> None:
+    def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         self.scrapes[address] += 1
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
@@ -53,7 +54,7 @@ class Replica:
         self.name = name
         self.meter = Meter()
         self.task = ScrapingTask(
-            url, pool, name, scraping=Scraping(interval=INTERVAL_S, stale_after=10.0), engine=VLLM,
+            url, pool, name, scraping=Scraping(interval=INTERVAL_S, stale_after=10.0),
             heartbeat_s=HEARTBEAT_S, picked_by=lambda: True, busy=lambda: True, live=lambda: live,
             endpoints=endpoints, meter=self.meter,
         )  # fmt: skip

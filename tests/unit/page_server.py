@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from background import until
 
 PAGE = b'vllm:num_requests_waiting{model_name="m"} 3\nvllm:num_requests_running{model_name="m"} 2\n'
+PAGE += b'vllm:engine_sleep_state{sleep_state="awake"} 1\n'
 
 
 def answered(body: bytes, *extra: str, status: str = "200 OK") -> bytes:
@@ -23,6 +24,7 @@ class PageServer:
     def __init__(self) -> None:
         self.address = ""
         self.answer = answered(PAGE)
+        self.health: bytes | None = None  # its answer at /health, if that is another
         self.act: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
         self.requests: list[str] = []
         self.connections = 0
@@ -69,7 +71,8 @@ class PageServer:
                     request = await reader.readuntil(b"\r\n\r\n")
                     self.requests.append(request.decode())
                     if self.act is None:
-                        writer.write(self.answer)
+                        is_health = self.health and request.startswith(b"GET /health ")
+                        writer.write(self.health if is_health and self.health else self.answer)
                     else:
                         await self.act(writer)
         finally:

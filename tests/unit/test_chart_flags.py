@@ -98,14 +98,19 @@ def test_our_own_configuration_may_come_by_either_flag(tmp_path: Path) -> None:
         assert settings.discovery.kubernetes is None, "the file's source replaces the pool"
 
 
-def test_names_of_series_are_taken_and_labels_are_not() -> None:
+def test_series_are_taken_with_their_labels() -> None:
     settings, remarks = made(
         *("--pool-name", "llm", '--total-queued-requests-metric="sglang:num_queue_reqs"'),
         *("--kv-cache-usage-percentage-metric", "blocks{kv_cache_block_type=fraction}"),
         *("--lora-info-metric", "", "--model-server-metrics-path", "/prometheus/metrics"),
+        *("--total-running-requests-metric", "two words"),
     )
-    assert settings.scraping.series == {"waiting": "sglang:num_queue_reqs", "path": "/prometheus/metrics"}
-    assert any("without labels" in remark for remark in remarks)
+    assert settings.scraping.series == {
+        "waiting": "sglang:num_queue_reqs",
+        "kv_utilisation": "blocks{kv_cache_block_type=fraction}",
+        "path": "/prometheus/metrics",
+    }
+    assert any("running-requests-metric: 'two words' is no name" in remark for remark in remarks)
 
 
 def test_a_long_name_still_makes_a_key_of_its_own() -> None:

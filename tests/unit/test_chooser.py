@@ -102,17 +102,18 @@ def test_no_endpoint_is_preferred_for_fresh_figures_while_most_are_stale() -> No
     known.scraped(C, known=False)
     assert len(set(known.choose().values())) == 1
     # But one that is down is not one of the many
-    known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C, down=True), queue_depth=3)
-    known.scraped(A, waiting=0.0)
-    assert list(known.choose()) == [A, B]
+    down = (Endpoint("10.0.0.8:8000", down=True), Endpoint("10.0.0.9:8000", down=True))
+    known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), *down, queue_depth=3)
+    known.waiting(9.0, 0.0)
+    assert list(known.choose()) == [B, C, A]
 
 
-def test_the_shortest_queue_comes_first_and_an_unknown_one_last() -> None:
+def test_the_shortest_queue_comes_first_and_an_unknown_one_is_average() -> None:
     known = Knowledge(Endpoint(A), Endpoint(B), Endpoint(C), queue_depth=3)
     known.waiting(5.0, 1.0)
     found = known.choose()
-    assert next(iter(found)) == B
-    assert found[A] == found[C] == 0
+    assert list(found) == [B, C, A]
+    assert (found[C], found[A]) == (pytest.approx(0.375), 0)
     # the part of the load in flight is the script's: three quarters are left for the queue
     assert found[B] == pytest.approx(0.75)
 
@@ -196,7 +197,7 @@ async def test_late_routes_to_an_endpoint_that_has_left_are_forgotten() -> None:
 
 
 class Probed:
-    """Probes of endpoints: scrapes that fail as is said, or succeed."""
+    """Probes of endpoints: scrapes that fail as is said, find the endpoint `unready`, or succeed."""
 
     def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
         self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
@@ -208,10 +209,10 @@ class Probed:
     def probe(self, *results: str, address: str = A) -> list[tuple[str, str, bool]]:
         """All marks so far, after probes with these results; "" is a success."""
         for result in results:
-            if result:
+            if result and result != "unready":
                 self.probes.scrape_failed(address, result, 0.1)
             else:
-                self.probes.scraped(address, 0.1)
+                self.probes.scraped(address, 0.1, EndpointMetrics(0, unready=result or None))
         return self.store.marks
 
 
@@ -225,11 +226,13 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_down_until_three_probe
     probed.publish(A, of=(A,))
     assert probed.probe("", "", "page", "", "") == down
     assert probed.probe("") == [*down, (A, "down", False)]
+    # So does one that answers that it takes no requests, which each such answer confirms.
+    assert probed.probe("", "", "unready", "", "", "unready")[2:] == down * 2
     # All is passed on to the meter.
     probed.probes.scrape_published(1, 0.1)
     probed.probes.scrape_unpublished(1)
     probed.probes.scrape_ages(1, {})
-    assert probed.meter.scraped.call_count == 6
+    assert probed.meter.scraped.call_count == 12
     passed = [call[0] for call in probed.meter.method_calls[-3:]]
     assert passed == ["scrape_published", "scrape_unpublished", "scrape_ages"]
 

@@ -35,7 +35,7 @@ workloads: {wait_weight: 0.4, criticality_weight: 0.4, rate_weight: 0.2, wait_ca
             rate_window: 60s, ema_alpha: 0.2, idle_after: 5m, wait_signal: request}
 scheduling: {scorers: [{name: queue-depth, weight: 2}, {name: kv-cache, weight: 2},
                        {name: lora-affinity, weight: 3}], fallbacks: 2}
-scraping: {interval: auto, stale_after: auto, engine: vllm}
+scraping: {interval: auto, stale_after: auto, engine: auto}
 """
 
 

@@ -18,6 +18,7 @@ from picker_fleet.admin.documents import MAX_METRICS_READS, METRICS_INTERVAL_S, 
 from picker_fleet.admin.protection import Refused
 from picker_fleet.admission.shared_gate import ServiceMeter
 from picker_fleet.bands import NAMED, Band, Bands
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.request import Completion, Outcome
 from picker_fleet.telemetry.metrics import OTHER, Metrics, MetricsPage
 
@@ -228,7 +229,7 @@ def filled(models: int, statuses: int = 1) -> Metrics:
             metrics.waited(name, 0.1, success, f"variant-{number}")
         for status in range(200, 200 + statuses):
             metrics.completed(ENDED._replace(status=status), name)
-        metrics.scraped(f"10.{number >> 8}.{number & 255}.1:80", 0.01)
+        metrics.scraped(f"10.{number >> 8}.{number & 255}.1:80", 0.01, EndpointMetrics(0))
     return metrics
 
 

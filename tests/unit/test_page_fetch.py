@@ -194,8 +194,8 @@ def endpoint(**labels: str) -> Endpoint:
 def test_labels_of_an_endpoint_say_where_its_page_is(
     labels: dict[str, str], settings: dict[str, Any], expected: tuple[str, str, str]
 ) -> None:
-    place = place_of(endpoint(**labels), ENGINES["vllm"], Scraping(**settings))
-    assert (place.page_address, place.page_scheme, place.page_path) == expected
+    place = place_of(endpoint(**labels), (ENGINES["vllm"],), Scraping(**settings))
+    assert (place.page_address, place.page_scheme, *place.page_paths) == expected
     assert place.address == "[fd00::1]:8000"
 
 

@@ -85,7 +85,7 @@ SENTENCES = [
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),
     ("picking",
      f"each endpoint is probed every {scraper.PROBE_S:g} s, and every {scraper.REST_PROBE_S:g} s at rest"),
-    ("picking", f"A page has at most {endpoint_page.MAX_PAGE_BYTES // 1024} KiB"),
+    ("picking", f"a bound of work ({endpoint_page._MOST_WORK // 2**20} MiB"),
     ("picking", f"blocks of {history.BLOCK_BYTES} bytes, the first {history.MAX_PROMPT_BYTES // 1024} KB"),
     ("picking",
      f"{spaced(history.BLOCKS_PER_ENDPOINT)} blocks an endpoint, {spaced(history.MAX_BLOCKS)} in all"),

@@ -36,12 +36,12 @@ SEVERAL = PickRequest(prefix_blocks=8, prefix_matches={"10.0.0.0:80": 8, "10.0.0
         for scorer, signal in FEWEST.items()
         for figures, expected in (((0, 5, 10), [1.0, 0.5, 0.0]), ((7, 7), [1.0, 1.0]), ((3,), [1.0]))
     },
-    "an unknown queue is the fullest": ("queue-depth", PLAIN, row("waiting", 0, None, 10), [1.0, 0.0, 0.0]),
-    "even behind one alone": ("queue-depth", PLAIN, row("waiting", 4, None), [1.0, 0.0]),
+    "an unknown queue is average": ("queue-depth", PLAIN, row("waiting", 0, None, 10, 10), [1, 1 / 3, 0, 0]),
+    "even beside one alone": ("queue-depth", PLAIN, row("waiting", 4, None), [1.0, 1.0]),
     "of unknown queues all are": ("queue-depth", PLAIN, row("waiting", None, None), [0.0, 0.0]),
-    "no number is unknown": ("queue-depth", PLAIN, row("waiting", 2, NAN, 4), [1.0, 0.0, 0.0]),
+    "no number is unknown": ("queue-depth", PLAIN, row("waiting", 2, NAN, 4), [1.0, 0.5, 0.0]),
     "free KV cache": ("kv-cache", PLAIN, row("kv_utilisation", 0.0, 0.25, 1.0, None, 1.5, -0.1),
-                      [1.0, 0.75, 0.0, 0.0, 0.0, 1.0]),
+                      [1.0, 0.75, 0.0, 0.55, 0.0, 1.0]),
     "the part of the prompt served before": (
         "prefix-affinity", SEVERAL, row("waiting", 0, 0, 0), [1.0, 0.25, 0.0]),
     "no prompt": ("prefix-affinity", PLAIN, row("waiting", 0), [0.0]),
@@ -81,9 +81,14 @@ def test_latency_explores_what_has_no_statistics_first_but_not_with_everything()
 
 
 def test_a_stale_endpoint_is_unknown_to_every_scorer() -> None:
-    stale, fresh = at(A, active="a", slots=9, running=0, stale=True), at(B, 9, 0.9, running=9)
+    stale = at(A, active="a", slots=9, running=0, stale=True)
+    busy, idle = at(B, 9, 0.9, running=9, slots=None), at(C, 1, 0.1, active="a", running=1)
     for scorer in ("queue-depth", "running-requests", "kv-cache", "lora-affinity"):
-        assert SCORERS[scorer](PickRequest(adapter="a"), [stale, fresh])[0] == 0.0
+        scores = SCORERS[scorer](PickRequest(adapter="a"), [stale, busy, idle])
+        assert scores[0] == pytest.approx(0.5)
+        assert scores[1] < scores[0] < scores[2]
+    # That it has the adapter is not known: one that has it comes first.
+    assert SCORERS["lora-affinity"](PickRequest(adapter="a"), [stale, idle]) == [0.8, 1.0]
 
 
 def test_lora_affinity_prefers_running_then_free_then_waiting() -> None:
@@ -135,7 +140,6 @@ ZONE_B = PickRequest(selector={"zone": "b"})
 
 # tests/fleet/picking_table.py has the order by load, adapters, subsets and labels.
 @cases("pick, endpoints, expected", {
-    "unknown behind loaded": (PLAIN, [at(A, None, None), at(B, 50, 0.99)], B),
     "a free slot and much less KV over the adapter": (
         SUMMARISE, [at(A, 2, 0.1, active="foo"), at(B, 2, 0.8, active="sum", slots=8)], A),
     "adapter affinity over KV where only it and a slot can serve": (

@@ -1,54 +1,91 @@
-"""Metrics pages: what is read of one."""
+"""What a metrics page tells, whole or damaged, of a known engine or of one that it shows."""
 
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 from tables import cases
 
 from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import BadPage
+from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.readings import EndpointMetrics
-from picker_fleet.errors import ConfigError
-from picker_fleet.sections import ENGINES, SGLANG, TENSORRT_LLM, VLLM, Engine, engine_of
+from picker_fleet.sections import ENGINES, Engine, Scraping
 
-DATA = Path(__file__).parents[1] / "data"
+PAGES = Path(__file__).parents[1] / "data" / "pages"
 SIMPLE = Engine("simple", waiting=("queue",), running=("run",), kv_utilisation=("kv",), adapters=("lora",))
+ALL = Scraping().engines()
+PART = 32 * 1024
 
 
-def read(text: str, engine: Engine = SIMPLE) -> EndpointMetrics:
-    return metrics_page.read(text.encode(), engine, scraped_ms=5)
+def fed(text: bytes, engines: Sequence[Engine] = (SIMPLE,), part: int = PART) -> PageReader:
+    """A reader that has read `text` in parts."""
+    reader = PageReader(engines)
+    for at in range(0, len(text), part):
+        if not reader.feed(text[at : at + part]):
+            break
+    return reader
 
 
-ADAPTERS = (4, frozenset({"sql-lora", "chat-lora"}), frozenset({"code-lora"}))
+def read(text: str, *engines: Engine) -> EndpointMetrics:
+    return fed(text.encode(), engines or (SIMPLE,)).result(scraped_ms=5)
+
+
+def adapters(most: int | None, active: str = "", waiting: str = "") -> dict[str, Any]:
+    names = {"active_adapters": active, "waiting_adapters": waiting}
+    return {"max_adapters": most, **{key: frozenset(text.split()) for key, text in names.items()}}
 
 
 @cases("file, engine, expected", {
-    "vLLM": ("vllm.prom", VLLM, EndpointMetrics(5, 7.0, 23.0, 0.6171875, *ADAPTERS)),
-    "an older vLLM": ("vllm-older.prom", VLLM, EndpointMetrics(5, 2.0, 8.0, 0.31254)),
-    "SGLang": ("sglang.prom", SGLANG, EndpointMetrics(5, 2826.0, 162.0, 0.28)),
-    "TensorRT-LLM": ("tensorrt-llm.prom", TENSORRT_LLM, EndpointMetrics(5, 1.0, 6.0, 0.1953125)),
+    file: (file, engine, EndpointMetrics(5, waiting, running, share, **more))
+    for file, engine, waiting, running, share, more in (
+        ("vllm-0.6", "vllm", 2.0, 8.0, 0.31254, {}),
+        ("vllm-0.9-api-servers", "vllm", 2.0, 5.0, 0.1875, {}),
+        ("vllm-0.10-lora", "vllm", 7.0, 23.0, 0.6171875, adapters(4, "sql-lora chat-lora", "code-lora")),
+        ("vllm-0.29-two-engines", "vllm", 7.0, 23.0, 0.4375,
+         adapters(4, "sql-lora chat-lora code-lora", "poet-lora")),
+        ("vllm-0.29-asleep", "vllm", 0.0, 0.0, 0.0, {"unready": "asleep"}),
+        ("sglang-priority", "sglang", 2826.0, 162.0, 0.28, {}),
+        ("sglang-tp8", "sglang", 5.0, 12.0, 0.41, {}),
+        ("sglang-dp2-tp2", "sglang", 4.0, 8.0, 0.5, {}),
+        ("tensorrt-llm", "tensorrt-llm", 1.0, 6.0, 0.1953125, {}),
+        ("triton-tensorrt-llm", "triton-tensorrt-llm", 4.0, 7.0, 0.3125, {}),
+        ("triton", "triton", 7.0, None, None, {}),
+        ("tgi", "tgi", 9.0, 17.0, None, {}),
+        ("llama.cpp-b4000", "llama.cpp", 46.0, 4.0, 0.625, {}),
+        ("llama.cpp-b6500", "llama.cpp", 46.0, 4.0, None, {}),
+    )
 })  # fmt: skip
-def test_the_page_of_an_engine_says_what_it_means(
-    file: str, engine: Engine, expected: EndpointMetrics
-) -> None:
-    assert metrics_page.read((DATA / file).read_bytes(), engine, scraped_ms=5) == expected
+def test_a_page_tells_its_engine_and_what_it_means(file: str, engine: str, expected: EndpointMetrics) -> None:
+    text = (PAGES / f"{file}.prom").read_bytes()
+    for engines in (ALL, (ENGINES[engine],)):
+        for part in (PART, 101):
+            reader = fed(text, engines, part)
+            assert reader.result(scraped_ms=5) == expected
+            assert reader.engine is not None
+            assert reader.engine.name == engine
 
 
 THREE = [
     "queue 3\n", "queue\t3\n", "  queue 3  \n", "queue 3 1700000000000\n", "queue 3\r\n", "queue{} 3\n",
     'queue{a="b"}3\n', 'queue {a="b" , c = "d",} 3\n', 'queue{a="}"} 3\n', 'queue{a="\\"} 9"} 3\n',
     'queue{a="queue 9"} 3\n', "queue 3\nqueue_length 9\nmy_queue 9\nqueue:x 9\n",
-    "# HELP queue 9\n# TYPE queue gauge\nqueue 3\n",
+    "# HELP queue 9\n# TYPE queue gauge\nqueue 3\n", 'queue 3 # {trace_id="a"} 9 1.5\n',
+    'queue 3 17 # {trace_id="a"} 9\n',
 ]  # fmt: skip
 OTHERS = {
     "queue 1.5e+02\n": 150.0,
     'queue{a="1"} 3\nqueue{a="2"} 4\n': 7.0,
     'queue{a="1",b="2"} 3\nqueue{b="2",a="1"} 4\n': 4.0,
     'queue{a="1"} NaN\nqueue{a="2"} 4\n': 4.0,
+    'queue{tp_rank="0"} 3\nqueue{tp_rank="1"} 4\n': 4.0,
+    'queue{dp_rank="0",tp_rank="0"} 3\nqueue{dp_rank="1",tp_rank="1"} 4\n': 7.0,
 }
 UNKNOWN = ["queue NaN\nrun 1\n", "queue +Inf\nrun 1\n", "queue -1\nrun 1\n", "run 1\nqueue 3", "run 1\n"]
 
@@ -57,7 +94,8 @@ UNKNOWN = ["queue NaN\nrun 1\n", "queue +Inf\nrun 1\n", "queue -1\nrun 1\n", "ru
     ("text", "waiting"), (dict.fromkeys(THREE, 3.0) | OTHERS | dict.fromkeys(UNKNOWN)).items()
 )
 def test_a_line_is_read_by_the_rules_of_the_format(text: str, waiting: float | None) -> None:
-    assert read(text).waiting == waiting
+    metrics = read(text)
+    assert (metrics.waiting, metrics.remark) == (waiting, None)
 
 
 @cases("text, share", {
@@ -71,43 +109,82 @@ def test_utilisation_is_the_highest_share(text: str, share: float | None) -> Non
     assert read(text).kv_utilisation == share
 
 
-def test_a_line_that_names_a_series_without_end_is_read_once() -> None:
-    comment = "# " + "queue " * 350_000
-    assert read(f"{comment}\nqueue 3\n").waiting == 3
+@cases("bad, said", {
+    "a word": ("queue three\n", "queue has the value b'three'"),
+    "an underscore": ("queue 1_000\n", "value b'1_000'"),
+    "no value": ("queue\n", "queue is followed by b''"),
+    "an open quote": ('queue{a="b} 3\n', "followed by"),
+    "too many words": ("queue 3 and more\n", "followed by"),
+    "labels without values": ("queue{a} 3\n", "no name=value pairs"),
+    "values without quotes": ("queue{a=b} 3\n", "no name=value pairs"),
+    "a long line": ('queue{a="' + "b" * 300_000 + '"} 1\n', "a line of more than 262144 bytes begins with"),
+})  # fmt: skip
+def test_a_bad_line_is_named_and_costs_no_other_figure(bad: str, said: str) -> None:
+    text = f'run 1\n{bad}queue{{a="1"}} 2\nkv 0.5\n'
+    metrics = read(text)
+    assert (metrics.waiting, metrics.running, metrics.kv_utilisation) == (2.0, 1.0, 0.5)
+    assert said in (metrics.remark or "")
+    with pytest.raises(BadPage, match=re.escape(said)):
+        read(bad)
 
 
-def test_the_latest_adapters_count_and_names_are_unescaped() -> None:
-    text = (
-        'run 1\nlora{max_lora="2",running_lora_adapters="old",waiting_lora_adapters=""} 1\n'
-        'lora{running_lora_adapters="a, b\\"c\\\\d",max_lora="2",waiting_lora_adapters="e"} 3.5e9\n'
-        'lora{max_lora="2",running_lora_adapters="older",waiting_lora_adapters=""} NaN\n'
+@pytest.mark.parametrize("text", ["", "<html>not here</html>\n"])
+def test_a_page_without_any_figure_is_refused(text: str) -> None:
+    with pytest.raises(BadPage, match="none of the series of simple"):
+        read(text)
+
+
+def test_of_many_faults_a_few_are_told() -> None:
+    told = ["queue has the value b'x'"] * 3 + ["97 more"]
+    assert read("run 1\n" + "queue x\n" * 100).remark == "; ".join(told)
+
+
+def test_a_page_of_any_length_is_read_in_steps_and_its_work_is_bounded() -> None:
+    noise = b"".join(b'other_bucket{le="%d"} 1\n' % at for at in range(2000))
+    long = b'queue{engine="0"} 3\n' + noise * 80 + b'run 2\nqueue{engine="1"} 4\n'
+    assert len(long) > 3_000_000
+    reader = fed(long)
+    assert reader.result(5) == EndpointMetrics(5, 7.0, 2.0)
+    # Without end: the figures that came are good, except one of which more may come.
+    endless = b'run 2\nqueue{engine="0"} 3\n' + noise
+    reader = PageReader((SIMPLE,))
+    assert any(not reader.feed(endless if at == 0 else noise) for at in range(2000))
+    metrics = reader.result(5)
+    assert (metrics.running, metrics.waiting) == (2.0, 3.0)
+    assert "its rest is left out" in (metrics.remark or "")
+    reader = PageReader((SIMPLE,))
+    assert not all(
+        reader.feed(b"run 2\n" + b"".join(b'queue{a="%d"} 1\n' % (at * 500 + n) for n in range(500)))
+        for at in range(1000)
     )
-    adapters = (2, frozenset({"a", 'b"c\\d'}), frozenset({"e"}))
-    assert read(text) == EndpointMetrics(5, None, 1.0, None, *adapters)
+    assert (reader.result(5).running, reader.result(5).waiting) == (2.0, None)
+
+
+def lora(running: str, waiting: str, value: float, **labels: str) -> str:
+    named = {**labels, "max_lora": "4", "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+    return "lora{" + ",".join(f'{key}="{text}"' for key, text in named.items()) + f"}} {value}\n"
+
+
+@cases("lines, active, waiting", {
+    "the latest, in any order": (lora("x", "", 1) + lora("a", "b", 9) + lora("y", "", 0.5), "a", "b"),
+    "of each engine the latest": (
+        lora("a", "", 5, engine="0") + lora("x", "", 1, engine="1") + lora("b", "", 4, engine="1"), "a b", ""
+    ),
+    "running and waiting: once": (lora("a,b", "b,c", 1), "a b", "c"),
+    "a value that is no time": (lora("a", "", 1) + lora("b", "", math.nan), "a", ""),
+    "escapes": (lora('a, b\\"c\\\\d', "", 1), 'a b"c\\d', ""),
+    "more label sets than there are names": (
+        "".join(lora(f"a{at}", "", at) for at in range(1001)), "a1000", ""
+    ),
+})  # fmt: skip
+def test_the_adapters_of_all_engines_count(lines: str, active: str, waiting: str) -> None:
+    assert read(f"run 1\nqueue 2\n{lines}") == EndpointMetrics(5, 2.0, 1.0, **adapters(4, active, waiting))
 
 
 @pytest.mark.parametrize("limit", ["", "many", "-1", "²", "9" * 5000])
 def test_a_limit_of_adapters_that_is_no_number_is_unknown(limit: str) -> None:
     metrics = read(f'run 1\nlora{{max_lora="{limit}",running_lora_adapters="a"}} 1\n')
     assert (metrics.max_adapters, metrics.active_adapters) == (None, {"a"})
-
-
-@cases("text, said", {
-    "nothing": ("", "none of the series of simple"),
-    "another page": ("<html>not here</html>\n", "none of the series"),
-    "a word": ("queue three\n", "value b'three'"),
-    "an underscore": ("queue 1_000\n", "value b'1_000'"),
-    "no value": ("queue\n", "followed by b''"),
-    "an open quote": ('queue{a="b} 3\n', "followed by"),
-    "too many words": ("queue 3 and more\n", "followed by"),
-    "labels without values": ("queue{a} 3\nqueue{b} 4\n", "no name=value pairs"),
-    "values without quotes": ("queue{a=b} 3\nqueue 4\n", "no name=value pairs"),
-    "many series": ("queue 1\n" * 1001, "queue has more than 1000 series"),
-    "a long line": ('queue{a="' + "b" * 70_000 + '"} 1\n', "queue has a line of more than 65536 bytes"),
-})  # fmt: skip
-def test_a_page_that_cannot_be_believed_is_refused_with_a_reason(text: str, said: str) -> None:
-    with pytest.raises(BadPage, match=said):
-        read(text)
 
 
 NAMES = ("queue", "queue_x", "queue:", "run", "kv", "prequeue")
@@ -147,31 +224,63 @@ def test_wanted_series_are_read_as_a_full_parser_reads_them(page_lines: list[str
         for sample in family.samples
         if sample.name in wanted
     ]
+    faults: list[str] = []
     found = [
-        repr((name, sample.labels(), sample.value))
+        repr((name, sample.labels, sample.value))
         for name in wanted
-        for sample in metrics_page.samples(text.encode(), name.encode())
+        for sample in metrics_page.samples(text.encode(), name.encode(), faults.append)
     ]
     assert sorted(found) == sorted(expected)
+    assert not faults
 
 
-def test_an_engine_is_known_by_name_or_a_matter_of_configuration() -> None:
-    assert {engine_of(name).waiting for name in ENGINES} == {engine.waiting for engine in ENGINES.values()}
-    engine = engine_of("mine", {"waiting": "my_queue", "kv_utilisation": "my:kv", "path": "/stats"})
-    assert engine.path == "/stats"
-    assert read("my_queue 4\nmy:kv 0.25\n", engine) == EndpointMetrics(5, waiting=4.0, kv_utilisation=0.25)
-    # Names replace those of a known engine one by one.
-    engine = engine_of("vllm", {"waiting": "vllm:other"})
-    assert (engine.waiting, engine.running, engine.path) == (("vllm:other",), VLLM.running, VLLM.path)
+TRTLLM = {"llm-d.ai/engine-type": "trtllm-serve"}
+SGLANG = {"inference.networking.k8s.io/engine-type": "SGLang"}
 
 
-@cases("names, said", {
-    "an unknown name": ({}, "'tgi' is not one of vllm, sglang, tensorrt-llm"),
-    "an unknown key": ({"queue": "x"}, "'queue' of engine 'tgi' is not one of waiting, running"),
-    "a series with a blank": ({"waiting": "a b"}, "'a b' of engine 'tgi' is no name"),
-    **{f"a series {name!r}": ({"waiting": name}, "no name") for name in ("", "9a")},
-    **{f"a path {path!r}": ({"path": path}, "no path") for path in ("metrics", "/a b", "/a\r\nX: y")},
+@cases("settings, labels, engines", {
+    "found from the page": ({}, {}, list(ENGINES)),
+    "a label": ({}, TRTLLM, ["tensorrt-llm"]),
+    "another label": ({}, SGLANG, ["sglang"]),
+    "a label of one's own, before others": ({"engine_label": "e"}, TRTLLM | {"e": "vllm"}, ["vllm"]),
+    "a label that names none": ({}, {"llm-d.ai/engine-type": "acme"}, list(ENGINES)),
+    "a configured engine": ({"engine": "sglang"}, {}, ["sglang"]),
+    "a label before the configured engine": ({"engine": "sglang"}, TRTLLM, ["tensorrt-llm"]),
+    "series of one's own": ({"engine": "acme", "series": {"waiting": "q"}}, {}, ["acme"]),
+    "series besides those that are known": ({"series": {"waiting": "q"}}, {}, [*ENGINES, "series"]),
 })  # fmt: skip
-def test_what_cannot_be_an_engine_is_a_configuration_error(names: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        engine_of("tgi", names)
+def test_an_engine_is_known_by_label_by_configuration_or_from_the_page(
+    settings: dict[str, Any], labels: dict[str, str], engines: list[str]
+) -> None:
+    scraping = Scraping(**settings)
+    assert [each.name for each in scraping.engines(scraping.engine_named(labels))] == engines
+
+
+def test_configured_series_replace_those_of_a_configured_engine_and_go_before_those_found() -> None:
+    own = {"waiting": 'q{kind="waiting"}', "path": "/stats"}
+    (engine,) = Scraping(engine="vllm", series=own).engines()
+    assert (engine.waiting, engine.path) == ((own["waiting"],), "/stats")
+    assert engine.running == ENGINES["vllm"].running
+    text = 'q{kind="all"} 531\nq{kind="waiting"} 4\nsglang:num_queue_reqs 7\nsglang:num_running_reqs 2\n'
+    metrics = read(text, *Scraping(series=own).engines())
+    assert (metrics.waiting, metrics.running) == (4.0, 2.0)
+
+
+def test_how_series_are_one_figure_is_a_setting() -> None:
+    text = 'queue{shard="0",tp_rank="0"} 3\nqueue{shard="1",tp_rank="1"} 4\n'
+    for aggregation, waiting in (({}, 7.0), ({"shard": "same"}, 4.0), ({"tp_rank": "sum"}, 7.0)):
+        settings = Scraping(engine="x", series={"waiting": "queue"}, aggregation=aggregation)
+        assert read(text, *settings.engines()).waiting == waiting
+
+
+@cases("settings, said", {
+    "an unknown name": ({"engine": "acme"}, "'acme' is not one of auto, vllm, sglang, tensorrt-llm"),
+    "an unknown key": ({"series": {"queue": "x"}}, "'queue' is not one of waiting, running"),
+    "a series with a blank": ({"series": {"waiting": "a b"}}, "'a b' is no name"),
+    "a selector without a value": ({"series": {"waiting": "a{b}"}}, "selects by no label=value pairs"),
+    **{f"a series {name!r}": ({"series": {"waiting": name}}, "no name") for name in ("", "9a")},
+    **{f"a path {at!r}": ({"series": {"path": at}}, "no path") for at in ("metrics", "/a b", "/a\r\nX: y")},
+})  # fmt: skip
+def test_what_cannot_be_an_engine_is_a_configuration_error(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Scraping(**settings)

@@ -27,7 +27,8 @@ NAMES = st.frozensets(st.text(st.characters(codec="utf-8"), max_size=10), max_si
 FIGURES = st.builds(
     EndpointMetrics, scraped_ms=st.integers(0, 2**40), waiting=AMOUNTS, running=AMOUNTS,
     kv_utilisation=st.none() | st.floats(0, 1), max_adapters=st.none() | st.integers(0, 10_000),
-    active_adapters=NAMES, waiting_adapters=NAMES,
+    active_adapters=NAMES, waiting_adapters=NAMES, idle_adapters=NAMES,
+    remark=st.none() | st.text(st.characters(codec="utf-8")), unready=st.sampled_from((None, "asleep")),
 )  # fmt: skip
 
 

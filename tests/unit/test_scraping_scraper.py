@@ -17,7 +17,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.endpoints.scraper import IntervalPolicy, Scraper, pause_s
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import METRICS_PORT, Endpoint
-from picker_fleet.sections import VLLM
+from picker_fleet.sections import Scraping
 
 INTERVAL_S = 0.02
 
@@ -31,6 +31,7 @@ class Bench:
         self.newest: dict[str, EndpointMetrics] = {}
         self.worked: Counter[str] = Counter()
         self.probed_at: Counter[str] = Counter()
+        self.unready: Counter[str] = Counter()  # of both, those that found the server unready
         self.failed: Counter[tuple[str, str]] = Counter()
         self.refused = self.refusals = 0  # readings, and batches
         self.refusing = False
@@ -41,11 +42,13 @@ class Bench:
         self.batches.append(batch)
         self.newest.update(batch)
 
-    def scraped(self, address: str, seconds: float) -> None:
+    def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         self.worked[address] += 1
+        self.unready[address] += bool(reading.unready)
 
-    def probed(self, address: str) -> None:
+    def probed(self, address: str, status: int, ready: bool) -> None:
         self.probed_at[address] += 1
+        self.unready[address] += not ready
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self.failed[address, kind] += 1
@@ -62,7 +65,12 @@ class Bench:
 
     @asynccontextmanager
     async def scraping(
-        self, addresses: Iterable[str] | None = None, *, publish_s: float = INTERVAL_S, **more: Any
+        self,
+        addresses: Iterable[str] | None = None,
+        *,
+        publish_s: float = INTERVAL_S,
+        engine: str = "vllm",
+        **more: Any,
     ) -> AsyncIterator[Scraper]:
         """A scraper of `addresses`, by default of the first server; `more` are its parameters."""
         defaults = {
@@ -70,7 +78,11 @@ class Bench:
             "deadline_s": 20, "late_s": 0.5,
         }  # fmt: skip
         scraper = Scraper(
-            VLLM, publish=self.publish, publish_s=lambda: publish_s, meter=self, **(defaults | more)
+            Scraping(engine=engine),
+            publish=self.publish,
+            publish_s=lambda: publish_s,
+            meter=self,
+            **(defaults | more),
         )
         scraper.set_targets(map(Endpoint, [self.server.address] if addresses is None else addresses))
         async with running(scraper.run()):
@@ -358,3 +370,101 @@ def test_the_pause_after_failures_doubles_up_to_five_seconds(failures: int, expe
 
 def test_the_pause_after_failures_varies() -> None:
     assert pause_s(1, 0.1, 1.0) == pytest.approx(0.15)
+
+
+def at_paths(server: PageServer, **answers: str) -> None:
+    """Let `server` answer at these paths only; the first word of an answer may be a status."""
+    found = {path: text.partition(" ") for path, text in answers.items()}
+
+    async def act(writer: asyncio.StreamWriter) -> None:
+        path = server.requests[-1].split()[1].strip("/").replace("/", "_").replace(".", "_")
+        status, _, text = found.get(path, ("404", "", ""))
+        writer.write(answered(text.encode(), status=f"{status} X"))
+
+    server.act = act
+
+
+VLLM_LINES = "200 vllm:num_requests_waiting 3\nvllm:num_requests_running 2\n"
+AWAKE, ASLEEP = (f'vllm:engine_sleep_state{{sleep_state="awake"}} {value}\n' for value in (1, 0))
+
+
+async def test_each_engine_of_a_pool_is_found_from_its_page_or_its_label(bench: Bench) -> None:
+    found, labelled, changing = bench.servers
+    at_paths(
+        found, metrics="200 []\n", prometheus_metrics="200 trtllm_num_requests_waiting 7\n", health="200"
+    )
+    at_paths(labelled, metrics="200 sglang:num_queue_reqs 5\nvllm:num_requests_waiting 1\n", ping="200")
+    at_paths(changing, metrics=VLLM_LINES, health="200")
+    async with bench.scraping([], engine="auto") as scraper:
+        scraper.set_targets(
+            [
+                Endpoint(found.address),
+                Endpoint(labelled.address, labels={"llm-d.ai/engine-type": "sglang"}),
+                Endpoint(changing.address, labels={"llm-d.ai/engine-type": "no such engine"}),
+            ]
+        )
+        await until(lambda: len(bench.newest) == 3)
+        waiting = [bench.newest[server.address].waiting for server in bench.servers]
+        assert (waiting, bench.failed) == ([7.0, 5.0, 3.0], {})
+        # Another engine comes in its place.
+        at_paths(changing, metrics="200 tgi_queue_size 9\n", health="200")
+        await until(lambda: bench.newest[changing.address].waiting == 9.0)
+
+
+@pytest.mark.parametrize(
+    ("unready", "why"),
+    [
+        ({"metrics": f"{VLLM_LINES}{ASLEEP}", "health": "200"}, "asleep"),
+        ({"metrics": VLLM_LINES, "health": "200", "is_sleeping": '200 {"is_sleeping": true}'}, "asleep"),
+        ({"metrics": VLLM_LINES, "health": "503"}, "GET /health answered 503"),
+    ],
+)
+async def test_an_engine_that_sleeps_or_refuses_is_unready_until_it_is_well(
+    bench: Bench, unready: dict[str, str], why: str
+) -> None:
+    server = bench.server
+    at_paths(server, **unready)
+    # The page is read seldom, and still the end of its sleep is noticed soon.
+    async with bench.scraping(pacing=IntervalPolicy(None, lambda: False)):
+        await until(lambda: server.address in bench.newest and bench.newest[server.address].unready == why)
+        await until(lambda: bench.unready[server.address] >= 2)
+        at_paths(server, **{"is_sleeping": '200 {"is_sleeping": false}', **unready, "health": "200"} | {
+            "metrics": f"{VLLM_LINES}{AWAKE}"})  # fmt: skip
+        await until(lambda: bench.newest[server.address].unready is None)
+        probes = bench.probed_at[server.address]
+        await until(lambda: bench.probed_at[server.address] > probes)
+        bench.unready.clear()
+        await until(lambda: bench.probed_at[server.address] > probes + 1)
+        assert not bench.unready.total()
+        assert not bench.failed
+
+
+async def test_an_idle_adapter_stays_loaded_until_others_need_its_slot_or_the_engine_has_it_no_more(
+    bench: Bench,
+) -> None:
+    server, models = bench.server, '200 {"data": [{"id": "base"}, {"id": "b"}, {"id": "d"}]}'
+
+    def runs(*names: str) -> str:
+        listed = ",".join(names)
+        info = f'max_lora="2",running_lora_adapters="{listed}",waiting_lora_adapters=""'
+        return f"{VLLM_LINES}{AWAKE}vllm:lora_requests_info{{{info}}} 1\n"
+
+    async def known(active: str, idle: str) -> None:
+        def is_known() -> bool:
+            reading = bench.newest.get(server.address)
+            return reading is not None and (reading.active_adapters, reading.idle_adapters) == (
+                frozenset(active), frozenset(idle)
+            )  # fmt: skip
+
+        await until(is_known)
+
+    async with bench.scraping():
+        for running, idle in (("ab", ""), ("", "ab"), ("c", "b"), ("bd", ""), ("", "bd"), ("e", "d")):
+            at_paths(server, metrics=runs(*running), health="200", v1_models="404")
+            await known(running, idle)
+    # One that takes over goes by what others have read.
+    bench.newest.clear()
+    last = EndpointMetrics(0, active_adapters=frozenset("c"), idle_adapters=frozenset("d"))
+    at_paths(server, metrics=runs(), health="200", v1_models=models)
+    async with bench.scraping(last_read=lambda address: last):
+        await known("", "d")

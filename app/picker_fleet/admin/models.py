@@ -231,14 +231,16 @@ class Endpoint(BaseModel):
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="as discovery gives them")
     status: Literal["ready", "draining", "drained", "down"] = Field(
-        description="`drained`: by an operator; `down`: connections fail"
+        description="`drained`: by an operator; `down`: connections fail, or `unready` says why"
     )
     in_flight: int = Field(description="requests placed there, fleet-wide")
     max_inflight: int | None = Field(None, description="its limit of requests in flight; null: none")
     waiting: float | None = Field(None, description="queued requests, from its metrics page")
     running: float | None = Field(None, description="running requests, from its metrics page")
     kv_utilisation: float | None = Field(None, description="from its metrics page, 0 to 1")
-    adapters: list[str] = Field(default_factory=list, description="LoRA adapters it has loaded")
+    adapters: list[str] = Field(
+        default_factory=list, description="LoRA adapters it has loaded, idle ones too"
+    )
     waiting_adapters: list[str] = Field(default_factory=list, description="adapters to be loaded")
     max_adapters: int | None = Field(None, description="how many LoRA adapters it can load at once")
     latency_mean_s: Rounded | None = Field(
@@ -247,6 +249,8 @@ class Endpoint(BaseModel):
     latency_std_s: Rounded | None = Field(None, description="their standard deviation")
     scraped_s_ago: float | None = Field(None, description="age of these figures; null: never scraped")
     scrape_fault: str | None = Field(None, description="why the last scrape failed")
+    scrape_remark: str | None = Field(None, description="what of its metrics page could not be read")
+    unready: str | None = Field(None, description="why it takes no requests although it answers")
 
 
 class Health(_Open):

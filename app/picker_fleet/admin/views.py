@@ -194,11 +194,13 @@ class FleetView:
                 "waiting": metrics.waiting,
                 "running": metrics.running,
                 "kv_utilisation": metrics.kv_utilisation,
-                "adapters": sorted(metrics.active_adapters),
+                "adapters": sorted(metrics.active_adapters | metrics.idle_adapters),
                 "waiting_adapters": sorted(metrics.waiting_adapters),
                 "max_adapters": metrics.max_adapters,
                 "scraped_s_ago": round(reading.age_s, 3),
                 "scrape_fault": metrics.fault,
+                "scrape_remark": metrics.remark,
+                "unready": metrics.unready,
             }
         if (latency := self._latencies.stats(endpoint.address)) is not None:
             figures |= {"latency_mean_s": latency.mean_s, "latency_std_s": latency.std_s}

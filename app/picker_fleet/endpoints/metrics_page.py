@@ -2,171 +2,258 @@
 
 A vLLM page has hundreds of lines, of which five are needed, ten times a second an endpoint. So the page is
 not parsed: the wanted names are searched for, and only the lines that they begin are read. On those lines the
-result is that of a full parser. Format: Prometheus' text exposition format 0.0.4.
+result is that of a full parser. Format: Prometheus' text exposition format 0.0.4; exemplars are passed over.
+
+A page is read as it comes, a part in a turn of the loop. Its length has no bound, the work for it has. A line
+that cannot be read costs its own figure and no other.
 """
 
-import itertools
 import math
 import re
 import string
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from picker_fleet.endpoints.readings import NONE, EndpointMetrics
 from picker_fleet.errors import PickerError
-from picker_fleet.sections import Engine
+from picker_fleet.sections import Aggregation, Engine, series_of
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')
 _SAMPLE = re.compile(
     # No part gives back what it took: a hostile line is refused in one pass.
     rb"(?:[ \t]*+\{(?P<labels>(?:[^\"{}\n]|\"(?:[^\"\\\n]|\\[^\n])*+\")*+)\}[ \t]*+|[ \t]++)"
-    rb"(?P<value>[^ \t\r\n]++)(?:[ \t]++[-+0-9.eE]++)?[ \t]*+\r?$"
+    rb"(?P<value>[^ \t\r\n]++)(?:[ \t]++[-+0-9.eE]++)?(?:[ \t]++#[ \t][^\n]*+|[ \t]*+\r?)$"
 )
 _ESCAPE = re.compile(r'\\([\\n"])')
 _ESCAPED = {"\\": "\\", "n": "\n", '"': '"'}
 _NAME_GOES_ON = frozenset(bytes((mark,)) for mark in (string.ascii_letters + string.digits + "_:").encode())
 _BLANK = b" \t"
-_MOST_SERIES = 1000  # of one name
-_MOST_MENTIONS = 4000  # of one name, where it begins no line or a longer name
-_MOST_LINE_BYTES = 64 * 1024
+_MOST_SERIES = 4000  # of a page's wanted names
+_MOST_LINE_BYTES = 256 * 1024
+_MOST_WORK = 32 * 1024 * 1024  # in bytes of a page
+_SAMPLE_WORK = 256  # reading a sample takes about as long as searching so many bytes
+_MOST_FAULTS = 3  # told of a page
 _MOST_DIGITS = 9
-MAX_PAGE_BYTES = 512 * 1024  # a vLLM page has 53 KB
 _OVERSHOOT = 1.05  # a share may pass 1 by rounding; what is far above is something else
+_ADAPTER_LABELS = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapters"})
+
+Labels = frozenset[tuple[str, str]]
 
 
 class BadPage(PickerError):
-    """A page that cannot be believed; the message says why in one line."""
+    """A page, or a line of one, that cannot be believed; the message says why in one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One line of the page: the text between its braces and its value, which may be NaN or infinite."""
+class Sample(NamedTuple):
+    """One line of a page; its value may be NaN or infinite."""
 
-    label_text: bytes
+    labels: dict[str, str]
     value: float
 
-    def labels(self) -> dict[str, str]:
-        """Label values with escapes resolved.
 
-        Raises:
-            BadPage: not `name="value"` pairs.
-        """
-        found: dict[str, str] = {}
-        at, text = 0, self.label_text.strip(_BLANK)
-        while at < len(text):
-            match = _LABEL.match(text, at)
-            if match is None:
-                raise BadPage(f"labels {text[:60]!r} are no name=value pairs")
-            value = match[2].decode("utf-8", "replace")
-            if "\\" in value:
-                value = _ESCAPE.sub(lambda escape: _ESCAPED[escape[1]], value)
-            found[match[1].decode()] = value
-            at = match.end()
-        return found
+def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[Sample]:
+    """Every sample of the series `name` in `lines`, each of which has its end. `bad` is told of a line that
+    begins with `name` and is no sample."""
+    after = 0
+    while (start := lines.find(name, after)) >= 0:
+        begin, after = start + len(name), lines.find(b"\n", start)
+        line_start = lines.rfind(b"\n", 0, start) + 1
+        if lines[begin : begin + 1] in _NAME_GOES_ON or lines[line_start:start].strip(_BLANK):
+            continue  # a line that begins otherwise is no sample of it, however often it names it
+        try:
+            yield _sample(lines[begin:after])
+        except BadPage as fault:
+            bad(f"{name.decode()} {fault}")
 
 
-def read(page: bytes, engine: Engine, scraped_ms: int) -> EndpointMetrics:
-    """What `page` says in the names of `engine`. Several series of a name: counts add up, utilisation is the
-    highest. A last line without its line feed is cut off and does not count.
-
-    Raises:
-        BadPage: a wanted line is malformed, or there is none of them at all.
-    """
-    waiting = _samples(page, engine.waiting)
-    running = _samples(page, engine.running)
-    utilisation = _samples(page, engine.kv_utilisation)
-    adapters = _samples(page, engine.adapters)
-    if not (waiting or running or utilisation):
-        raise BadPage(f"the page has none of the series of {engine.name}")
-    max_adapters, active, queued = _adapters(adapters)
-    return EndpointMetrics(
-        scraped_ms=scraped_ms,
-        waiting=_sum(waiting, engine.part_label),
-        running=_sum(running, engine.part_label),
-        kv_utilisation=_highest(utilisation),
-        max_adapters=max_adapters,
-        active_adapters=active,
-        waiting_adapters=queued,
-    )
-
-
-def samples(page: bytes, name: bytes) -> Iterator[Sample]:
-    """Every sample of the series `name`, in the page's order.
-
-    Raises:
-        BadPage: a line that begins with `name` is no sample, or the page names it without end.
-    """
-    after = mentions = 0
-    while (start := page.find(name, after)) >= 0:
-        mentions += 1
-        if mentions > _MOST_MENTIONS:
-            raise BadPage(f"{name.decode()} is mentioned more than {_MOST_MENTIONS} times")
-        after = start + len(name)
-        line_start = page.rfind(b"\n", 0, start) + 1
-        line_end = page.find(b"\n", after)
-        if line_end < 0:
-            return
-        if page[after : after + 1] in _NAME_GOES_ON or page[line_start:start].strip(_BLANK):
-            after = line_end  # a line that begins otherwise is no sample of it, however often it names it
-            continue
-        if line_end - after > _MOST_LINE_BYTES:
-            raise BadPage(f"{name.decode()} has a line of more than {_MOST_LINE_BYTES} bytes")
-        line = page[after:line_end]
-        match = _SAMPLE.match(line)
-        if match is None:
-            raise BadPage(f"{name.decode()} is followed by {line[:60]!r}")
-        yield Sample(match["labels"] or b"", _value(name, match["value"]))
-        after = line_end
-
-
-def _samples(page: bytes, names: tuple[str, ...]) -> list[Sample]:
-    for name in names:
-        found = list(itertools.islice(samples(page, name.encode()), _MOST_SERIES + 1))
-        if len(found) > _MOST_SERIES:
-            raise BadPage(f"{name} has more than {_MOST_SERIES} series")
-        if found:
-            return found
-    return []
-
-
-def _value(name: bytes, text: bytes) -> float:
+def _sample(line: bytes) -> Sample:
+    """What stands behind the name. Raises BadPage."""
+    match = _SAMPLE.match(line)
+    if match is None:
+        raise BadPage(f"is followed by {line[:60]!r}")
+    text = match["value"]
     try:
         if b"_" in text:  # legal in Python's numbers only
             raise ValueError
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise BadPage(f"{name.decode()} has the value {text[:60]!r}") from None
+        raise BadPage(f"has the value {text[:60]!r}") from None
+    return Sample(_labels((match["labels"] or b"").strip(_BLANK)), value)
 
 
-def _sum(found: list[Sample], part_label: str | None) -> float | None:
-    """The total of the known values, None if there is none. Of equal series the last counts."""
-    if len(found) > 1:
-        by_labels = {frozenset((labels := one.labels()).items()): (one, labels) for one in found}
-        kept = [one for one, labels in by_labels.values() if not (part_label and labels.get(part_label))]
-        found = kept or [one for one, _ in by_labels.values()]
-    known = [one.value for one in found if 0 <= one.value < math.inf]
-    return sum(known) if known else None
+def _labels(text: bytes) -> dict[str, str]:
+    """Label values with escapes resolved. Raises BadPage."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        match = _LABEL.match(text, at)
+        if match is None:
+            raise BadPage(f"has labels {text[:60]!r}, which are no name=value pairs")
+        value = match[2].decode("utf-8", "replace")
+        if "\\" in value:
+            value = _ESCAPE.sub(lambda escape: _ESCAPED[escape[1]], value)
+        found[match[1].decode()] = value
+        at = match.end()
+    return found
 
 
-def _highest(found: list[Sample]) -> float | None:
+class PageReader:
+    """Reads one page, of one of `engines`, as it comes. `engine` is the one that `result` has found.
+
+    A sample that repeats another's labels takes its place. What cannot be read is left out and told in
+    `remark`. A last line without its line feed is cut off and does not count.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self.engine: Engine | None = None
+        self.tells_sleep = False  # the page says whether the engine sleeps
+        self.cpu_s = 0.0  # what reading it has taken
+        counts = {
+            series_of(text).name
+            for engine in engines
+            for text in (*engine.waiting, *engine.running, *engine.kv_utilisation, *engine.awake)
+        }
+        self._counts: dict[str, dict[Labels, float]] = {name: {} for name in counts}
+        # Of each label set without those of `_ADAPTER_LABELS` the sample with the highest value, which is a
+        # time: vLLM leaves old label sets on its page.
+        self._adapters: dict[str, dict[Labels, Sample]] = {
+            series_of(text).name: {} for engine in engines for text in engine.adapters
+        }
+        self._names = [(name, name.encode()) for name in (*self._counts, *self._adapters)]
+        self._rest = b""  # of a line whose end has not come
+        self._in_long_line = False
+        self._work = self._series = self._fault_count = 0
+        self._faults: list[str] = []
+
+    @property
+    def remark(self) -> str | None:
+        """What of the page could not be read; None: nothing."""
+        more = self._fault_count - len(self._faults)
+        return "; ".join((*self._faults, *([f"{more} more"] if more else []))) or None
+
+    def feed(self, part: bytes) -> bool:
+        """Read the next `part`. False: no more of the page is read."""
+        began_s = time.thread_time()
+        self._work += len(part)
+        if self._in_long_line:
+            _, ended, part = part.partition(b"\n")
+            self._in_long_line = not ended
+        end = part.rfind(b"\n") + 1
+        lines, self._rest = (self._rest + part[:end], part[end:]) if end else (b"", self._rest + part)
+        if len(self._rest) > _MOST_LINE_BYTES:
+            if any(self._rest.lstrip(_BLANK).startswith(name) for _, name in self._names):
+                self._bad(f"a line of more than {_MOST_LINE_BYTES} bytes begins with {self._rest[:60]!r}")
+            self._rest, self._in_long_line = b"", True
+        if lines:
+            self._read(lines)
+        self.cpu_s += time.thread_time() - began_s
+        if self._work <= _MOST_WORK and self._series <= _MOST_SERIES:
+            return True
+        self._bad("the page is too long: its rest is left out")
+        last = lines[lines.rfind(b"\n", 0, -1) + 1 :].lstrip(_BLANK)
+        for name, encoded in self._names:
+            if last.startswith(encoded) and last[len(encoded) : len(encoded) + 1] not in _NAME_GOES_ON:
+                # More of its samples may be in the rest.
+                self._counts.pop(name, None)
+                self._adapters.pop(name, None)
+        return False
+
+    def _read(self, lines: bytes) -> None:
+        for name, encoded in self._names:
+            counts, adapters = self._counts.get(name), self._adapters.get(name)
+            for sample in samples(lines, encoded, self._bad):
+                self._work += _SAMPLE_WORK
+                if counts is not None:
+                    self._series -= len(counts)
+                    counts[frozenset(sample.labels.items())] = sample.value
+                    self._series += len(counts)
+                if adapters is not None and math.isfinite(sample.value):
+                    key = frozenset(pair for pair in sample.labels.items() if pair[0] not in _ADAPTER_LABELS)
+                    latest = adapters.get(key)
+                    self._series += latest is None
+                    if latest is None or latest.value <= sample.value:
+                        adapters[key] = sample
+
+    def _bad(self, fault: str) -> None:
+        self._fault_count += 1
+        if len(self._faults) < _MOST_FAULTS:
+            self._faults.append(fault)
+
+    def result(self, scraped_ms: int) -> EndpointMetrics:
+        """What the page says.
+
+        Raises:
+            BadPage: it has none of the figures of any engine.
+        """
+        told = 0
+        for engine in self._engines:
+            figures = [
+                self._first(texts) for texts in (engine.waiting, engine.running, engine.kv_utilisation)
+            ]
+            if sum(map(bool, figures)) > told:
+                told, self.engine = sum(map(bool, figures)), engine
+                waiting, running, utilisation = figures
+        if self.engine is None:
+            names = ", ".join(engine.name for engine in self._engines)
+            raise BadPage(self.remark or f"the page has none of the series of {names}")
+        awake = self._first(self.engine.awake)
+        self.tells_sleep = bool(awake)
+        most, active, queued = self._adapters_of(self.engine)
+        return EndpointMetrics(
+            scraped_ms=scraped_ms,
+            waiting=_total(waiting, self.engine.aggregation),
+            running=_total(running, self.engine.aggregation),
+            kv_utilisation=_highest(utilisation),
+            max_adapters=most,
+            active_adapters=active,
+            waiting_adapters=queued - active,
+            unready="asleep" if 0 in awake.values() else None,
+            remark=self.remark,
+        )
+
+    def _first(self, texts: tuple[str, ...]) -> Mapping[Labels, float]:
+        """The samples of the first series of `texts` that the page has."""
+        for text in texts:
+            name, wanted = series_of(text)
+            found = {
+                labels: value for labels, value in self._counts.get(name, {}).items() if wanted <= labels
+            }
+            if found:
+                return found
+        return {}
+
+    def _adapters_of(self, engine: Engine) -> tuple[int | None, frozenset[str], frozenset[str]]:
+        """How many fit, which run and which wait, in all parts of the engine together."""
+        most, active, queued = None, NONE, NONE
+        for text in engine.adapters:
+            for labels, _ in self._adapters.get(series_of(text).name, {}).values():
+                limit = labels.get("max_lora", "")
+                if limit.isascii() and limit.isdecimal() and len(limit) <= _MOST_DIGITS:
+                    most = max(most or 0, int(limit))
+                active |= _listed(labels.get("running_lora_adapters", ""))
+                queued |= _listed(labels.get("waiting_lora_adapters", ""))
+        return most, active, queued
+
+
+def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:
+    """One figure of several samples; None if no value is known."""
+    figures: dict[Labels, dict[Labels, float]] = {}
+    for labels, value in found.items():
+        if 0 <= value < math.inf:
+            parts = figures.setdefault(frozenset(pair for pair in labels if pair[0] not in aggregation), {})
+            part = frozenset(pair for pair in labels if pair[1] and aggregation.get(pair[0]) == "total")
+            parts[part] = max(parts.get(part, 0.0), value)
+    whole: Labels = frozenset()
+    return sum(parts.get(whole, sum(parts.values())) for parts in figures.values()) if figures else None
+
+
+def _highest(found: Mapping[Labels, float]) -> float | None:
     """The highest share, at most 1; None if none of the values is a share."""
-    known = [one.value for one in found if 0 <= one.value <= _OVERSHOOT]
+    known = [value for value in found.values() if 0 <= value <= _OVERSHOOT]
     return min(max(known), 1.0) if known else None
 
 
-def _adapters(found: list[Sample]) -> tuple[int | None, frozenset[str], frozenset[str]]:
-    """vLLM leaves old label sets on its page; the value is a time, and the latest is what holds."""
-    dated = [one for one in found if math.isfinite(one.value)]
-    if not dated:
-        return None, NONE, NONE
-    labels = max(dated, key=lambda one: one.value).labels()
-    most = labels.get("max_lora", "")
-    return (
-        int(most) if most.isascii() and most.isdecimal() and len(most) <= _MOST_DIGITS else None,
-        _names(labels.get("running_lora_adapters", "")),
-        _names(labels.get("waiting_lora_adapters", "")),
-    )
-
-
-def _names(listed: str) -> frozenset[str]:
-    return frozenset(name for part in listed.split(",") if (name := part.strip())) if listed else NONE
+def _listed(text: str) -> frozenset[str]:
+    return frozenset(name for part in text.split(",") if (name := part.strip())) if text else NONE

@@ -102,7 +102,8 @@ class Place:
     scheme: str
     page_address: str
     page_scheme: str
-    page_path: str
+    page_paths: tuple[str, ...]  # one of which has it
+    engines: tuple[Engine, ...]  # one of which it is
 
     @property
     def is_one(self) -> bool:
@@ -110,7 +111,7 @@ class Place:
         return (self.address, self.scheme) == (self.page_address, self.page_scheme)
 
 
-def place_of(endpoint: Endpoint, engine: Engine, scraping: Scraping) -> Place:
+def place_of(endpoint: Endpoint, engines: tuple[Engine, ...], scraping: Scraping) -> Place:
     """As the endpoint's labels say, else the configuration. A label that says nothing usable is passed
     over."""
     labels = endpoint.labels
@@ -124,7 +125,8 @@ def place_of(endpoint: Endpoint, engine: Engine, scraping: Scraping) -> Place:
         scraping.probe_scheme or scraping.scheme,
         endpoint.address if page_port is None else f"{host}:{page_port}",
         scheme if scheme in ("http", "https") else scraping.scheme,
-        path if _is_path(path) else engine.path,
+        (path,) if _is_path(path) else tuple(dict.fromkeys(engine.path for engine in engines)),
+        engines,
     )
 
 

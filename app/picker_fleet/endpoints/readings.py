@@ -30,8 +30,11 @@ class EndpointMetrics:
     """An endpoint's load as its own metrics page gives it (docs/protocol.md).
 
     None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
-    failed and `failures` how many have in a row; None and 0 after one that worked. `kv_utilisation` is
-    between 0 and 1. Adapters are LoRA names; `max_adapters` is how many can be active at once.
+    failed and `failures` how many have in a row; None and 0 after one that worked. `remark` names what of a
+    page could not be read. `unready` says why the endpoint takes no requests although it answers.
+    `kv_utilisation` is between 0 and 1. Adapters are LoRA names: those with requests that run, or only
+    wait, and those that were loaded for others and are idle; `max_adapters` is how many can be active at
+    once.
 
     `interval_ms` is how far apart pages of the endpoint are at present, None if that is not known. `before`
     is the moment and the load of the page before this one, None after a fault: both pages were read.
@@ -44,8 +47,11 @@ class EndpointMetrics:
     max_adapters: int | None = None
     active_adapters: frozenset[str] = NONE
     waiting_adapters: frozenset[str] = NONE
+    idle_adapters: frozenset[str] = NONE
     fault: str | None = None
     failures: int = 0
+    remark: str | None = None
+    unready: str | None = None
     interval_ms: int | None = None
     before: tuple[int, float] | None = None
 
@@ -56,8 +62,8 @@ class EndpointMetrics:
 
     def without_amounts(self) -> "EndpointMetrics":
         """The same without loads and adapters."""
-        kept = {name: getattr(self, name) for name in ("fault", "failures", "interval_ms", "before")}
-        return EndpointMetrics(self.scraped_ms, **kept)
+        kept = ("fault", "failures", "remark", "unready", "interval_ms", "before")
+        return EndpointMetrics(self.scraped_ms, **{name: getattr(self, name) for name in kept})
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
@@ -70,8 +76,11 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     max_adapters: _Count | None = None
     active: list[str] = []
     waiting_adapters: list[str] = []
+    idle: list[str] = []
     fault: str | None = None
     failures: _Count = 0
+    remark: str | None = None
+    unready: str | None = None
     every: _Count | None = None
     before: _Count | None = None
     before_load: _Amount | None = None
@@ -89,8 +98,11 @@ def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
             max_adapters=metrics.max_adapters,
             active=sorted(metrics.active_adapters),
             waiting_adapters=sorted(metrics.waiting_adapters),
+            idle=sorted(metrics.idle_adapters),
             fault=metrics.fault,
             failures=metrics.failures,
+            remark=metrics.remark,
+            unready=metrics.unready,
             every=metrics.interval_ms,
             before=None if before_ms is None else before_ms + shift_ms,
             before_load=before_load,
@@ -129,8 +141,11 @@ def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
         max_adapters=wire.max_adapters,
         active_adapters=frozenset(wire.active),
         waiting_adapters=frozenset(wire.waiting_adapters),
+        idle_adapters=frozenset(wire.idle),
         fault=wire.fault,
         failures=wire.failures,
+        remark=wire.remark,
+        unready=wire.unready,
         interval_ms=wire.every,
         before=None if before is None else (before + shift_ms, load),
     )
@@ -181,7 +196,9 @@ class Readings(Mapping[str, Reading]):
     def with_adapters(self) -> list[str]:
         """The addresses whose pages name adapters."""
         return [
-            address for address, page in self._pages.items() if page.active_adapters or page.waiting_adapters
+            address
+            for address, page in self._pages.items()
+            if page.active_adapters or page.waiting_adapters or page.idle_adapters
         ]
 
 
@@ -222,6 +239,10 @@ class MetricsCache:
                     self._worked[address] = metrics
         self._snapshot = None
 
+    def last_read(self, address: str) -> EndpointMetrics | None:
+        """What the newest page of `address` that could be read said; None if there is none."""
+        return self._worked.get(address)
+
     def retain(self, addresses: Iterable[str]) -> None:
         for address in self._newest.keys() - frozenset(addresses):
             del self._newest[address]
@@ -251,7 +272,9 @@ class MetricsCache:
     def _reading(self, worked: EndpointMetrics | None, newest: EndpointMetrics, now_s: float) -> Reading:
         metrics = worked = worked or newest
         if newest.fault is not None:
-            metrics = dataclasses.replace(worked, fault=newest.fault, failures=newest.failures)
+            metrics = dataclasses.replace(
+                worked, fault=newest.fault, failures=newest.failures, unready=newest.unready
+            )
         age_s = max(0.0, now_s - worked.scraped_ms / 1000)
         if age_s <= self._stale_s(worked):
             return Reading(metrics, age_s, known=worked.fault is None)

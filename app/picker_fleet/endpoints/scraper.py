@@ -12,25 +12,27 @@ import dataclasses
 import logging
 import math
 import random
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from picker_fleet.background import keep
-from picker_fleet.endpoints import metrics_page
-from picker_fleet.endpoints.metrics_page import BadPage
+from picker_fleet.endpoints.metrics_page import BadPage, PageReader
 from picker_fleet.endpoints.page_fetch import Access, Answer, Connection, FetchError, Page, Place, place_of
 from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Endpoint
-from picker_fleet.sections import Engine, Scraping
+from picker_fleet.sections import ENGINES, Engine, Scraping
 
 PROBE_S = 0.2  # between two signs of life of a server
 REST_PROBE_S = 0.5  # while no requests are in flight
 _USED_S = 0.1  # while requests are placed by figures of the page
+_HEALTH_S = 1.0  # between two probes at most
+_SELDOM_S = 5.0  # between two looks at a health that costs the server something
 _SHOWN_S = 5.0  # while only views and health use them
 _SUSPECT_S = 0.25  # while requests in flight at the endpoint have given no sign of life
 _LONGEST_S = 30.0
@@ -96,6 +98,7 @@ class IntervalPolicy:
 
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
 
 _UNREACHED = 2  # attempts to connect that time out in a row: the endpoint cannot be connected to
@@ -118,18 +121,27 @@ _HABIT_S = 10.0
 _BODY_S = 0.25  # for the body of the answer to a probe
 _MOST_BODY_BYTES = 64 * 1024
 _NO_ANSWER = ("connection", "timeout", "silent")
-_DEFAULTS = Scraping()
+_UNREADY = (
+    500,
+    502,
+    503,
+    504,
+)  # answers to a probe by a server, or a proxy before it, that takes no requests
+_MODELS_S = 10.0  # between two looks at which adapters an engine still has
+_MOST_IDLE = 64  # adapters that are kept of an engine that does not say how many fit
+_MOST_NAMES = 100  # of engines in labels
+_MOST_ASIDE_BYTES = 256 * 1024  # of an answer that is no page
 _log = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
     """What scraping counts; every method returns at once."""
 
-    def scraped(self, address: str, seconds: float) -> None:
-        """A scrape that worked, and how long it took."""
+    def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
+        """A scrape that worked, how long it took and what it found."""
 
-    def probed(self, address: str) -> None:
-        """A probe that was answered."""
+    def probed(self, address: str, status: int, ready: bool) -> None:
+        """A probe that was answered, with `status` (0: it was no HTTP); whether the server takes requests."""
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         """A scrape or a probe that did not; `kind` is timeout, silent, connection, status or page."""
@@ -168,7 +180,7 @@ class Scraper:
 
     def __init__(
         self,
-        engine: Engine,
+        scraping: Scraping,
         *,
         pacing: IntervalPolicy,
         publish: Publish,
@@ -178,9 +190,11 @@ class Scraper:
         deadline_s: float = _DEADLINE_S,
         late_s: float = _LATE_S,
         vary: Callable[[], float] = random.random,
-        scraping: Scraping = _DEFAULTS,
+        last_read: Callable[[str], EndpointMetrics | None] = lambda address: None,
     ) -> None:
-        self._engine, self._scraping, self._access = engine, scraping, Access(scraping)
+        self._scraping, self._access = scraping, Access(scraping)
+        self._engines: dict[str, tuple[Engine, ...]] = {}  # by the name in labels
+        self._last_read = last_read
         self._pacing = pacing
         self._suspects: dict[str, float] = {}  # until when
         self._deadline_s, self._late_s = deadline_s, late_s
@@ -200,8 +214,25 @@ class Scraper:
 
     def set_targets(self, endpoints: Iterable[Endpoint]) -> None:
         """Scrape exactly `endpoints` from now on; what is being fetched from others is dropped."""
-        self._targets = {each.address: place_of(each, self._engine, self._scraping) for each in endpoints}
+        self._targets = {
+            each.address: place_of(each, self._engines_of(each), self._scraping) for each in endpoints
+        }
         self._run_targets()
+
+    def _engines_of(self, endpoint: Endpoint) -> tuple[Engine, ...]:
+        named = self._scraping.engine_named(endpoint.labels)
+        found = self._engines.get(named)
+        if found is None:
+            found = self._scraping.engines(named)
+            if named and len(found) > 1:
+                known = ", ".join(ENGINES)
+                _log.warning(
+                    "a label of %s says engine %r, not one of %s", endpoint.address, named[:60], known
+                )
+            if len(self._engines) >= _MOST_NAMES:
+                self._engines.clear()
+            self._engines[named] = found
+        return found
 
     def suspect(self, addresses: Iterable[str]) -> None:
         """Read the pages of `addresses` more often for a while: requests there may be gone."""
@@ -232,7 +263,7 @@ class Scraper:
 
     async def _scrape_forever(self, place: Place) -> None:
         clock = asyncio.get_running_loop().time
-        target = _Target(place, self._access)
+        target = _Target(place, self._access, self._last_read(place.address))
         _, tick_s = self._pace(target)
         due_s = clock() + self._vary() * tick_s
         by_habit_until_s = -math.inf
@@ -259,7 +290,7 @@ class Scraper:
 
     def _pace(self, target: "_Target") -> tuple[float, float]:
         """Between two pages of an endpoint, and between two signs of its life, in seconds."""
-        suspect = self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
+        suspect = target.asleep or self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
         interval_s = self._pacing.interval_s(target.cost, len(self._targets), suspect=suspect)
         return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
 
@@ -267,20 +298,32 @@ class Scraper:
         """Ask for the page if its time has come, else for a sign of life; hand in the reading, if there is
         one."""
         now_s = asyncio.get_running_loop().time()
-        failures = target.failures
+        failures, last = target.failures, target.last
+        unready = last.unready if last is not None else None
         due_s = target.paged_s + (target.pause_s or interval_s)
         is_due = not target.missed and now_s >= due_s - tick_s / 2
+        if target.paged_s > -math.inf and now_s - target.probed_s >= _HEALTH_S:
+            is_due = False  # however often its page is read, that does not say whether it takes requests
         reading = await (self._scrape(target, interval_s) if is_due else self._probe(target))
         if is_due:
             bad = reading is not None and reading.failures
             target.bad_pages = target.bad_pages + 1 if bad else 0
             target.pause_s = pause_s(target.bad_pages, min(tick_s, _RETRY_S), self._vary()) if bad else 0.0
         if reading is None:
-            return
+            if target.unready == unready:
+                return
+            reading = last or EndpointMetrics(scraped_ms=int(now_s * 1000))
+        reading = dataclasses.replace(reading, unready=target.unready)
         if failures == 0 and reading.failures:
             _log.warning("scraping %s fails: %s", target.address, reading.fault)
         elif failures and not reading.failures:
             _log.info("scraping %s works again", target.address)
+        elif reading.remark and (last is None or not last.remark):
+            _log.warning("the page of %s is read in part: %s", target.address, reading.remark)
+        if reading.unready and not unready:
+            _log.warning("%s takes no requests: %s", target.address, reading.unready)
+        elif unready and not reading.unready:
+            _log.info("%s takes requests again", target.address)
         target.last = reading
         self._pending[target.address] = reading
         self._any_pending.set()
@@ -292,22 +335,40 @@ class Scraper:
         started_ms = int(started_s * 1000)
 
         async def read_page() -> EndpointMetrics:
-            parts: list[bytes] = []
+            """The first page that can be read, of those that may be the one."""
+            fault: FetchError | BadPage | None = None
+            for page in target.pages:
+                reader = PageReader(target.engines)
+                try:
+                    asked_s = clock()
+                    await page.read(reader.feed)
+                    answered_s = clock() - asked_s - reader.cpu_s
+                    metrics = reader.result(started_ms)
+                except (FetchError, BadPage) as raised:
+                    fault = fault or raised
+                    if isinstance(raised, FetchError) and raised.kind == "connection":
+                        break
+                else:
+                    target.cost.add_page(answered_s, reader.cpu_s)
+                    target.found(page, reader)
+                    return metrics
+            target.lost()
+            assert fault is not None
+            raise fault
 
-            def take(part: bytes) -> bool:
-                parts.append(part)
-                return sum(map(len, parts)) <= metrics_page.MAX_PAGE_BYTES
-
-            await target.page.read(take)
-            answered_s, began_s = clock() - started_s, time.thread_time()
-            metrics = metrics_page.read(b"".join(parts), self._engine, started_ms)
-            target.cost.add_page(answered_s, time.thread_time() - began_s)
-            return metrics
-
-        metrics = await self._ask(target, target.pages, started_s, read_page)
+        metrics = await self._ask(target, target.paged, started_s, read_page)
         if metrics.failures:
             return metrics
-        self._meter.scraped(target.address, clock() - started_s)
+        target.asleep = metrics.unready is not None
+        if target.asks_sleep:
+            await self._ask_sleep(target)
+        metrics = target.with_idle_adapters(metrics)
+        if metrics.idle_adapters and target.engine.models_path and clock() - target.models_s >= _MODELS_S:
+            target.models_s = clock()
+            await self._ask_models(target)
+            metrics = target.with_idle_adapters(metrics)
+        metrics = dataclasses.replace(metrics, unready=target.unready)
+        self._meter.scraped(target.address, clock() - started_s, metrics)
         last = target.last
         before = (last.scraped_ms, last.load) if last is not None and last.load is not None else None
         return dataclasses.replace(metrics, interval_ms=round(interval_s * 1000), before=before)
@@ -315,26 +376,61 @@ class Scraper:
     async def _probe(self, target: "_Target") -> EndpointMetrics | None:
         """None if it was answered."""
         clock = asyncio.get_running_loop().time
-        started_s = clock()
+        started_s = target.probed_s = clock()
 
-        async def ask() -> None:
+        async def ask() -> int:
+            path, engine = target.engine.probe_path, target.engine
+            pause_s = _HEALTH_S if target.refusal else _SELDOM_S
+            if engine.health_path and started_s - target.health_s >= pause_s:
+                path, target.health_s = engine.health_path, started_s
             try:
-                with await target.server.ask(self._engine.probe_path) as answer:
+                with await target.server.ask(path) as answer:
+                    if path == (engine.health_path or engine.probe_path):
+                        refuses = answer.status in _UNREADY or answer.status == engine.unready
+                        target.refusal = f"GET {path} answered {answer.status}" if refuses else None
                     await _pass_over(answer)
+                    return answer.status
             except FetchError as fault:
                 if fault.kind == "connection":
                     raise
-                # Whatever it sends, it runs.
+                return 0  # whatever it sends, it runs
 
-        fault = await self._ask(target, target.server, started_s, ask)
-        if fault is not None:
-            return fault
+        status = await self._ask(target, target.server, started_s, ask)
+        if isinstance(status, EndpointMetrics):
+            return status
         if target.missed and target.bad_pages <= 1:
             target.pause_s, target.paged_s = 0.0, -math.inf  # the page is not at fault: it is due at once
         target.missed = 0
         target.cost.add_probe(clock() - started_s)
-        self._meter.probed(target.address)
+        self._meter.probed(target.address, status, target.unready is None)
         return None
+
+    async def _ask_sleep(self, target: "_Target") -> None:
+        """Ask an engine whose page does not say so whether it sleeps; one that does not know is not asked
+        again."""
+        answer = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
+        target.asks_sleep, target.asleep = answer is not None, answer is not None and answer.is_sleeping
+
+    async def _ask_models(self, target: "_Target") -> None:
+        """Forget the adapters that an engine no longer has."""
+        answer = await self._ask_aside(target, target.engine.models_path, _Models)
+        if answer is not None:
+            target.keep_adapters({model.id for model in answer.data})
+
+    async def _ask_aside(self, target: "_Target", path: str, kind: type[S]) -> S | None:
+        """The JSON at `path`; None if there is none of this `kind`."""
+        try:
+            header = self._access.header() if target.is_one else b""
+            async with asyncio.timeout(self._deadline_s):
+                with await target.server.ask(path, header) as answer:
+                    body = b""
+                    async for part in answer.parts():
+                        body += part
+                        if len(body) > _MOST_ASIDE_BYTES:
+                            return None
+            return msgspec.json.decode(body, type=kind) if answer.status == 200 else None
+        except (TimeoutError, FetchError, msgspec.DecodeError):
+            return None
 
     async def _ask(
         self,
@@ -363,6 +459,8 @@ class Scraper:
             kind = "page"  # another port says nothing about the server
         if kind in _NO_ANSWER:
             target.missed += 1
+        if kind == "connection":
+            target.restarted()
         self._meter.scrape_failed(target.address, kind, clock() - started_s)
         return EndpointMetrics(scraped_ms=int(started_s * 1000), fault=why, failures=target.failures + 1)
 
@@ -393,19 +491,43 @@ class Scraper:
             self._meter.scrape_published(len(batch), clock() - started_s)
 
 
+class _Sleep(msgspec.Struct):
+    is_sleeping: bool
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class _Target:
-    def __init__(self, place: Place, access: Access) -> None:
-        self.address = place.address
+    """What is known of one endpoint. `engine` and its page are None until a page has told them."""
+
+    def __init__(self, place: Place, access: Access, last_read: EndpointMetrics | None) -> None:
+        self.address, self.is_one, self._candidates = place.address, place.is_one, place.engines
 
         def connection(address: str, scheme: str) -> Connection:
             return Connection(address, tls=access.context if scheme == "https" else None)
 
         self.server = connection(place.address, place.scheme)
-        self.pages = self.server if place.is_one else connection(place.page_address, place.page_scheme)
-        self.page = Page(self.pages, place.page_path, access)
+        self.paged = self.server if place.is_one else connection(place.page_address, place.page_scheme)
+        self._all_pages = [Page(self.paged, path, access) for path in place.page_paths]
+        self._page: Page | None = None
+        self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
+        self.asleep = False
+        self.asks_sleep = False  # the page does not say whether it sleeps
+        self.refusal: str | None = None  # what it answered to a probe, if that says that it takes no requests
+        # Adapters that were loaded, and perhaps are; the last used ones last.
+        loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
+        self._loaded = dict.fromkeys(sorted(loaded))
+        self.models_s = -math.inf  # when it was last asked which models it has
         self.cost = ScrapeCost()
         self.last: EndpointMetrics | None = None  # the newest
-        self.paged_s = -math.inf  # when its page was last asked for
+        # When its page, a sign of life and its health were last asked for.
+        self.paged_s = self.probed_s = self.health_s = -math.inf
         self.pause_s = 0.0  # before the next page, after one that failed
         self.bad_pages = 0  # in a row
         self.missed = 0  # questions that the server has not answered, in a row
@@ -414,9 +536,66 @@ class _Target:
     def failures(self) -> int:
         return self.last.failures if self.last is not None else 0
 
+    @property
+    def unready(self) -> str | None:
+        """Why it takes no requests although it answers; None if it takes them."""
+        return "asleep" if self.asleep else self.refusal
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Those that it may be."""
+        return self._candidates if self._engine is None else (self._engine,)
+
+    @property
+    def pages(self) -> Sequence[Page]:
+        """Those of which one is its page."""
+        return self._all_pages if self._page is None else (self._page,)
+
+    @property
+    def engine(self) -> Engine:
+        """The one that it is, or else the likeliest."""
+        return self.engines[0]
+
+    def found(self, page: Page, reader: PageReader) -> None:
+        """`page` is its page, and `reader` has read it."""
+        if self._page is None:
+            self._page, self._engine = page, reader.engine
+            self.asks_sleep = bool(self.engine.sleep_path)
+        self.asks_sleep = self.asks_sleep and not reader.tells_sleep
+
+    def lost(self) -> None:
+        """Its page can no longer be read: it may be another engine now."""
+        self._page = None
+        self._engine = self._candidates[0] if len(self._candidates) == 1 else None
+
+    def restarted(self) -> None:
+        self._loaded.clear()
+
+    def keep_adapters(self, names: Collection[str]) -> None:
+        """Forget the adapters that are not in `names`."""
+        self._loaded = {name: None for name in self._loaded if name in names}
+
+    def with_idle_adapters(self, metrics: EndpointMetrics) -> EndpointMetrics:
+        """`metrics` with the adapters that were loaded before and have no requests now: the last used ones,
+        as many as fit beside those that have."""
+        for name in sorted(metrics.active_adapters):
+            self._loaded.pop(name, None)
+            self._loaded[name] = None
+        used = metrics.active_adapters | metrics.waiting_adapters
+        room = (_MOST_IDLE if metrics.max_adapters is None else metrics.max_adapters) - len(used)
+        kept: list[str] = []
+        for name in reversed(self._loaded):
+            if name in used:
+                kept.append(name)
+            elif room > 0:
+                room -= 1
+                kept.append(name)
+        self._loaded = dict.fromkeys(reversed(kept))
+        return dataclasses.replace(metrics, idle_adapters=frozenset(kept) - metrics.active_adapters)
+
     def close(self) -> None:
         self.server.close()
-        self.pages.close()
+        self.paged.close()
 
 
 async def _pass_over(answer: Answer) -> None:

@@ -23,7 +23,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics, MetricsCache
 from picker_fleet.endpoints.scraper import PROBE_S, IntervalPolicy, Meter, Scraper
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import StateUnavailable
-from picker_fleet.sections import Engine, Scraping
+from picker_fleet.sections import Scraping
 
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
@@ -143,7 +143,6 @@ class ScrapingTask:
         replica: str,
         *,
         scraping: Scraping,
-        engine: Engine,
         heartbeat_s: float,
         picked_by: Callable[[], bool],
         busy: Callable[[], bool],
@@ -159,13 +158,13 @@ class ScrapingTask:
         soonest_s = scraping.interval or PROBE_S / 2
         shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
-            engine,
+            scraping,
             pacing=IntervalPolicy(scraping.interval, lambda: picked_by() and busy(), busy),
             publish=self._publish,
             publish_s=lambda: soonest_s if picked_by() else max(soonest_s, shown_s),
             speak_s=self._look_s,
             meter=meter,
-            scraping=scraping,
+            last_read=self.readings.last_read,
         )
         self._replica = replica
         # The silence is found by the look after the next message of others, still within a heartbeat.

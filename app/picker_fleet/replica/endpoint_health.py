@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from picker_fleet.endpoints.readings import Reading
+from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.scraper import SILENCE, Meter
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.state.store import Store
@@ -13,8 +13,8 @@ _UNANSWERED = ("timeout", "silent")
 
 class Probes:
     """A `Meter` of the scraper, around `meter`, that also marks endpoints: down when they refuse connections
-    or are silent, which each unanswered request confirms; up again after three answers. `readings` returns
-    what any replica has scraped last."""
+    or are silent, which each unanswered request confirms, or answer that they take no requests; up again
+    after three other answers. `readings` returns what any replica has scraped last."""
 
     def __init__(
         self,
@@ -31,15 +31,19 @@ class Probes:
         self._version = ""
         self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
 
-    def scraped(self, address: str, seconds: float) -> None:
-        self._meter.scraped(address, seconds)
-        self._answered(address)
+    def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
+        self._meter.scraped(address, seconds, reading)
+        self._answered(address, reading.unready is None)
 
-    def probed(self, address: str) -> None:
-        self._meter.probed(address)
-        self._answered(address)
+    def probed(self, address: str, status: int, ready: bool) -> None:
+        self._meter.probed(address, status, ready)
+        self._answered(address, ready)
 
-    def _answered(self, address: str) -> None:
+    def _answered(self, address: str, ready: bool) -> None:
+        if not ready:
+            self._well.pop(address, None)
+            self._mark(address, True)
+            return
         if not self._is_down(address):
             return
         self._well[address] = self._well.get(address, 0) + 1

@@ -147,7 +147,8 @@ class EndpointStates:
         for address in self._readings.with_adapters():
             reading = self._readings[address]
             if reading.known and address in self._by_address:
-                for adapter in reading.metrics.active_adapters | reading.metrics.waiting_adapters:
+                metrics = reading.metrics
+                for adapter in metrics.active_adapters | metrics.waiting_adapters | metrics.idle_adapters:
                     self._running_adapters.setdefault(adapter, []).append(address)
         self.adapters = self._configured_adapters | self._running_adapters.keys()
 
@@ -193,6 +194,7 @@ class EndpointStates:
             max_adapters=metrics.max_adapters if metrics else None,
             active_adapters=metrics.active_adapters if metrics else frozenset(),
             waiting_adapters=metrics.waiting_adapters if metrics else frozenset(),
+            idle_adapters=metrics.idle_adapters if metrics else frozenset(),
             stale=metrics is None,
             in_flight=float(self._in_flight.get(address, 0)),
             latency=self._latencies.stats(address),

@@ -59,14 +59,17 @@ def label(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | No
 
 
 def adapter(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that run the adapter or have a slot for it; one whose slots are unknown passes."""
+    """Only endpoints that have the adapter loaded or a slot for it; one whose slots are unknown passes."""
     wanted = pick.adapter
     if not wanted:
         return None
     full = f"no adapter slot free for {wanted}"
     return [
         None
-        if endpoint.has_adapter_slot or wanted in endpoint.active_adapters or endpoint.max_adapters is None
+        if endpoint.has_adapter_slot
+        or endpoint.max_adapters is None
+        or wanted in endpoint.active_adapters
+        or wanted in endpoint.idle_adapters
         else full
         for endpoint in endpoints
     ]

@@ -4,9 +4,9 @@ endpoints.
 A scorer is a pure function. It takes the pick request and the candidates and returns one score in [0, 1] for
 each candidate, in the same order; 1 is the best. `Scheduler` adds them up by weight.
 
-A new scorer is one function and one line in `SCORERS`. An unknown figure counts against its endpoint and
-never excludes it. The one exception is `latency`, where endpoints without statistics come first.
-"""
+A new scorer is one function and one line in `SCORERS`. An endpoint whose figure is unknown scores as the
+mean of those that are known: it is neither preferred nor shunned. The one exception is `latency`, where
+endpoints without statistics come first."""
 
 import math
 import random
@@ -68,10 +68,10 @@ class EndpointState(msgspec.Struct, frozen=True):
     """What is known of one endpoint (`address`: `ip:port`) at the moment of a pick.
 
     Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
-    (LoRA adapters that fit at once, running and waiting ones together). The scraped figures of a `stale`
-    endpoint are dropped here, and so is a figure that is not finite. Known to the fleet: `in_flight` requests
-    as last read (the script that reserves has the live figure), and `latency` of the last completions, None
-    without any.
+    (LoRA adapters that fit at once, running and waiting ones together; idle ones give up their slots). The
+    scraped figures of a `stale` endpoint are dropped here, and so is a figure that is not finite. Known to
+    the fleet: `in_flight` requests as last read (the script that reserves has the live figure), and
+    `latency` of the last completions, None without any.
 
     A struct: a large pool has thousands, and a frozen dataclass takes several times as long to make.
     """
@@ -86,6 +86,7 @@ class EndpointState(msgspec.Struct, frozen=True):
     max_adapters: int | None = None
     active_adapters: frozenset[str] = frozenset()
     waiting_adapters: frozenset[str] = frozenset()
+    idle_adapters: frozenset[str] = frozenset()
     stale: bool = False
     in_flight: float = 0.0
     latency: LatencyStats | None = None
@@ -101,7 +102,7 @@ class EndpointState(msgspec.Struct, frozen=True):
         if self.stale:
             for name in ("waiting", "running", "kv_utilisation", "max_adapters"):
                 force_setattr(self, name, None)
-            for name in ("active_adapters", "waiting_adapters"):
+            for name in ("active_adapters", "waiting_adapters", "idle_adapters"):
                 force_setattr(self, name, frozenset())
             return
         for name in ("waiting", "running", "kv_utilisation"):
@@ -114,18 +115,18 @@ Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
 
 # Of the Gateway API's endpoint picker (docs/protocol.md): loaded, a free slot, waiting; else
 # 0.
-_ADAPTER_ACTIVE = 1.0
+_ADAPTER_LOADED = 1.0
 _ADAPTER_SLOT = 0.8
 _ADAPTER_WAITING = 0.6
 
 
 def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Fewest waiting requests 1, most 0; unknown counts as most."""
+    """Fewest waiting requests 1, most 0; unknown counts as the mean."""
     return _fewest_first([candidate.waiting for candidate in candidates])
 
 
 def running_requests(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Fewest running requests 1, most 0; unknown counts as most."""
+    """Fewest running requests 1, most 0; unknown counts as the mean."""
     return _fewest_first([candidate.running for candidate in candidates])
 
 
@@ -135,29 +136,37 @@ def in_flight(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[fl
 
 
 def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """The free share of the KV cache; unknown 0."""
-    return [
-        0.0 if used is None else 1.0 - used if 0.0 <= used <= 1.0 else float(used < 0.0)
-        for used in [candidate.kv_utilisation for candidate in candidates]
-    ]
+    """The free share of the KV cache; unknown counts as the mean."""
+    return _with_means(
+        [
+            None if used is None else 1.0 - used if 0.0 <= used <= 1.0 else float(used < 0.0)
+            for used in [candidate.kv_utilisation for candidate in candidates]
+        ]
+    )
 
 
 def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Adapter running 1, a free slot for it 0.8, waiting 0.6, else 0. For a base model every endpoint scores
-    1."""
+    """Adapter loaded 1, a free slot for it 0.8, waiting 0.6, else 0; a stale endpoint counts as the mean.
+    For a base model every endpoint scores 1."""
     name = pick.adapter
     if not name:
         return [1.0] * len(candidates)
-    return [
-        _ADAPTER_ACTIVE
-        if name in candidate.active_adapters
-        else _ADAPTER_SLOT
-        if candidate.has_adapter_slot
-        else _ADAPTER_WAITING
-        if name in candidate.waiting_adapters
-        else 0.0
-        for candidate in candidates
-    ]
+    # One that may have the adapter comes behind one that has it.
+    return _with_means(
+        [
+            None
+            if candidate.stale
+            else _ADAPTER_LOADED
+            if name in candidate.active_adapters or name in candidate.idle_adapters
+            else _ADAPTER_SLOT
+            if candidate.has_adapter_slot
+            else _ADAPTER_WAITING
+            if name in candidate.waiting_adapters
+            else 0.0
+            for candidate in candidates
+        ],
+        most=_ADAPTER_SLOT,
+    )
 
 
 def latency(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
@@ -248,14 +257,21 @@ def weights_by_name(value: Any) -> dict[Any, Any]:
 
 
 def _fewest_first(figures: Sequence[float | None]) -> list[float]:
-    """Least 1, greatest 0, the others linear in between. All 1 if all are equal; None 0."""
+    """Least 1, greatest 0, the others linear in between. All 1 if all are equal; None the mean."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return [0.0] * len(figures)
     least, greatest = min(known), max(known)
     spread = greatest - least
-    if len(known) == len(figures):
-        return [(greatest - figure) / spread for figure in known] if spread > 0.0 else [1.0] * len(known)
     if spread <= 0.0:
-        return [0.0 if figure is None else 1.0 for figure in figures]
-    return [0.0 if figure is None else (greatest - figure) / spread for figure in figures]
+        return [1.0] * len(figures)
+    if len(known) == len(figures):
+        return [(greatest - figure) / spread for figure in known]
+    return _with_means([None if figure is None else (greatest - figure) / spread for figure in figures])
+
+
+def _with_means(scores: Sequence[float | None], most: float = 1.0) -> list[float]:
+    """`scores` with their mean, but not more than `most`, in the place of None; 0 where none is known."""
+    known = [score for score in scores if score is not None]
+    mean = min(sum(known) / len(known), most) if known else 0.0
+    return [mean if score is None else score for score in scores]

@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.utils import floatToGoString
 
 from picker_fleet.bands import NAMED, Band
+from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
@@ -333,11 +334,11 @@ class Metrics:
         """`kind`: no-answer, or the meaning of the error reply (state/error_replies.py)."""
         self._errors.add((script, kind))
 
-    def scraped(self, address: str, seconds: float) -> None:
-        self._scrapes.add((self._endpoint(address), "ok"))
+    def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
+        self._scrapes.add((self._endpoint(address), "partial" if reading.remark else "ok"))
         self._scrape_s.observe(seconds, ("ok",))
 
-    def probed(self, address: str) -> None:
+    def probed(self, address: str, status: int, ready: bool) -> None:
         self._probes.add((self._endpoint(address),))
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:

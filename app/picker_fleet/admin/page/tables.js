@@ -73,7 +73,8 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       adapters.title = plain(loaded.join(", "));
       setText(status, endpoint.status);
       setLevel(status, STATUS_LEVELS[endpoint.status] ?? "warn");
-      const fault = endpoint.scrape_fault ? `metrics: ${endpoint.scrape_fault}` : "";
+      const metrics = endpoint.scrape_fault ?? endpoint.scrape_remark;
+      const fault = endpoint.unready ?? (metrics ? `metrics: ${metrics}` : "");
       if (cells[1].title !== fault) cells[1].title = fault;
       setText(cells[2], number(endpoint.in_flight, 0));
       setText(cells[3], endpoint.scrape_fault ? "not known" : `${number(endpoint.running, 0)} + ${number(endpoint.waiting, 0)}`);
