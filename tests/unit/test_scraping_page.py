@@ -118,6 +118,9 @@ def test_utilisation_is_the_highest_share(text: str, share: float | None) -> Non
     "labels without values": ("queue{a} 3\n", "no name=value pairs"),
     "values without quotes": ("queue{a=b} 3\n", "no name=value pairs"),
     "a long line": ('queue{a="' + "b" * 300_000 + '"} 1\n', "a line of more than 262144 bytes begins with"),
+    "adapters without end": (
+        'lora{running_lora_adapters="' + "a," * 70_000 + '"} 1\n', "lora names more adapters than are read"
+    ),
 })  # fmt: skip
 def test_a_bad_line_is_named_and_costs_no_other_figure(bad: str, said: str) -> None:
     text = f'run 1\n{bad}queue{{a="1"}} 2\nkv 0.5\n'

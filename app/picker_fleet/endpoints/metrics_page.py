@@ -31,6 +31,7 @@ _NAME_GOES_ON = frozenset(bytes((mark,)) for mark in (string.ascii_letters + str
 _BLANK = b" \t"
 _MOST_SERIES = 4000  # of a page's wanted names
 _MOST_LINE_BYTES = 256 * 1024
+_MOST_ADAPTER_BYTES = 128 * 1024  # of their names; all replicas get them
 _MOST_WORK = 32 * 1024 * 1024  # in bytes of a page
 _SAMPLE_WORK = 256  # reading a sample takes about as long as searching so many bytes
 _MOST_FAULTS = 3  # told of a page
@@ -124,7 +125,7 @@ class PageReader:
         self._names = [(name, name.encode()) for name in (*self._counts, *self._adapters)]
         self._rest = b""  # of a line whose end has not come
         self._in_long_line = False
-        self._work = self._series = self._fault_count = 0
+        self._work = self._series = self._adapter_bytes = self._fault_count = 0
         self._faults: list[str] = []
 
     @property
@@ -174,6 +175,11 @@ class PageReader:
                     latest = adapters.get(key)
                     self._series += latest is None
                     if latest is None or latest.value <= sample.value:
+                        more = _length(sample) - (_length(latest) if latest is not None else 0)
+                        if self._adapter_bytes + more > _MOST_ADAPTER_BYTES:
+                            self._bad(f"{name} names more adapters than are read")
+                            continue
+                        self._adapter_bytes += more
                         adapters[key] = sample
 
     def _bad(self, fault: str) -> None:
@@ -253,6 +259,10 @@ def _highest(found: Mapping[Labels, float]) -> float | None:
     """The highest share, at most 1; None if none of the values is a share."""
     known = [value for value in found.values() if 0 <= value <= _OVERSHOOT]
     return min(max(known), 1.0) if known else None
+
+
+def _length(sample: Sample) -> int:
+    return sum(map(len, sample.labels.values()))
 
 
 def _listed(text: str) -> frozenset[str]:

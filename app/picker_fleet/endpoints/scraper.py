@@ -128,7 +128,7 @@ _UNREADY = (
     504,
 )  # answers to a probe by a server, or a proxy before it, that takes no requests
 _MODELS_S = 10.0  # between two looks at which adapters an engine still has
-_MOST_IDLE = 64  # adapters that are kept of an engine that does not say how many fit
+_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # adapters that are kept of an engine, and of each one's name
 _MOST_NAMES = 100  # of engines in labels
 _MOST_ASIDE_BYTES = 256 * 1024  # of an answer that is no page
 _log = logging.getLogger(__name__)
@@ -582,12 +582,13 @@ class _Target:
             self._loaded.pop(name, None)
             self._loaded[name] = None
         used = metrics.active_adapters | metrics.waiting_adapters
-        room = (_MOST_IDLE if metrics.max_adapters is None else metrics.max_adapters) - len(used)
+        most = _MOST_IDLE if metrics.max_adapters is None else min(metrics.max_adapters, _MOST_IDLE)
+        room = most - len(used)
         kept: list[str] = []
         for name in reversed(self._loaded):
             if name in used:
                 kept.append(name)
-            elif room > 0:
+            elif room > 0 and len(name) <= _MOST_IDLE_CHARACTERS:
                 room -= 1
                 kept.append(name)
         self._loaded = dict.fromkeys(reversed(kept))
