@@ -7,8 +7,12 @@ from functools import partial
 import pytest
 import redis
 from direct_calls import DirectPool
+from fake_struct import with_struct
 from script_backends import fakeredis, real_server
 from script_fleet import OpenFleet, running
+
+from picker_fleet.state import batching
+from picker_fleet.state.scripts import load_library
 
 _POOLS = itertools.count(1)
 
@@ -38,7 +42,10 @@ def fakeredis_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["valkey", "fakeredis"])
-def redis_url(request: pytest.FixtureRequest) -> str:
+def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "fakeredis":  # its replicas load the same library again if it has changed
+        library = with_struct(load_library())
+        monkeypatch.setattr(batching, "load_library", lambda: library)
     url: str = request.getfixturevalue(f"{request.param}_url")
     return url
 

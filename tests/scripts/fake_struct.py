@@ -1,6 +1,8 @@
 """Lua's `struct` for fakeredis, which lacks it: as much as the library uses. What it packs only it can read;
 what comes packed from a replica ('<' in the format) it reads as everyone does."""
 
+from dataclasses import replace
+
 from picker_fleet.state.scripts import Library
 
 _STRUCT = r"""
@@ -45,7 +47,7 @@ end
 """
 
 
-def with_struct(library: Library) -> str:
-    """The source of `library` with a `struct` of its own."""
+def with_struct(library: Library) -> Library:
+    """`library` with a `struct` of its own."""
     shebang, body = library.source.split("\n", 1)
-    return f"{shebang}\n{_STRUCT}\n{body}"
+    return replace(library, source=f"{shebang}\n{_STRUCT}\n{body}")

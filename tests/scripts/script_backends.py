@@ -38,7 +38,7 @@ def fakeredis() -> Iterator[str]:
         try:
             port: int = server.server_address[1]
             with redis.Redis(LOOPBACK, port) as client:
-                client.function_load(with_struct(load_library()))
+                client.function_load(with_struct(load_library()).source)
             yield f"redis://{LOOPBACK}:{port}/0"
         finally:
             server.shutdown()

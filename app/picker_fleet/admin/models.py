@@ -57,6 +57,8 @@ _ENDPOINT: dict[str, Any] = {
     "running": 2.0, "kv_utilisation": 0.31, "adapters": ["sql"], "waiting_adapters": [], "max_adapters": 4,
     "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
     "scrape_fault": "no connection: Connection refused",
+    "scrape_remark": "line 12: not a number",
+    "unready": "asleep",
 }  # fmt: skip
 _FLOW: dict[str, Any] = {
     "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
