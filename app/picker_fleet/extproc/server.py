@@ -47,6 +47,7 @@ class Server:
         self._settings = settings
         self._health = Health()
         self._draining = False
+        self._logs = [path for path in services if path.endswith("/StreamAccessLogs")]
         processes: ByPool[Handler] = exchanges.each(lambda service: service.process)
         budgets: dict[Handler, BodyBudget] = {service.process: service.bodies for service in self._exchanges}
         largest = settings.max_body_bytes + _MESSAGE_MARGIN_BYTES
@@ -85,11 +86,13 @@ class Server:
 
     def set_ready(self, ready: bool) -> None:
         """Tell Envoy's health checks; a draining server stays not ready. Until it is ready a server refuses
-        exchanges, so that Envoy asks another replica."""
+        exchanges and access logs, so that Envoy asks another replica: ends that an unready one reads release
+        no budget (G8)."""
         self._health.set(_READY, ready and not self._draining)
         if not self._draining:
             for _, transport in self._transports:
-                transport.refuse(PROCESS, wanted=not ready)
+                for path in (PROCESS, *self._logs):
+                    transport.refuse(path, wanted=not ready)
 
     def streams_by_peer(self) -> Counter[str]:
         """How many streams each address has open, on all listeners."""
