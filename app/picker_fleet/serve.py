@@ -97,7 +97,8 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
     try:
         http_port = await checks.start() if checks is not None else 0
         page = MetricsPage([pool.parts.metrics for pool in pools.values()])
-        api_app = api.create([pool.operated for pool in pools.values()], page, settings)
+        operated = [pool.operated for pool in pools.values()]
+        api_app = api.create(operated, page, settings, full=lambda: grpc_server.full)
         async with admin_server.serving(
             api_app, settings.admin.listen, certificates=admin_certificates
         ) as admin:

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import random
+import struct
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -21,12 +22,30 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import grpc
+import hpack
 from counting_servers import read_request
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
 
 from picker_fleet.extproc.accesslog import SERVICE as ACCESS_LOG
 from picker_fleet.extproc.budget_transfer import SERVICE as SHARES
+from picker_fleet.extproc.http2 import (
+    CANCEL,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
+from picker_fleet.extproc.server import PROCESS
 
 MODEL = "llama"  # of the honest model servers
 TRAP = "trap"  # of the hostile ones
@@ -179,7 +198,144 @@ async def _half(address: Callable[[Target, int], str], target: Target, number: i
         return ENDED
 
 
+# HTTP/2, frame by frame
+
+
+class _Frames:
+    """The requests of one connection."""
+
+    def __init__(self, path: str, *more: tuple[str, str]) -> None:
+        fields = ((":method", "POST"), (":scheme", "http"), (":authority", "fleet"), (":path", path), *more)
+        self._fields, self._encoder = fields, hpack.Encoder()
+        self._ids = itertools.count(1, 2)
+
+    def begin(self) -> tuple[int, bytes]:
+        """The headers of the next request, and its stream."""
+        stream = next(self._ids)
+        return stream, frame(HEADERS, END_HEADERS, stream, self._encoder.encode(self._fields))
+
+
+def _asking() -> _Frames:
+    """Requests to Envoy, which the API key's filter lets pass."""
+    return _Frames(
+        "/v1/completions", ("authorization", f"Bearer {ATTACKER}"), ("content-type", "application/json")
+    )
+
+
+_HELLO = PREFACE + frame(SETTINGS, 0, 0)
+_RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy ends a connection with 500
+
+
+async def _reset(target: Target, number: int) -> str:
+    """Begin requests and reset each, in the same write or in the next one."""
+    cancel = CANCEL.to_bytes(4, "big")
+    asking, clock = _asking(), asyncio.get_running_loop().time
+    async with _connected(target.envoy) as (_, writer):
+        writer.write(_HELLO)
+        begun_s = clock()
+        for done in range(0, _RESETS, _RESETS_AT_ONCE):
+            begun = [asking.begin() for _ in range(_RESETS_AT_ONCE)]
+            whole = [head + frame(DATA, END_STREAM, stream, _ask()) for stream, head in begun]
+            ends = [frame(RST_STREAM, 0, stream, cancel) for stream, _ in begun]
+            writer.write(b"".join(whole))
+            if number % 2:
+                await asyncio.sleep(0.002)
+            writer.write(b"".join(ends))
+            await writer.drain()
+            await asyncio.sleep(max(0.0, begun_s + done / _RESETS_PER_S - clock()))
+    return "reset"
+
+
+async def _leave(target: Target, number: int) -> str:
+    """Ask by HTTP/1.1 and leave at once."""
+    async with _connected(target.envoy) as (_, writer):
+        writer.write(_request("/v1/completions", _ask(max_tokens=400)))
+        await asyncio.sleep(0.02)
+    return "left"
+
+
+async def _half_streams(target: Target, number: int) -> str:
+    """Send the beginning of a thousand requests on one connection."""
+    asking = _asking()
+    async with _connected(target.envoy) as (reader, writer):
+        begun = [asking.begin() for _ in range(1000)]
+        writer.write(_HELLO + b"".join(head + frame(DATA, 0, stream, b"{") for stream, head in begun))
+        return await _until_ended(reader)
+
+
+async def _until_ended(reader: asyncio.StreamReader) -> str:
+    try:
+        async with asyncio.timeout(_PATIENCE_S / 2):
+            while await reader.read(1 << 16):
+                pass
+    except TimeoutError:
+        return "held"
+    except OSError:
+        pass
+    return ENDED
+
+
+_NOT_HTTP = (
+    _request("/v1/completions", _ask(), ("content-length", "5")),
+    _request("/v1/completions", _ask()).replace(b"HTTP/1.1", b"HTTP/1.0", 1),
+    _request("/v1/completions", _ask(), *((f"x-{number}", "1") for number in range(120))),
+    b"\x16\x03\x01\r\n\r\n",
+)
+
+
+async def _unreadable(target: Target, number: int) -> str:
+    """Ask by what Envoy itself refuses."""
+    return await _status_of(target.envoy, _NOT_HTTP[number % len(_NOT_HTTP)])
+
+
 # Messages that only Envoy and replicas may send, to the replicas' gRPC port
+
+
+def _grpc(target: Target, number: int) -> str:
+    return target.grpc[number % len(target.grpc)]
+
+
+_CALLING = (("content-type", "application/grpc"), ("te", "trailers"))
+
+
+async def _silent_streams(target: Target, number: int) -> str:
+    """Begin 20 000 exchanges and send no message."""
+    calling = _Frames(PROCESS, *_CALLING)
+    async with _connected(_grpc(target, number)) as (reader, writer):
+        writer.write(_HELLO + b"".join(calling.begin()[1] for _ in range(20_000)))
+        return await _until_ended(reader)
+
+
+_IDLE = (
+    frame(PING, 0, 0, b"x" * 8),
+    frame(PRIORITY, 0, 1, b"\0\0\0\3\0"),
+    frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1"),
+    frame(DATA, 0, 1),
+    frame(CONTINUATION, 0, 3),
+    frame(99, 0, 0),
+    frame(GOAWAY, 0, 0, b"\0" * 8),
+    frame(SETTINGS, 0, 0, struct.pack(">HL", 4, 1)),
+)
+
+
+async def _idle_frames(target: Target, number: int) -> str:
+    """Send frames that carry nothing for as long as they are taken."""
+    kind = _IDLE[number % len(_IDLE)]
+    async with _connected(_grpc(target, number)) as (reader, writer):
+        writer.write(_HELLO + _Frames(PROCESS, *_CALLING).begin()[1])
+        if kind[3] == CONTINUATION:
+            writer.write(frame(HEADERS, 0, 3))
+        ended = asyncio.create_task(_until_ended(reader))
+        while not ended.done():
+            writer.write(kind * 10_000)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        return await ended
+
+
+async def _idle_connection(target: Target, number: int) -> str:
+    async with _connected(_grpc(target, number)) as (reader, _):
+        return await _until_ended(reader)
 
 
 def _forged(number: int) -> bytes:
@@ -202,7 +358,7 @@ def _forged(number: int) -> bytes:
 
 
 async def _forge(target: Target, number: int) -> str:
-    address = target.grpc[number % len(target.grpc)]
+    address = _grpc(target, number)
     async with asyncio.timeout(_PATIENCE_S), grpc.aio.insecure_channel(address) as channel:
         try:
             match number % 3:
@@ -292,6 +448,13 @@ ATTACKS = (
     Attack("claims of 4000 to 10¹⁸ tokens, then leaving", _claim, 0.5),
     Attack("half-sent requests at Envoy", partial(_half, _envoy), 2.0, at_once=300),
     Attack("half-sent requests at the admin ports", partial(_half, _admin), 2.0, at_once=500),
+    Attack("requests that are begun and reset", _reset, 0.0),
+    Attack("clients that leave at once", _leave, 0.1, at_once=150),
+    Attack("half-sent streams at Envoy", _half_streams, 2.0, at_once=22),
+    Attack("requests that Envoy cannot read", _unreadable, 0.1),
+    Attack("silent streams at the gRPC ports", _silent_streams, 5.0),
+    Attack("frames that carry nothing", _idle_frames, 0.5),
+    Attack("idle connections to the gRPC ports", _idle_connection, 2.0, at_once=500),
     Attack("forged access logs, accounting tokens and shares", _forge, 0.1),
     Attack("names with separators", _name, 0.2),
     Attack("spoofed steering headers", _steer, 0.2),

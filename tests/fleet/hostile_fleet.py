@@ -8,6 +8,7 @@ it, with the flow by API key (deploy/examples); attackers have a key.
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import subprocess
@@ -29,7 +30,7 @@ from picker_fleet.allowlist import FAIRNESS_ID
 from picker_fleet.config import parse
 from picker_tools.load.generator import Answer, Request, open_loop
 from picker_tools.local_fleet.envoy import Envoy
-from picker_tools.local_fleet.parts import Replica, SimOptions, Simulator, Valkey
+from picker_tools.local_fleet.parts import Mode, Replica, SimOptions, Simulator, Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
 
 MIB = 1024 * 1024
@@ -90,7 +91,9 @@ def _peak_bytes(pid: int) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[tuple[Target, dict[str, int]]]:
+async def _running_fleet(
+    replicas: int, simulators: int, mode: Mode
+) -> AsyncIterator[tuple[Target, dict[str, int]]]:
     """Start the fleet; it ends with the block. Yields what attackers know, and its processes by name.
 
     Raises:
@@ -113,12 +116,16 @@ async def _running_fleet(replicas: int, simulators: int) -> AsyncIterator[tuple[
                 for each in group
             ]
             tree = {**_CONFIG, "redis": {"url": valkey.url}, "discovery": {"static": endpoints}}
-            pickers = [Replica(number, 0, folder, lambda: tree) for number in range(1, replicas + 1)]
+            http = mode == "http"
+            pickers = [
+                Replica(number, 0, folder, lambda: tree, http=http) for number in range(1, replicas + 1)
+            ]
             parts = [*pickers, *parts]
             await supervisor.bring_up(pickers)
             hosts = [each.host for each in pickers]
             envoy = Envoy(
-                parse(tree), "lean", 0, hosts, folder,
+                parse(tree), mode, 0, hosts, folder,
+                http_pickers=[each.http_host for each in pickers] if http else (),
                 trusted=(), max_heap_bytes=_HEAP_BYTES, edit=partial(_flow_by_api_key, folder / "keys.yaml"),
             )  # fmt: skip
             parts = [envoy, *parts]
@@ -165,10 +172,47 @@ def _make_request(_: random.Random, number: int) -> Request:
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
     """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
-    async with open_loop(f"http://{envoy}", per_s, _make_request, keep=True) as load:
-        yield
+    ended = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_http2_clients(envoy, per_s / 2, times, ended))
+        try:
+            async with open_loop(f"http://{envoy}", per_s, _make_request, keep=True) as load:
+                yield
+        finally:
+            ended.set()
     for answer in load.history:
         times.add(answer)
+
+
+async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: asyncio.Event) -> None:
+    """`per_s` requests a second on one connection, every other one streamed."""
+    headers = {"authorization": f"Bearer {HONEST}"}
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": f"question {number}",
+            "max_tokens": _TOKENS,
+            "stream": number % 2 == 0,
+        }
+        try:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        except httpx.HTTPError as fault:
+            times.failed.append(f"HTTP/2: {fault!r}")
+            return
+        if answer.status_code != 200 or (body["stream"] and "[DONE]" not in answer.text):
+            times.failed.append(f"HTTP/2: {answer.status_code} {answer.text[-100:]}")
+        else:
+            times.last_s.append(answer.elapsed.total_seconds())
+
+    options: Any = {"base_url": f"http://{envoy}", "http1": False, "http2": True, "trust_env": False}
+    async with httpx.AsyncClient(timeout=_RESTS_S, **options) as client, asyncio.TaskGroup() as tasks:
+        for number in itertools.count():
+            tasks.create_task(ask(client, number))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1 / per_s):
+                    await ended.wait()
+                return
 
 
 _CALL_S = 10.0
@@ -202,11 +246,12 @@ class HostileReport:
 
 
 async def attack_fleet(
-    *, replicas: int, simulators: int, per_s: float, calm_s: float, hostile_s: float
+    *, replicas: int, simulators: int, per_s: float, calm_s: float, hostile_s: float, mode: Mode
 ) -> HostileReport:
-    """`per_s` honest requests a second: `hostile_s` seconds beside attackers, `calm_s` before and after."""
+    """`per_s` honest requests a second, and half as many by HTTP/2: `hostile_s` seconds beside attackers,
+    `calm_s` before and after."""
     report = HostileReport()
-    async with _running_fleet(replicas, simulators) as (target, pids):
+    async with _running_fleet(replicas, simulators, mode) as (target, pids):
         await _calm(target, report, per_s, calm_s / 2)
         attackers = await asyncio.create_subprocess_exec(
             *(sys.executable, _ATTACKS, "attack", json.dumps(target)),

@@ -11,6 +11,7 @@ from hostile_fleet import ClientTimes, attack_fleet, limit_mib
 
 from bench.rig.report import percentile, table
 from long.findings import Findings
+from picker_tools.local_fleet.parts import MODES
 
 _MOST = 1.5  # times the calm p99 that the p99 under attack may be
 
@@ -18,11 +19,12 @@ _MOST = 1.5  # times the calm p99 that the p99 under attack may be
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--calm-minutes", type=float, default=2.0)
+    parser.add_argument("--mode", choices=MODES, default="lean")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     times = {"calm_s": options.calm_minutes * 60, "hostile_s": options.minutes * 60}
-    report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=15.0, **times))
+    report = asyncio.run(attack_fleet(replicas=3, simulators=4, per_s=15.0, mode=options.mode, **times))
     ratio = percentile(report.hostile.last_s, 0.99) / percentile(report.calm.last_s, 0.99)
     faults = report.faults()
     findings.check("nobody but attackers saw a fault", not faults, "; ".join(faults[:10]))

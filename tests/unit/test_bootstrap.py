@@ -38,6 +38,7 @@ def parts(tree: dict[str, Any]) -> dict[str, Any]:
     manager = resources["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
     filters = {each["name"].rpartition(".")[2]: each["typedConfig"] for each in manager["httpFilters"]}
     asking = filters.get("ext_authz") or filters["ext_proc"]
+    asking = asking.get("extensionConfig", {"typedConfig": asking})["typedConfig"]
     return {
         "manager": manager, "filters": filters, "names of filters": list(filters), "asking": asking,
         "service": asking.get("httpService") or asking["grpcService"], "routes": manager["routeConfig"],

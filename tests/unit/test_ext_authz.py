@@ -123,6 +123,7 @@ async def test_a_refusal_is_what_the_client_gets() -> None:
     assert stage.metrics.answers == [("http", "llama", "expired_ttl")]
 
 
+CHUNKED = b"POST /check/v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 REFUSED = [
     (check(body=b""), 400, "bad_request"),
     (check(body=b"{"), 400, "bad_request"),
@@ -142,6 +143,13 @@ REFUSED = [
     (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, "bad_request"),
     (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "bad_request"),
     (b"GET /check/ HTTP/1.1\r\nx: " + b"a" * 70_000, 400, "bad_request"),
+    (check(x_long="a" * 70_000), 400, "bad_request"),
+    (check(path="/v1/completions?" + "a" * 70_000), 400, "bad_request"),
+    (check().replace(b"HTTP/1.1", b"HTTP/2.0"), 400, "bad_request"),
+    (check().replace(b"HTTP/1.1", b"HTTP/0.9"), 400, "bad_request"),
+    (CHUNKED + b"0\r\n" + b"x: y\r\n" * 20_000, 400, "bad_request"),
+    (CHUNKED + b"0\r\nx: " + b"y" * 70_000, 400, "bad_request"),
+    (CHUNKED + b"1\r\n{\r\n" * 1000 + b"1;" + b"x" * 70_000, 400, "bad_request"),
 ]
 
 
@@ -159,11 +167,10 @@ async def test_what_may_not_be_asked_is_refused_and_the_server_goes_on(
 
 async def test_a_chunked_body_is_bounded_as_it_comes() -> None:
     async with staged(extproc={"max_body_bytes": 4096}) as stage:
-        head = b"POST /check/v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
-        assert (await stage.ask(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
+        assert (await stage.ask(CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))).status == 200
         endless = b"ffffff\r\n" + b"x" * 2_000_000
         for chunk in (b"1388\r\n" + b"x" * 5000 + b"\r\n0\r\n\r\n", endless):
-            reply = await stage.ask(head + chunk)
+            reply = await stage.ask(CHUNKED + chunk)
             assert (reply.status, reply.error) == (413, "payload_too_large")
         await until(lambda: stage.context.bodies.held_bytes == 0)
 
@@ -286,13 +293,33 @@ async def test_an_idle_connection_is_closed_in_the_end(stage: Stage) -> None:
     assert await connection.ended() == b""
 
 
-async def test_more_connections_than_allowed_are_closed() -> None:
-    async with staged(server={"max_connections": 1}) as stage:
-        first = await stage.send(check())
-        assert (await first.reply()).status == 200
+async def test_beyond_the_most_connections_an_idle_one_makes_room_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with staged(server={"max_connections": 2}) as stage:
+        waiting = await stage.wait(check())
+        idle = await stage.send(HEALTH)
+        assert (await idle.reply()).status == 503
+        second = await stage.wait(check())
+        assert await idle.ended() == b""
         assert await (await stage.send()).ended() == b""
-        first.send(check())
-        assert (await first.reply()).status == 200
+        stage.gate.open.set()
+        assert [(await each.reply()).status for each in (waiting, second)] == [200, 200]
+    assert len([line for line in caplog.messages if "connections of the http mode's port" in line]) == 1
+
+
+async def test_answers_that_are_not_read_stop_the_reading_and_end_the_connection(stage: Stage) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1)
+    stage.now_s[0] = 1.0
+    with contextlib.suppress(ConnectionError):
+        while not any(each._unread_s for each in stage.server._connections):
+            writer.write(HEALTH * 1000)
+            await asyncio.sleep(0)
+    assert writer.transport.get_write_buffer_size() < 64 * 1024 * 1024
+    stage.now_s[0] = STALLED_S + 2.0
+    stage.server.close_stalled()
+    await until(lambda: not stage.server._connections)
+    writer.close()
 
 
 @settings(max_examples=25)

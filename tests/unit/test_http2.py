@@ -4,11 +4,10 @@ Peers are written frame by frame, so that they can send what no client library w
 """
 
 import asyncio
-import contextlib
+import itertools
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -424,7 +423,7 @@ async def test_a_client_that_reads_slowly_makes_its_handler_wait() -> None:
         return b"last"
 
     async with serving(pour) as server, server.peer(window=25_000) as peer:
-        await peer.send(peer.headers(1))
+        await peer.send(peer.request(1))
         await until(lambda: written == 2)
         received = b""
         while not received.endswith(b"last"):
@@ -516,12 +515,32 @@ async def test_streams_beyond_the_limit_of_all_connections_are_refused_to_go_els
         assert await two.data(3) == ASK
 
 
-async def test_connections_beyond_the_limit_are_closed() -> None:
-    async with serving(limits=http2.Limits(connections=1)) as server, server.peer() as first:
-        await first.next(SETTINGS)
-        async with server.peer() as second:
-            assert await second.read() is None
-        await first.ping()
+async def test_a_connection_beyond_the_limit_takes_the_place_of_an_idle_one_and_of_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handler = Held()
+    async with serving(handler, limits=http2.Limits(connections=3)) as server, server.peer() as busy:
+        await busy.send(busy.request(1))
+        await until(lambda: handler.waiting == 1)
+        async with server.peer() as used, server.peer() as unused:
+            await used.send(used.headers(1), RESET_OF_1)
+            await used.ping()
+            await unused.ping()
+            async with server.peer() as third:
+                await third.send(third.request(1))
+                await until(lambda: handler.waiting == 2)
+                assert await unused.read() is None
+                async with server.peer() as fourth:
+                    await fourth.send(fourth.request(1))
+                    await until(lambda: handler.waiting == 3)
+                    assert await used.read() is None
+                    assert server.transport.full == "all 3 connections are taken"
+                    async with server.peer() as fifth:
+                        assert await fifth.read() is None
+                    handler.release.set()
+                    for peer in (busy, third, fourth):
+                        assert await peer.data(1) == ASK
+    assert len([line for line in caplog.messages if "connections are taken" in line]) == 1
 
 
 async def test_small_unread_messages_count_with_what_they_cost_in_memory() -> None:
@@ -534,30 +553,92 @@ async def test_small_unread_messages_count_with_what_they_cost_in_memory() -> No
         await until(lambda: server.budget.held_bytes == 0)
 
 
-async def test_settings_that_change_without_end_close_the_connection() -> None:
-    async with serving() as server, server.peer() as peer:
-        await peer.send(*map(window_setting, range(http2._SETTINGS + 1)))
+RESIZED = b"\x20\x3f\xe1\x1f" + hpack.Encoder().encode(FIELDS)
+
+
+IDLE_FRAMES = {
+    "settings": window_setting(1),
+    "pings": PING_FRAME,
+    "answers to no ping": frame(PING, ACK, 0, b"12345678"),
+    "priorities": frame(http2.PRIORITY, 0, 1, b"\0\0\0\3\0"),
+    "window updates": frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"),
+    "window updates of a stream": frame(http2.WINDOW_UPDATE, 0, 1, b"\0\0\0\1"),
+    "empty data": frame(DATA, 0, 1),
+    "padding": frame(DATA, http2.PADDED, 1, b"\0"),
+    "unknown frames": frame(99, 0, 0),
+    "GOAWAYs": frame(http2.GOAWAY, 0, 0, b"\0" * 8),
+    "resets of a closed stream": RESET_OF_1,
+    "empty headers": frame(HEADERS, 0, 3),
+}
+
+
+@pytest.mark.parametrize("sent", IDLE_FRAMES.values(), ids=IDLE_FRAMES)
+async def test_frames_that_carry_nothing_cost_their_own_connection(sent: bytes) -> None:
+    async with serving(Held()) as server, server.peer() as peer:
+        rest = frame(http2.CONTINUATION, 0, 3) if sent[3] == HEADERS else sent
+        await peer.send(peer.request(1, flags=0), sent, rest * 2500)
         assert await peer.ended() == CALM
-        await works(server)
+
+
+async def test_a_header_table_is_resized_at_most_twice_a_block_and_seldom() -> None:
+    async with serving() as server:
+        async with server.peer() as peer:
+            await peer.send(*(frame(HEADERS, END_HEADERS, stream, RESIZED) for stream in range(1, 300, 2)))
+            assert await peer.ended() == CALM
+        async with server.peer() as peer:
+            await peer.send(frame(HEADERS, END_HEADERS, 1, b"\x20" + RESIZED))
+            assert await peer.ended() == HPACK
 
 
 def connected(limits: http2.Limits = http2.Limits()) -> tuple[http2.Connection, Mock]:  # noqa: B008
     """A connection without a socket, whose peer has sent its settings, and what it writes to."""
-    open_streams, transport = http2.OpenStreams(lambda: 0.0, limits), Mock(spec=asyncio.Transport)
-    transport.get_extra_info.return_value = ("10.0.0.9", 1)
-    connection = http2.Connection(lambda path, pool: None, native.GrpcStream, set(), open_streams)
+    transport = Mock(spec=asyncio.Transport)
+    connection = http2.Connection(lambda path, pool: None, native.GrpcStream, http2.Load(limits))
     connection.connection_made(transport)
     connection.data_received(http2.PREFACE + frame(SETTINGS, 0, 0))
     return connection, transport
 
 
-async def test_many_window_updates_in_one_read_wake_each_waiting_writer_once() -> None:
-    blocked = Mock()
-    connection, _ = connected()
-    connection.blocked[1] = blocked
-    connection.data_received(frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\1") * 1000)
-    await asyncio.sleep(0)
-    blocked.wake_writer.assert_called_once_with()
+async def test_a_window_update_wakes_no_more_writers_than_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = 0
+    wake = native.GrpcStream.wake_writer
+
+    def counted(stream: native.GrpcStream) -> None:
+        nonlocal woken
+        woken += 1
+        wake(stream)
+
+    monkeypatch.setattr(native.GrpcStream, "wake_writer", counted)
+    async with serving() as server, server.peer(2**20) as peer:
+        message = b"\0" + (2995).to_bytes(4, "big") + b"x" * 2995
+        await peer.send(*(peer.request(stream, message) for stream in range(1, 201, 2)))
+        connection = next(iter(server.transport.load.connections))
+        await until(lambda: len(connection.blocked) == 100 - 65_535 // 3000)
+        for _ in range(60):
+            await peer.send(frame(http2.WINDOW_UPDATE, 0, 0, b"\0\0\0\1"))
+            await peer.ping()
+        assert woken <= 130
+        await peer.send(frame(http2.WINDOW_UPDATE, 0, 0, (2**20).to_bytes(4, "big")))
+        await until(lambda: server.transport.load.count == 0)
+
+
+async def test_answers_that_are_not_read_count_in_the_budget_and_have_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "_WRITE_S", 0.5)
+    size = 600_000
+
+    async def large(stream: Stream) -> bytes | None:
+        await stream.read()
+        return b"x" * size
+
+    async with serving(large) as server, server.peer(window=0) as peer:
+        await peer.send(peer.request(1), peer.request(3))
+        # The budget has room for one of them.
+        assert (await peer.fields(3))["grpc-status"] == str(Status.RESOURCE_EXHAUSTED)
+        assert server.budget.held_bytes == 5 + size - native.FREE_BYTES
+        assert (await peer.fields(1))["grpc-status"] == str(Status.UNAVAILABLE)
+        assert server.budget.held_bytes == 0
 
 
 async def test_a_peer_that_reads_no_replies_is_sent_away() -> None:
@@ -610,34 +691,76 @@ GIVING_UP: dict[str, Callable[[int], bytes]] = {
     "an empty window update": lambda stream: frame(http2.WINDOW_UPDATE, 0, stream, b"\0\0\0\0"),
     "a second end": lambda stream: frame(DATA, END_STREAM, stream) * 2,
 }
-FEW = http2.Limits(given_up_at_once=50.0, given_up_per_s=0.001)
-
-
-async def give_up(peer: Peer, streams: range, how: Callable[[int], bytes]) -> None:
-    """Begin requests and end them at once, without reading what comes back."""
-    for stream in streams:
-        await peer.send(peer.request(stream, flags=0), how(stream))
 
 
 @pytest.mark.parametrize("how", GIVING_UP.values(), ids=GIVING_UP)
-async def test_an_address_that_gives_up_requests_without_end_is_sent_away(
-    caplog: pytest.LogCaptureFixture, how: Callable[[int], bytes]
+async def test_requests_that_are_given_up_cost_neither_their_connection_nor_a_handler(
+    how: Callable[[int], bytes],
 ) -> None:
-    async with serving(deaf, limits=FEW) as server:
-        for streams in (range(1, 200, 2), range(1, 5, 2)):  # a new connection begins with nothing
-            async with server.peer() as peer:
-                with contextlib.suppress(ConnectionError):
-                    await give_up(peer, streams, how)
-                assert await peer.ended() == CALM
-    assert len([line for line in caplog.messages if "gives up too many requests" in line]) == 1
+    handler = Held()
+    async with serving(handler) as server, server.peer() as peer:
+        await peer.send(peer.request(1))
+        await until(lambda: handler.waiting == 1)
+        for first in range(3, 20_003, 1000):
+            await peer.send(
+                *(peer.request(each, flags=0) + how(each) for each in range(first, first + 1000, 2))
+            )
+        await peer.ping()
+        assert handler.waiting <= 500  # those whose reset came in another read
+        handler.release.set()
+        assert await peer.served() == 1
 
 
-async def test_any_number_of_clients_may_leave_that_have_waited() -> None:
-    async with serving(limits=replace(FEW, young_s=0.0)) as server:
-        async with server.peer() as peer:
-            await give_up(peer, range(1, 2001, 2), GIVING_UP["reset"])
-            await peer.ping()
+async def test_no_peer_reads_or_starts_more_in_a_step_than_the_budget_allows() -> None:
+    handler = Held()
+    limits = http2.Limits(step_frames=10, step_starts=3)
+    async with serving(handler, limits=limits) as server, server.peer() as greedy, server.peer() as modest:
+        steps: list[int] = []
+
+        def look() -> None:
+            steps.append(handler.waiting)
+            if handler.waiting < 101:
+                asyncio.get_running_loop().call_soon(look)
+
+        await greedy.send(*(greedy.request(stream) for stream in range(1, 201, 2)))
+        await modest.send(modest.request(1))
+        look()
+        await until(lambda: handler.waiting == 101)
+        assert max(after - before for before, after in itertools.pairwise(steps)) <= 3
+        handler.release.set()
+        assert await modest.data(1) == ASK
+
+
+async def test_streams_without_a_first_message_have_a_share_and_a_deadline() -> None:
+    limits = http2.Limits(streams=12, silent=4, silent_here=3, silent_s=1.0)
+    async with serving(limits=limits) as server, server.peer() as one, server.peer() as two:
+        await one.send(*(one.headers(stream) for stream in (1, 3, 5, 7)))
+        assert await one.reset() == (7, http2.REFUSED_STREAM)
+        # Beyond what all may have the oldest makes room.
+        await two.send(two.headers(1), two.headers(3))
+        assert await one.reset() == (1, http2.REFUSED_STREAM)
         await works(server)
+        assert {await one.reset(), await one.reset()} == {(each, http2.REFUSED_STREAM) for each in (3, 5)}
+        await one.send(frame(DATA, END_STREAM, 3, ASK), one.request(9))
+        assert await one.data(9) == ASK
+
+
+async def test_no_connection_takes_all_streams_and_a_full_replica_says_so() -> None:
+    handler = Held()
+    async with (
+        serving(handler, limits=http2.Limits(streams=9)) as server,
+        server.peer() as greedy, server.peer() as other,
+    ):  # fmt: skip
+        await greedy.send(*(greedy.request(stream) for stream in range(1, 19, 2)))
+        assert await greedy.reset() == (13, http2.REFUSED_STREAM)
+        await other.send(*(other.request(stream) for stream in (1, 3)))
+        await until(lambda: handler.waiting == 8)
+        assert server.transport.full == ""
+        async with server.peer() as third:
+            await third.send(third.request(1))
+            await until(lambda: handler.waiting == 9)
+            assert server.transport.full == "all 9 streams are taken"
+        handler.release.set()
 
 
 async def test_a_peer_that_answers_no_ping_is_cut_and_one_that_does_is_not() -> None:

@@ -115,8 +115,10 @@ def create(
     *,
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     rate_limit: Callable[[float], RateLimit] = RateLimit,
+    full: Callable[[], str] = str,
 ) -> FastAPI:
-    """The API of a replica that serves `pools`; the first of them is also at `/`.
+    """The API of a replica that serves `pools`; the first of them is also at `/`. `full` says why its gRPC
+    port can take nothing.
 
     Raises:
         StartupError: a file of `admin.tokens` has no token.
@@ -126,7 +128,7 @@ def create(
     app = _app(f"One replica of pool {', '.join(names)}.")
     app.add_middleware(KnownHosts, names=settings.admin.hosts)
     app.add_middleware(Limits, calls=rate_limit(settings.admin.rate), health=rate_limit(_HEALTH_RATE))
-    _add_health(app, pools)
+    _add_health(app, pools, full)
     _add_metrics(app, metrics)
     _add_pool(app, pools[0], pools, tokens, deadlines)
     if len(pools) > 1:
@@ -186,19 +188,19 @@ def _add_pool(
     documents.add_api_description(app)
 
 
-def _add_health(app: FastAPI, pools: Sequence[OperatedPool]) -> None:
+def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], str]) -> None:
     view = pools[0].view
 
     def health() -> tuple[bool, dict[str, str]]:
         """Whether all pools are ready, and what is wrong, of several with the pool's name before it."""
-        if len(pools) == 1:
-            return view.ready()
+        fault = full()
         found = {pool.name: pool.view.ready() for pool in pools}
-        return all(ready for ready, _ in found.values()), {
-            f"{name}.{component}": fault
-            for name, (_, components) in found.items()
-            for component, fault in components.items()
+        components = {
+            component if len(pools) == 1 else f"{name}.{component}": state
+            for name, (_, of_pool) in found.items()
+            for component, state in of_pool.items()
         }
+        return not fault and all(ready for ready, _ in found.values()), {"grpc": fault or "ok", **components}
 
     @app.get("/healthz", tags=["health"], summary="Is the process alive?")
     async def healthz() -> models.Health:

@@ -6,13 +6,15 @@
 What a client asks for is behind `/check/`, so no client reaches another address.
 
 A connection carries one request at a time. When a client leaves, Envoy closes the connection, and the request
-that waits is cancelled. One periodic task closes connections that stall amid a request, so a request costs no
-timer. docs/protocol.md has the names of headers.
+that waits is cancelled. One periodic task closes connections that stall amid a request or an answer, so a
+request costs no timer. Beyond the most connections the one that has been idle for longest makes room.
+docs/protocol.md has the names of headers.
 """
 
 import asyncio
 import logging
 import socket
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, cast
 
@@ -21,16 +23,16 @@ import httptools
 from picker_fleet.errors import BadRequest, BodyStalled, RequestError, StartupError
 from picker_fleet.ext_authz.check import Answer, Check
 from picker_fleet.extproc import codec
-from picker_fleet.extproc.certificates import Certificates, server_options
+from picker_fleet.extproc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
 from picker_fleet.extproc.context import POOL_HEADER, STALLED_S, BodyBuffer, ByPool, ExchangeContext
-from picker_fleet.units import split_host_port
 
 PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
 HEALTH_PATH: Final = b"/healthz"
 _MAX_NAMES, _LONGEST_NAME = 1000, 64  # of headers that are remembered, and bytes of one
-_MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+_MAX_HEAD_BYTES = 64 * 1024  # request line, headers and trailers
+_VERSIONS = ("1.0", "1.1")
+_WARNING_S = 1.0  # between two of its kind
 _IDLE_S = 300.0  # of a connection without a request
-_BACKLOG = 1024
 _KEEPALIVE_S = 20
 _CHECKS = 6  # of stalled connections, within STALLED_S
 _REASONS = {200: "OK", 503: "Service Unavailable"}
@@ -48,11 +50,15 @@ class CheckServer:
         certificates: Certificates | None = None,
         max_connections: int = 20_000,
     ) -> None:
-        self.contexts, self.max_connections = contexts, max_connections
+        if certificates is not None:
+            max_connections = min(max_connections, MAX_TLS_CONNECTIONS)
+        self.contexts, self._max_connections = contexts, max_connections
         self.context = contexts.of(b"")
         self._certificates = certificates
         self._listen = listen
         self._connections: set[_Connection] = set()
+        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # without a request, the first ones first
+        self._warned_s, self._left_out = float("-inf"), 0
         self._server: asyncio.Server | None = None
         self._ready = False
         self.draining = False
@@ -75,16 +81,8 @@ class CheckServer:
         Raises:
             StartupError: the address cannot be bound.
         """
-        host, port = split_host_port(self._listen)
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                lambda: _Connection(self),
-                host.strip("[]"),
-                port,
-                backlog=_BACKLOG,
-                **server_options(self._certificates),
-            )
+            self._server = await serve(lambda: _Connection(self), self._listen, self._certificates)
         except OSError as fault:
             raise StartupError(f"http.listen {self._listen}: cannot be bound: {fault}") from fault
         return int(self._server.sockets[0].getsockname()[1])
@@ -117,15 +115,41 @@ class CheckServer:
             connection.close()
 
     def opened(self, connection: "_Connection") -> bool:
-        """Whether one more connection may stay."""
-        if len(self._connections) >= self.max_connections:
-            return False
+        """Whether one more connection may stay; one without a request makes room for it."""
+        if len(self._connections) >= self._max_connections:
+            self._warn_of_full()
+            if not self._idle:
+                return False
+            self._idle.popitem(last=False)[0].abort()
         self._connections.add(connection)
+        self._idle[connection] = None
         return True
 
     def closed(self, connection: "_Connection") -> None:
         """A connection has ended."""
         self._connections.discard(connection)
+        self._idle.pop(connection, None)
+
+    def began(self, connection: "_Connection") -> None:
+        """A request has begun."""
+        self._idle.pop(connection, None)
+
+    def ended(self, connection: "_Connection") -> None:
+        """A request has its answer."""
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def _warn_of_full(self) -> None:
+        now_s = self.context.clock()
+        if now_s - self._warned_s < _WARNING_S:
+            self._left_out += 1
+            return
+        _log.warning(
+            "all %d connections of the http mode's port are taken: idle ones are closed",
+            self._max_connections,
+            extra={"left_out": self._left_out},
+        )
+        self._warned_s, self._left_out = now_s, 0
 
 
 class _Wanted(dict[bytes, str]):
@@ -157,15 +181,20 @@ class _Connection(asyncio.Protocol):
         self._body = self._new_body()
         self._headers: dict[str, bytes] = {}
         self._url = b""
-        self._head_bytes = 0  # of headers that have not ended
+        self._head_bytes = 0  # of all but the body, as far as it has been parsed
+        self._rest_bytes = 0  # of the same, as it came
         self._in_head = self._arriving = False
+        self._unread_s = 0.0  # since when the peer reads no answer; 0: it does
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
         self._refused: RequestError | None = None  # what the request is answered when it has come whole
         self._dropped_bytes = 0
 
     def close_if_stalled(self, now_s: float) -> None:
-        """Close a connection whose request does not come, or that has been idle for long."""
+        """Close a connection whose request does not come, whose answers are not read, or that has been idle
+        for long."""
+        if self._unread_s and now_s - self._unread_s > STALLED_S:
+            self.abort()
         if self._task is not None:
             return
         if not self._arriving:
@@ -180,12 +209,15 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._server.opened(self):
-            _log.warning("more than %d connections to the http mode's port", self._server.max_connections)
             self._transport.abort()
             return
         sock = transport.get_extra_info("socket")
@@ -201,6 +233,7 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:
             self.close()  # Envoy sends the next request after the answer to this one
             return
+        self._rest_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -208,10 +241,20 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as fault:
             self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
         else:
-            if self._in_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > _MAX_HEAD_BYTES:
-                    self._refuse(BadRequest(f"the headers are longer than {_MAX_HEAD_BYTES} bytes"))
+            # A header of any length that has not ended, or chunks of a body that are small.
+            if self._arriving and self._rest_bytes > _MAX_HEAD_BYTES + self._body.size_bytes:
+                self._refuse(_head_too_large())
+
+    def pause_writing(self) -> None:
+        """The peer does not read its answers: no further request is read until it does."""
+        self._unread_s = self._context.clock()
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._unread_s = 0.0
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.closed(self)
@@ -229,6 +272,8 @@ class _Connection(asyncio.Protocol):
         if self._task is not None:
             self._fail(BadRequest("a second request came before the answer to the first"))
         self._in_head = self._arriving = True
+        self._head_bytes = 0
+        self._server.began(self)
         self._context.open_requests.began()
         self._began_s = self._last_byte_s
         self._headers, self._url = {}, b""
@@ -236,14 +281,25 @@ class _Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; of trailers nothing is read."""
+        self._count_head(len(name) + len(value) + 4)
         known = self._wanted[name]
-        if known:
+        if known and self._in_head:
             self._headers.setdefault(known, value)
 
+    def _count_head(self, size_bytes: int) -> None:
+        self._head_bytes += size_bytes
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._fail(_head_too_large())
+
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head = False
+        version = self._parser.get_http_version()
+        if version not in _VERSIONS:
+            self._fail(BadRequest(f"HTTP/{version} is not served here; HTTP/1.1 is"))
         self._enter(self._headers.pop(POOL_HEADER, b""))
         try:
             self._body.expect(self._headers.get("content-length", b""))
@@ -251,6 +307,7 @@ class _Connection(asyncio.Protocol):
             self._refused = error
 
     def on_body(self, chunk: bytes) -> None:
+        self._rest_bytes -= len(chunk)
         if self._refused is None:
             try:
                 self._body.add(chunk)
@@ -265,6 +322,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._arriving = False
+        self._rest_bytes = 0
         keep = self._parser.should_keep_alive()
         refused, self._refused, self._dropped_bytes = self._refused, None, 0
         if refused is not None:
@@ -329,6 +387,7 @@ class _Connection(asyncio.Protocol):
     def _write(self, status: int, lines: str, body: bytes, *, keep: bool) -> None:
         if self._transport is None:
             return
+        self._server.ended(self)
         keep = keep and not self._server.draining
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
@@ -346,3 +405,7 @@ class _Connection(asyncio.Protocol):
 
     def _new_body(self) -> BodyBuffer:
         return BodyBuffer(self._context.bodies, self._context.settings.extproc.max_body_bytes)
+
+
+def _head_too_large() -> BadRequest:
+    return BadRequest(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")

@@ -12,7 +12,8 @@ import os
 import ssl
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +22,14 @@ import grpc
 
 from picker_fleet.errors import StartupError
 from picker_fleet.sections import Tls
+from picker_fleet.units import split_host_port
 
 RELOAD_S: Final = 2.0
 HANDSHAKE_S: Final = 10.0  # a client has so long for it
 SHUTDOWN_S: Final = 5.0
+_HANDSHAKES = 256  # at once, of a port
+MAX_TLS_CONNECTIONS: Final = 1024  # of a port: each may take a quarter of a MiB
+_BACKLOG = 1024
 _OPENSSL_S = 30.0
 _DAYS = "3650"
 _SELF_SIGNED = (
@@ -170,12 +175,80 @@ class Certificates:
         )
 
 
-def server_options(certificates: Certificates | None) -> dict[str, Any]:
-    """The arguments by which asyncio's `create_server` speaks TLS; none without certificates."""
-    if certificates is None:
-        return {}
-    times = {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": SHUTDOWN_S}
-    return {"ssl": certificates.context, **times}
+async def serve(
+    protocol: Callable[[], asyncio.Protocol], listen: str, certificates: Certificates | None
+) -> asyncio.Server:
+    """Serve `protocol` at `listen`, by TLS if there are certificates.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    host, port = split_host_port(listen)
+    if certificates is not None:
+        context, handshakes = certificates.context, OrderedDict[_Handshake, None]()
+        made: Callable[[], asyncio.Protocol] = lambda: _Handshake(protocol, context, handshakes)  # noqa: E731
+    else:
+        made = protocol
+    return await asyncio.get_running_loop().create_server(made, host.strip("[]"), port, backlog=_BACKLOG)
+
+
+class _Handshake(asyncio.Protocol):
+    """A new connection until its TLS is agreed; then one of `protocol` takes it.
+
+    A handshake takes memory before anyone has proven anything. Of more than `_HANDSHAKES`, which are in
+    `others`, the oldest ends.
+    """
+
+    def __init__(
+        self,
+        protocol: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext,
+        others: "OrderedDict[_Handshake, None]",
+    ) -> None:
+        self._protocol, self._context, self._others = protocol, context, others
+        self._early = b""  # data that comes with the end of the handshake
+        self._lost = False
+        self._transport: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        transport.pause_reading()  # until TLS reads
+        self._transport = transport
+        self._others[self] = None
+        if len(self._others) > _HANDSHAKES:
+            self._others.popitem(last=False)[0]._transport.abort()
+        self._task = asyncio.get_running_loop().create_task(self._shake())
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+
+    async def _shake(self) -> None:
+        try:
+            transport: Any = await asyncio.get_running_loop().start_tls(
+                self._transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        except (OSError, ssl.SSLError):
+            transport = None
+        finally:
+            self._others.pop(self, None)
+        if transport is None:  # it has ended
+            self._transport.abort()
+            return
+        protocol = self._protocol()
+        protocol.connection_made(transport)
+        transport.set_protocol(protocol)
+        if self._early:
+            protocol.data_received(self._early)
+        if self._lost:
+            protocol.connection_lost(None)
 
 
 def _no_password() -> bytes:

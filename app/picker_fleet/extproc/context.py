@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
@@ -37,6 +38,7 @@ SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
 _RESERVED_PART = 32  # one part in so many is kept for small bodies: a few slow large ones must not block them
 
 STALLED_S = 30.0  # without a byte
+MAX_UPLOADS = 2048  # that wait for more of their request
 _CHECKS = 6  # within that time
 
 _MAX_SOURCES = 10_000
@@ -238,19 +240,28 @@ class UploadDeadlines:
     for ever and delay every drain.
 
     `clock` is in seconds. A wait ends after `stalled_s` without a byte, and when the upload has taken
-    `whole_s` in all.
+    `whole_s` in all. Of more than `most` that wait, the one that has waited longest ends.
     """
 
-    def __init__(self, clock: Callable[[], float], whole_s: float, stalled_s: float = STALLED_S) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        whole_s: float,
+        stalled_s: float = STALLED_S,
+        most: int = MAX_UPLOADS,
+    ) -> None:
         self._clock = clock
         self._whole_s = whole_s
         self._stalled_s = min(stalled_s, whole_s)
-        self._waiting: dict[Upload, tuple[float, asyncio.Task[Any]]] = {}
+        self._most = most
+        self._waiting: OrderedDict[Upload, tuple[float, asyncio.Task[Any]]] = OrderedDict()
         self._ended: set[Upload] = set()
 
     def wait(self, upload: Upload, task: asyncio.Task[Any]) -> None:
         """`task` is about to read more of the request; it may be cancelled from now on."""
         self._waiting[upload] = self._clock(), task
+        if len(self._waiting) > self._most:
+            self._end(*self._waiting.popitem(last=False))
 
     def received(self, upload: Upload) -> None:
         """It has received a message, or has ended."""
@@ -271,8 +282,11 @@ class UploadDeadlines:
             for upload, (at_s, task) in list(self._waiting.items()):
                 if at_s < silent_since_s or upload.upload_began_s < begun_before_s:
                     del self._waiting[upload]
-                    self._ended.add(upload)
-                    task.cancel()
+                    self._end(upload, (at_s, task))
+
+    def _end(self, upload: Upload, waiting: tuple[float, asyncio.Task[Any]]) -> None:
+        self._ended.add(upload)
+        waiting[1].cancel()
 
 
 Kind = Literal["inference", "read"]  # needs a body and is admitted; has none and is not

@@ -8,11 +8,17 @@ Anyone who reaches the port may send anything. Damaged input ends in a reset of 
 is bounded: one frame and 32 KiB of headers a connection, `Limits` of all of them, and the replica's
 byte budget for all data that no handler has read yet. A stream's window opens again only when its handler has
 read every whole message.
+
+A gateway's connection carries many clients, so it never ends for what one of them can cause: resets, streams,
+half-sent requests. `Load` bounds their work instead. Frames that carry nothing come from the peer itself, and
+a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
 import logging
+import re
 import struct
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -21,7 +27,6 @@ import hpack
 
 from picker_fleet.extproc.context import POOL_HEADER, BodyBudget
 from picker_fleet.extproc.transport import Handler
-from picker_fleet.rates import Rates
 
 WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
@@ -35,9 +40,18 @@ _ENDED_IDS: Final = 4096  # remembered streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
 _WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
 _END_S: Final = 5.0  # for a closed connection's last bytes
-_SETTINGS: Final = 100  # frames of a connection; each may cost a step for each of its streams
-_ADDRESSES: Final = 10_000
-_WARNING_S: Final = 10.0  # between two of its kind
+_STUCK_S: Final = 30.0  # for a peer that reads nothing
+_STUCK: Final = 64  # connections whose peers read nothing, `_WRITE_BUFFER` each
+_WARNING_S: Final = 1.0  # between two of its kind
+
+# What frames cost of `Limits.idle_frames`, and what adds to it.
+_SETTINGS_COST: Final = 20  # may take a step for each stream
+_RESIZE_COST: Final = 20  # of a header table
+_PER_STREAM: Final = 4
+_BYTES_SENT: Final = 1024  # for one more
+_PER_S: Final = 50
+_DECODE_COST: Final = 32  # frames of `Limits.step_frames`, for headers that are not in the cache
+_DECODE_BYTES: Final = 16  # of such headers, for one more
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream
@@ -95,6 +109,8 @@ _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
 _POOL = POOL_HEADER.encode()
+# More changes of the header table's size than a block may begin with (RFC 7541, 4.2).
+_RESIZES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 
 
@@ -123,9 +139,16 @@ class Stream(Protocol):
     """What a connection needs of a stream; `native.GrpcStream` is the one."""
 
     began_s: float
+    handler: Handler
     receive_window: int
     send_window: int
     task: asyncio.Task[None] | None
+
+    @property
+    def connection(self) -> "Connection": ...
+
+    @property
+    def id(self) -> int: ...
 
     @property
     def remote_ended(self) -> bool:
@@ -155,19 +178,25 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the peers of a transport may have and do; beyond it streams are refused and connections closed.
+    """What the peers of a transport may have and do.
 
-    `streams` are open at once, on all `connections` together. `unsent_replies` to pings and settings are kept
-    for a peer that does not read. One address may give up `given_up_per_s` requests, `given_up_at_once` in a
-    burst, within `young_s` of their begin (docs/security.md, "Rapid resets").
+    `streams` are open at once, on all `connections` together, and `silent` of them without a first message,
+    `silent_here` on one connection and each for `silent_s`. Beyond that streams are refused. `unsent_replies`
+    to pings and settings are kept for a peer that does not read. `idle_frames` that carry nothing are taken
+    of a connection, and more with time, its streams and the bytes that it is sent.
+
+    In one step of the event loop `step_frames` are read and `step_starts` handlers started.
     """
 
     streams: int = 20_000
     connections: int = 4096
+    silent: int = 4096
+    silent_here: int = 1024
+    silent_s: float = 10.0
     unsent_replies: int = 10_000
-    given_up_per_s: float = 500.0
-    given_up_at_once: float = 4000.0
-    young_s: float = 1.0
+    idle_frames: int = 2000
+    step_frames: int = 512
+    step_starts: int = 32
 
 
 class NewStream(Protocol):
@@ -180,38 +209,184 @@ class NewStream(Protocol):
         send_window: int,
         content_length: int,
         budget: BodyBudget,
+        handler: Handler,
     ) -> Stream: ...
 
 
-class OpenStreams:
-    """What the connections of a transport share: `limits`, the number of their streams, which handlers are
-    `refused`, and how many requests each address has given up.
+class Load:
+    """What the connections of a transport share: `limits`, the `count` of their streams, which handlers are
+    `refused`, and the work of a step of the event loop.
 
-    `clock` is in seconds.
+    A handler starts when the first message of its stream has come, at the end of what was read with it, as
+    far as the step's budget goes. So a request that is reset meanwhile costs neither a task nor a call of
+    Redis. Frames beyond the budget wait until those of the other connections have been read.
+
+    A connection without an open stream makes room for a new one: first one that never had a stream, then
+    the one that has been idle for longest.
     """
 
-    __slots__ = ("_clock", "_rates", "_warned_s", "count", "limits", "refused")
+    __slots__ = (
+        "_idle",
+        "_left_out",
+        "_loop",
+        "_refilling",
+        "_starting",
+        "_starts_left",
+        "_stuck",
+        "_unread",
+        "_unused",
+        "_warned_s",
+        "connections",
+        "count",
+        "frames_left",
+        "limits",
+        "refused",
+        "silent",
+    )
 
-    def __init__(self, clock: Callable[[], float], limits: Limits) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.connections: set[Connection] = set()
         self.count = 0
         self.refused: set[Handler] = set()
-        self._clock = clock
-        self._rates = Rates(limits.given_up_per_s, limits.given_up_at_once, _ADDRESSES, clock)
-        self._warned_s = -_WARNING_S
+        self.silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message, the oldest first
+        self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
+        self._loop = asyncio.get_running_loop()
+        self._starting: OrderedDict[Stream, None] = OrderedDict()
+        self._unread: deque[Connection] = deque()  # those with frames that wait
+        self._refilling = False
+        self._unused: OrderedDict[Connection, None] = OrderedDict()
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # since when nothing is read of it
+        self._warned_s, self._left_out = -_WARNING_S, 0
 
-    def gave_up(self, address: str) -> bool:
-        """Count a young request that `address` gave up; whether it has given up too many."""
-        if not self._rates.take(address):
-            return False
-        if self._clock() - self._warned_s >= _WARNING_S:
-            self._warned_s = self._clock()
-            _log.warning("a peer gives up too many requests at once; its connection is closed: %s", address)
+    @property
+    def full(self) -> str:
+        """Why no stream can be taken; empty if one can."""
+        if self.count >= self.limits.streams:
+            return f"all {self.limits.streams} streams are taken"
+        if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
+            return f"all {self.limits.connections} connections are taken"
+        return ""
+
+    # Connections.
+
+    def opened(self, connection: "Connection") -> bool:
+        """Count a new connection; whether there is room for it."""
+        if len(self.connections) >= self.limits.connections:
+            self._warn_of_full()
+            spare = self._unused or self._idle
+            if not spare:
+                return False
+            spare.popitem(last=False)[0].abort()
+        self.connections.add(connection)
+        self._unused[connection] = None
         return True
+
+    def closed(self, connection: "Connection") -> None:
+        self.connections.discard(connection)
+        self._unused.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._stuck.pop(connection, None)
+
+    def busy(self, connection: "Connection") -> None:
+        """Its first stream has been opened."""
+        if self._idle.pop(connection, self) is self:
+            self._unused.pop(connection, None)
+
+    def idle(self, connection: "Connection") -> None:
+        """Its last stream has ended."""
+        if connection in self.connections:
+            self._idle[connection] = None
+
+    def stuck(self, connection: "Connection") -> None:
+        """Its peer does not read. Of too many such connections the first one is cut."""
+        self._stuck[connection] = self._loop.time()
+        if len(self._stuck) > _STUCK:
+            self._stuck.popitem(last=False)[0].abort()
+
+    def freed(self, connection: "Connection") -> None:
+        """Its peer reads again."""
+        self._stuck.pop(connection, None)
+
+    def _warn_of_full(self) -> None:
+        now_s = self._loop.time()
+        if now_s - self._warned_s < _WARNING_S:
+            self._left_out += 1
+            return
+        _log.warning(
+            "all %d connections are taken: idle ones are closed",
+            self.limits.connections,
+            extra={"left_out": self._left_out},
+        )
+        self._warned_s, self._left_out = now_s, 0
+
+    def end_overdue(self) -> None:
+        """End streams without a first message, and connections whose peers read nothing, after their time."""
+        before_s = self._loop.time() - self.limits.silent_s
+        while self.silent and (stream := next(iter(self.silent))).began_s < before_s:
+            stream.connection.refuse(stream.id)
+        before_s = self._loop.time() - _STUCK_S
+        while self._stuck and next(iter(self._stuck.values())) < before_s:
+            self._stuck.popitem(last=False)[0].abort()
+
+    # Work.
+
+    def begin(self, stream: Stream) -> None:
+        """A stream has been opened; its first message is awaited."""
+        self.count += 1
+        self.silent[stream] = None
+        stream.connection.silent += 1
+        if len(self.silent) > self.limits.silent:
+            oldest = next(iter(self.silent))
+            oldest.connection.refuse(oldest.id)
+
+    def heard(self, stream: Stream) -> None:
+        """The first message of a stream has come, or its end."""
+        if self.silent.pop(stream, self) is None:
+            stream.connection.silent -= 1
+            self._starting[stream] = None
+
+    def end(self, stream: Stream) -> None:
+        """A stream is over."""
+        self.count -= 1
+        if self.silent.pop(stream, self) is None:
+            stream.connection.silent -= 1
+        else:
+            self._starting.pop(stream, None)
+
+    def start(self) -> None:
+        """Start what waits, as far as the budget goes."""
+        starting = self._starting
+        while starting and self._starts_left > 0:
+            stream, _ = starting.popitem(last=False)
+            self._starts_left -= 1
+            stream.task = self._loop.create_task(stream.serve(stream.handler))
+        limits = self.limits
+        if not self._refilling and (
+            2 * self.frames_left < limits.step_frames or 2 * self._starts_left < limits.step_starts
+        ):
+            self._refilling = True
+            self._loop.call_soon(self._refill)
+
+    def wait(self, connection: "Connection") -> None:
+        """`connection` has frames to read in a later step."""
+        self._unread.append(connection)
+
+    def _refill(self) -> None:
+        """The next step of the event loop has begun."""
+        self._refilling = False
+        self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
+        self.start()
+        for _ in range(len(self._unread)):
+            if self.frames_left <= 0:
+                break
+            self._unread.popleft().read_on()
+        self.start()
 
 
 class Connection(asyncio.Protocol):
-    """One peer's connection; `connections` is the transport's set of open ones, `open_streams` counts theirs.
+    """One peer's connection; `load` is what those of a transport share.
 
     `find` gives the handler of a path and a pool, with the budget that counts data which it has not read yet.
     """
@@ -220,25 +395,25 @@ class Connection(asyncio.Protocol):
         self,
         find: Callable[[bytes, bytes], tuple[Handler, BodyBudget] | None],
         new_stream: NewStream,
-        connections: "set[Connection]",
-        open_streams: OpenStreams,
+        load: Load,
     ) -> None:
-        self._open_streams, self._limits = open_streams, open_streams.limits
+        self.load, self._limits = load, load.limits
         self._new_stream = new_stream
+        self.silent = 0  # streams without a first message
         self.send_window = _DEFAULT_WINDOW
         self.paused = False
-        self.blocked: dict[int, Stream] = {}  # those whose handlers wait to write
+        # Those whose handlers wait for the connection's window, in the order in which they began to.
+        self.blocked: OrderedDict[int, Stream] = OrderedDict()
         self.received = False  # anything since the transport last asked
         self.settled = False  # the peer's preface and settings have come
         self._find = find
-        self._connections = connections
         self.loop = asyncio.get_running_loop()
         self._transport: Any = None
-        self._address = ""
         self._closed = False
+        self._waiting = False  # with frames in `_tail` that another step reads
         self._tail = b""
         self._streams: dict[int, Stream] = {}
-        self._ended: dict[int, None] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
         self._refuse_after = _ANY_STREAM
         self._initial_send_window = _DEFAULT_WINDOW
@@ -248,8 +423,11 @@ class Connection(asyncio.Protocol):
         self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
         self._block_of = (0, 0)  # their stream and flags
         self._unsent_replies = 0
-        self._settings = 0  # frames received
-        self._wake_scheduled = False  # the writers that wait are woken later in this step
+        self._idle_frames = 0  # the cost of frames that carried nothing
+        self._idle_allowed = self._limits.idle_frames
+        self._begun = 0  # streams
+        self._began_s = self.loop.time()
+        self._sent_bytes = 0
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._draining = False
@@ -265,14 +443,11 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        if len(self._connections) >= self._limits.connections:
+        if not self.load.opened(self):
             self._closed = True
             transport.abort()
             return
-        peer = transport.get_extra_info("peername")
-        self._address = str(peer[0]) if isinstance(peer, tuple) else ""
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
-        self._connections.add(self)
         settings = (
             (_MAX_STREAMS, self._limits.streams), (_INITIAL_WINDOW, WINDOW_BYTES), (_MAX_LIST, _LIST_BYTES)
         )  # fmt: skip
@@ -285,17 +460,20 @@ class Connection(asyncio.Protocol):
         if self._cut is not None:
             self._cut.cancel()  # it would keep the transport
         self._unsent = []
-        self._connections.discard(self)
+        self._tail = b""
         for stream_id in list(self._streams):
             self._cancel(stream_id)
+        self.load.closed(self)
 
     def pause_writing(self) -> None:
         self.paused = True
+        self.load.stuck(self)
 
     def resume_writing(self) -> None:
         self.paused = False
+        self.load.freed(self)
         self._unsent_replies = 0
-        self._wake_writers()
+        self.wake_next()
 
     def data_received(self, data: bytes) -> None:
         self.received = True
@@ -304,6 +482,25 @@ class Connection(asyncio.Protocol):
         if self._tail:
             data = self._tail + data
             self._tail = b""
+        if self._waiting:  # what was on its way when reading was paused
+            self._tail = data
+            return
+        self._read(data)
+        self.load.start()
+
+    def read_on(self) -> None:
+        """Read the frames that an earlier step has left."""
+        self._waiting = False
+        if self._closed:
+            return
+        data, self._tail = self._tail, b""
+        self._read(data)
+        if not (self._waiting or self._closed):
+            self._transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
+        """Read the frames of `data` as far as the step's budget goes."""
+        load = self.load
         try:
             at = 0
             if not self.settled:
@@ -319,6 +516,12 @@ class Connection(asyncio.Protocol):
             end = len(data)
             arrived = 0
             while end - at >= _HEADER_BYTES:
+                if load.frames_left <= 0:
+                    self._waiting = True
+                    self._transport.pause_reading()
+                    load.wait(self)
+                    break
+                load.frames_left -= 1
                 high, low, kind, flags, stream_id = _HEADER.unpack_from(data, at)
                 size = high << 16 | low
                 if size > FRAME_BYTES:
@@ -369,6 +572,7 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         if self._unsent:
             data, self._unsent, self._unsent_bytes = b"".join(self._unsent), [], 0
+            self._sent_bytes += len(data)
             self._transport.write(data)
 
     def ping(self) -> None:
@@ -399,6 +603,7 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection without a word."""
+        self._closed = True
         self._transport.abort()
 
     def forget(self, stream_id: int, remote_ended: bool) -> None:
@@ -406,16 +611,21 @@ class Connection(asyncio.Protocol):
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
-        self._open_streams.count -= 1
-        stream.drop()
+        self._left(stream)
         if not remote_ended:
             self._remember(stream_id)
+
+    def refuse(self, stream_id: int) -> None:
+        """End a stream for which nothing has been done: the peer may send it elsewhere."""
+        self.write(frame(RST_STREAM, 0, stream_id, REFUSED_STREAM.to_bytes(4, "big")))
+        self._remember(stream_id)
+        self._cancel(stream_id)
 
     def _remember(self, stream_id: int) -> None:
         """The client may still send on a stream that this side has ended: that is no error."""
         self._ended[stream_id] = None
         if len(self._ended) > _ENDED_IDS:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
 
     # Frames.
 
@@ -440,6 +650,19 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(PROTOCOL_ERROR, "a client pushes nothing")
         elif kind == GOAWAY and (stream_id or end - start < 8):
             raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed GOAWAY")
+        else:
+            self._count_idle(1)
+
+    def _count_idle(self, cost: int) -> None:
+        """Count a frame that carries nothing: of such a gateway sends few, whatever its clients do."""
+        self._idle_frames += cost
+        if self._idle_frames <= self._idle_allowed:
+            return
+        age_s = int(self.loop.time() - self._began_s)
+        more = _PER_STREAM * self._begun + self._sent_bytes // _BYTES_SENT + _PER_S * age_s
+        self._idle_allowed = self._limits.idle_frames + more
+        if self._idle_frames > self._idle_allowed:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames carry nothing")
 
     def _on_data(self, flags: int, stream_id: int, data: bytes, start: int, end: int) -> None:
         stream = self._streams.get(stream_id)
@@ -453,6 +676,8 @@ class Connection(asyncio.Protocol):
         if not flags:
             if start < end:
                 stream.receive(data, start, end)
+            else:
+                self._count_idle(1)
             return
         if flags & PADDED:
             padding = data[start] + 1 if start < end else 1
@@ -462,6 +687,8 @@ class Connection(asyncio.Protocol):
             end -= padding - 1
         if start < end:
             stream.receive(data, start, end)
+        elif not flags & END_STREAM:
+            self._count_idle(1)
         if flags & END_STREAM:
             self._end_remote(stream_id, stream)
 
@@ -470,6 +697,7 @@ class Connection(asyncio.Protocol):
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
         if stream_id not in self._ended:
+            self._count_idle(1)
             self.reset(stream_id, STREAM_CLOSED)
 
     def _open_window(self) -> None:
@@ -502,6 +730,7 @@ class Connection(asyncio.Protocol):
     def _on_continuation(self, flags: int, payload: bytes) -> None:
         if self._block is None:
             raise ConnectionFault(PROTOCOL_ERROR, "nothing to continue")
+        self._count_idle(1)
         self._block += payload
         if len(self._block) > _BLOCK_BYTES:
             raise ConnectionFault(ENHANCE_YOUR_CALM, "headers are too large")
@@ -518,12 +747,16 @@ class Connection(asyncio.Protocol):
             self._on_trailers(flags, stream_id)
             return
         self._last_id = stream_id
+        self._begun += 1
+        load = self.load
         if request.reset is not None:
             self.reset(stream_id, request.reset)
         elif (
             stream_id > self._refuse_after
-            or self._open_streams.count >= self._limits.streams
-            or request.handler in self._open_streams.refused
+            # No connection has more than two thirds of the streams.
+            or len(self._streams) >= 2 * (self._limits.streams - load.count)
+            or self.silent >= self._limits.silent_here
+            or request.handler in load.refused
         ):
             self.reset(stream_id, REFUSED_STREAM)
         elif request.handler is None or request.budget is None:
@@ -534,13 +767,13 @@ class Connection(asyncio.Protocol):
                 self._remember(stream_id)
         else:
             window, length = self._initial_send_window, request.content_length
-            stream = self._new_stream(self, stream_id, window, length, request.budget)
+            stream = self._new_stream(self, stream_id, window, length, request.budget, request.handler)
+            if not self._streams:
+                load.busy(self)
             self._streams[stream_id] = stream
-            self._open_streams.count += 1
+            load.begin(stream)
             if flags & END_STREAM:
                 self._end_remote(stream_id, stream)
-            if stream_id in self._streams:
-                stream.task = self.loop.create_task(stream.serve(request.handler))
 
     def _on_trailers(self, flags: int, stream_id: int) -> None:
         stream = self._streams.get(stream_id)
@@ -559,17 +792,20 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed reset")
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(PROTOCOL_ERROR, "a reset of a stream that is not open")
-        self._give_up(stream_id)
+        if stream_id not in self._streams:
+            self._count_idle(1)
+        self._cancel(stream_id)
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed window update")
+        self._count_idle(1)
         more = int.from_bytes(payload, "big") & _MAX_WINDOW
         if stream_id == 0:
             self.send_window += more
             if more == 0 or self.send_window > _MAX_WINDOW:
                 raise ConnectionFault(FLOW_CONTROL_ERROR if more else PROTOCOL_ERROR, "a wrong window update")
-            self._wake_writers()
+            self.wake_next()
             return
         stream = self._streams.get(stream_id)
         if stream is None:
@@ -585,6 +821,7 @@ class Connection(asyncio.Protocol):
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id or len(payload) != 8:
             raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "a malformed ping")
+        self._count_idle(1)
         if not flags & ACK:
             self._reply(frame(PING, ACK, 0, payload))
         elif self._draining and self._refuse_after == _ANY_STREAM:
@@ -594,11 +831,9 @@ class Connection(asyncio.Protocol):
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id or len(payload) % 6 or (flags & ACK and payload):
             raise ConnectionFault(PROTOCOL_ERROR if stream_id else FRAME_SIZE_ERROR, "malformed settings")
+        self._count_idle(_SETTINGS_COST)
         if flags & ACK:
             return
-        self._settings += 1
-        if self._settings > _SETTINGS:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "settings change too often")
         window = self._initial_send_window
         for name, value in _PAIR.iter_unpack(payload):
             if name == _INITIAL_WINDOW:
@@ -613,12 +848,13 @@ class Connection(asyncio.Protocol):
                 stream.send_window += more
                 if stream.send_window > _MAX_WINDOW:
                     raise ConnectionFault(FLOW_CONTROL_ERROR, "a window is too large")
-            self._wake_writers()
+                stream.wake_writer()
         self._reply(frame(SETTINGS, ACK, 0))
 
     def _on_priority(self, stream_id: int, payload: bytes) -> None:
         if stream_id == 0:
             raise ConnectionFault(PROTOCOL_ERROR, "a priority of no stream")
+        self._count_idle(1)
         if len(payload) != 5:
             self.reset(stream_id, FRAME_SIZE_ERROR)
         elif int.from_bytes(payload[:4], "big") & _ANY_STREAM == stream_id:
@@ -636,43 +872,31 @@ class Connection(asyncio.Protocol):
         """End a stream with an error code; with CANCEL, if it is still open."""
         if code != CANCEL or stream_id in self._streams:
             self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
-        if code == CANCEL:
-            self._cancel(stream_id)
-        else:
-            self._give_up(stream_id)  # the peer broke the protocol to end it
-
-    def _give_up(self, stream_id: int) -> None:
-        """The peer ends a stream before its handler does."""
-        stream = self._streams.get(stream_id)
-        if stream is None:
-            return
-        young = self.loop.time() - stream.began_s < self._limits.young_s
         self._cancel(stream_id)
-        if young and self._open_streams.gave_up(self._address):
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many requests are given up at once")
 
     def _cancel(self, stream_id: int) -> None:
         """A stream is over before its handler is: cancel that."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
-        self._open_streams.count -= 1
-        stream.drop()
+        self._left(stream)
         if stream.task is not None:
             stream.task.cancel()
             self._cancelled.add(stream.task)
             stream.task.add_done_callback(self._cancelled.discard)
 
-    def _wake_writers(self) -> None:
-        """Wake all writers that wait, once a step however many frames open the window."""
-        if self.blocked and not self._wake_scheduled:
-            self._wake_scheduled = True
-            self.loop.call_soon(self._wake_all)
+    def _left(self, stream: Stream) -> None:
+        """A stream is not open any more."""
+        self.load.end(stream)
+        stream.drop()
+        if not (self._streams or self._closed):
+            self.load.idle(self)
 
-    def _wake_all(self) -> None:
-        self._wake_scheduled = False
-        for stream in list(self.blocked.values()):
-            stream.wake_writer()
+    def wake_next(self) -> None:
+        """If the window allows it, wake the first writer that waits for it. When that has written it wakes
+        the next one, so no update wakes more of them than it serves."""
+        if self.blocked and self.send_window > 0 and not self.paused:
+            next(iter(self.blocked.values())).wake_writer()
 
     # Headers.
 
@@ -682,6 +906,11 @@ class Connection(asyncio.Protocol):
         An Envoy's requests differ in nothing but their stream, so their blocks are the same bytes once its
         headers are in the table. Such a block means the same for as long as the table does not change.
         """
+        self.load.frames_left -= _DECODE_COST + len(block) // _DECODE_BYTES
+        if block[:1] and 0x20 <= block[0] < 0x40:
+            self._count_idle(_RESIZE_COST)
+            if _RESIZES.match(block):
+                raise ConnectionFault(COMPRESSION_ERROR, "a block resizes the header table too often")
         table = self._decoder.header_table
         before = (table.maxsize, len(table.dynamic_entries), *list(table.dynamic_entries)[:1])
         try:

@@ -8,12 +8,13 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from picker_fleet.background import keep
 from picker_fleet.errors import BufferFull, StartupError
-from picker_fleet.extproc.certificates import Certificates, server_options
+from picker_fleet.extproc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
 from picker_fleet.extproc.context import BodyBudget, ByPool
 from picker_fleet.extproc.http2 import (
     CANCEL,
@@ -29,21 +30,21 @@ from picker_fleet.extproc.http2 import (
     WINDOW_UPDATE,
     Connection,
     Limits,
-    OpenStreams,
+    Load,
     frame,
     literal,
     start_of_frame,
 )
 from picker_fleet.extproc.transport import Handler, Relay, RpcError, Status
-from picker_fleet.units import split_host_port
 
-_BACKLOG = 1024
 FREE_BYTES = 4096  # unread ones of a stream that no budget counts: about what the stream itself takes
 MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
 _CREDIT_BELOW = WINDOW_BYTES // 2  # a window that is no larger is opened again
 _OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
 _STEP_S = 0.01
 _CLOSE_S = 0.25
+_WRITE_S = 60.0  # for a peer to open its window
+_OVERDUE_S = 1.0  # between two looks
 
 _END_BLOCK = literal(b"grpc-status", b"0")
 _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
@@ -63,11 +64,9 @@ class GrpcStream:
 
     __slots__ = (
         "_budget",
-        "_connection",
         "_content_length",
         "_counted_bytes",
         "_fault",
-        "_id",
         "_message_bytes",
         "_messages",
         "_partial",
@@ -79,6 +78,9 @@ class GrpcStream:
         "_unread_bytes",
         "_writer",
         "began_s",
+        "connection",
+        "handler",
+        "id",
         "receive_window",
         "remote_ended",
         "send_window",
@@ -93,11 +95,13 @@ class GrpcStream:
         send_window: int,
         content_length: int,
         budget: BodyBudget,
+        handler: Handler,
         *,
         message_bytes: int,
     ) -> None:
-        self._connection = connection
-        self._id = stream_id
+        self.connection = connection
+        self.id = stream_id
+        self.handler = handler
         self.sid = stream_id.to_bytes(4, "big")
         self._shifted_id = stream_id << 40  # where it is in what precedes a message
         self._budget = budget
@@ -133,7 +137,7 @@ class GrpcStream:
                 raise self._fault
             if self.remote_ended:
                 return None
-            self._reader = self._connection.loop.create_future()
+            self._reader = self.connection.loop.create_future()
             try:
                 handed_over = await self._reader
             finally:
@@ -170,10 +174,10 @@ class GrpcStream:
         if not frames:
             return False
         if self._started:
-            self._connection.write(frames)
+            self.connection.write(frames)
         else:
             self._started = True
-            self._connection.write(b"".join((_OK, self.sid, OK_BLOCK, frames)))
+            self.connection.write(b"".join((_OK, self.sid, OK_BLOCK, frames)))
         return True
 
     async def relay(self, answer: Relay) -> bytes | None:
@@ -208,7 +212,7 @@ class GrpcStream:
                     raise self._fault
                 if self.remote_ended:
                     return None
-                self._take, self._reader = take, self._connection.loop.create_future()
+                self._take, self._reader = take, self.connection.loop.create_future()
                 try:
                     await self._reader
                 finally:
@@ -219,7 +223,7 @@ class GrpcStream:
         try:
             await self._finish(await handler(self))
         except asyncio.CancelledError:
-            self._connection.reset(self._id, CANCEL)
+            self.connection.reset(self.id, CANCEL)
         except RpcError as fault:
             self._fail(fault.status, str(fault))
         except Exception:
@@ -228,7 +232,7 @@ class GrpcStream:
 
     async def _finish(self, message: bytes | None) -> None:
         """Send the last message, if there is one, and the end of the stream."""
-        connection, sid = self._connection, self.sid
+        connection, sid = self.connection, self.sid
         frames = b""
         if message is not None:
             frames = self._in_one_frame(message)
@@ -241,20 +245,20 @@ class GrpcStream:
         else:
             # As gRPC's own servers do: nothing more is wanted of the client.
             connection.write(b"".join((frames, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
-        connection.forget(self._id, self.remote_ended)
+        connection.forget(self.id, self.remote_ended)
 
     def _fail(self, status: Status, why: str) -> None:
         """End the stream with an error status."""
         block = literal(b"grpc-status", str(status).encode()) + literal(b"grpc-message", _escaped(why))
         block = block if self._started else OK_BLOCK + block
-        end = frame(HEADERS, END_HEADERS | END_STREAM, self._id, block)
+        end = frame(HEADERS, END_HEADERS | END_STREAM, self.id, block)
         stop = b"" if self.remote_ended else _STOP + self.sid + NO_ERROR_CODE
-        self._connection.write(end + stop)
-        self._connection.forget(self._id, self.remote_ended)
+        self.connection.write(end + stop)
+        self.connection.forget(self.id, self.remote_ended)
 
     def _in_one_frame(self, message: bytes) -> bytes:
         """The frame of a whole message, counted as sent; empty if it does not fit in one, or not now."""
-        connection = self._connection
+        connection = self.connection
         size = len(message) + 5
         window = connection.send_window
         if size > window or size > self.send_window or size > FRAME_BYTES or connection.paused:
@@ -266,7 +270,7 @@ class GrpcStream:
 
     async def _write_parts(self, message: bytes) -> None:
         """Send a message in frames, as the peer's windows allow."""
-        connection = self._connection
+        connection = self.connection
         rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
         if not self._started:
             connection.write(_OK + self.sid + OK_BLOCK)
@@ -274,13 +278,7 @@ class GrpcStream:
         while rest:
             room = min(self.send_window, connection.send_window)
             if room <= 0 or connection.paused:
-                self._writer = connection.loop.create_future()
-                connection.blocked[self._id] = self
-                try:
-                    await self._writer
-                finally:
-                    self._writer = None
-                    connection.blocked.pop(self._id, None)
+                await self._until_writable(len(rest))
                 continue
             # One write for several frames; not so much that a slow connection's buffer grows past its limit.
             now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
@@ -291,6 +289,38 @@ class GrpcStream:
                 part = now[start : start + FRAME_BYTES]
                 parts += (len(part).to_bytes(3, "big"), _DATA, self.sid, part)
             connection.write(b"".join(parts))
+            connection.wake_next()
+
+    async def _until_writable(self, unsent_bytes: int) -> None:
+        """Wait for the peer's windows; `unsent_bytes` count in the replica's budget meanwhile.
+
+        Raises:
+            RpcError: the budget is used up, or the windows stay closed.
+        """
+        connection = self.connection
+        counted_bytes = max(unsent_bytes - FREE_BYTES, 0)
+        try:
+            self._budget.take(counted_bytes, unsent_bytes)
+        except BufferFull as fault:
+            raise RpcError(Status.RESOURCE_EXHAUSTED, str(fault)) from None
+        self._writer = connection.loop.create_future()
+        if self.send_window > 0:
+            connection.blocked[self.id] = self
+        try:
+            async with asyncio.timeout(_WRITE_S):
+                await self._writer
+        except BaseException as fault:
+            connection.blocked.pop(self.id, None)
+            connection.wake_next()  # the window that this stream leaves
+            if isinstance(fault, TimeoutError):
+                raise RpcError(Status.UNAVAILABLE, "the answer is not read") from None
+            raise
+        finally:
+            self._budget.give_back(counted_bytes)
+            self._writer = None
+        connection.blocked.pop(self.id, None)
+        if self.send_window <= 0:
+            connection.wake_next()
 
     def wake_writer(self) -> None:
         if self._writer is not None and not self._writer.done():
@@ -375,6 +405,8 @@ class GrpcStream:
             return
         reader = self._reader
         if reader is None or self._messages or reader.done():
+            if self.task is None and not self._messages:
+                self.connection.load.heard(self)
             self._messages.append(message)
             self._unread_bytes += len(message) + MESSAGE_COST
             if self._unread_bytes > FREE_BYTES:
@@ -401,7 +433,7 @@ class GrpcStream:
         """Open the window again: the handler has read all whole messages, so the rest of one may come."""
         if not self.remote_ended and self._fault is None:
             used = WINDOW_BYTES - self.receive_window
-            self._connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
+            self.connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
     def _count(self) -> None:
@@ -424,6 +456,8 @@ class GrpcStream:
         self._wake_reader()
 
     def _wake_reader(self) -> None:
+        if self.task is None:
+            self.connection.load.heard(self)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -457,34 +491,37 @@ class NativeTransport:
         self._handlers = {path.encode(): handler for path, handler in handlers.items()}
         self._budgets, self._others = budgets, BodyBudget(_OTHERS_BYTES)
         self._new_stream = partial(GrpcStream, message_bytes=message_bytes)
-        self._connections: set[Connection] = set()
-        self._open_streams = OpenStreams(lambda: asyncio.get_running_loop().time(), limits)
+        if certificates is not None:
+            limits = replace(limits, connections=min(limits.connections, MAX_TLS_CONNECTIONS))
+        self.load = Load(limits)
+        self._connections = self.load.connections
         self._server: asyncio.Server | None = None
-        self._pinging: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def full(self) -> str:
+        return self.load.full
 
     async def start(self, listen: str) -> int:
-        host, port = split_host_port(listen)
         try:
-            tls = server_options(self._certificates)
-            self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host.strip("[]"), port, backlog=_BACKLOG, **tls
-            )
+            self._server = await serve(self._connection, listen, self._certificates)
         except OSError as fault:
             raise StartupError(f"extproc.listen {listen}: cannot be bound; is the port in use?") from fault
-        self._pinging = asyncio.create_task(keep("keepalive", self._ping_silent_peers), name="keepalive")
+        for name, work in (("keepalive", self._ping_silent_peers), ("overdue", self._end_overdue)):
+            self._tasks.append(asyncio.create_task(keep(name, work), name=name))
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
     def streams_by_peer(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for connection in self._connections:
+        for connection in self.load.connections:
             address, count = connection.peer
             found[address] += count
         return found
 
     def refuse(self, path: str, wanted: bool = True) -> None:
         """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""
-        handler, refused = self._handlers[path.encode()], self._open_streams.refused
+        handler, refused = self._handlers[path.encode()], self.load.refused
         handlers = handler.all if isinstance(handler, ByPool) else (handler,)
         (refused.update if wanted else refused.difference_update)(handlers)
 
@@ -510,11 +547,16 @@ class NativeTransport:
                     await asyncio.sleep(_STEP_S)
         for connection in list(self._connections):
             connection.abort()
-        if self._pinging is not None:
-            self._pinging.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def _connection(self) -> Connection:
-        return Connection(self._find, self._new_stream, self._connections, self._open_streams)
+        return Connection(self._find, self._new_stream, self.load)
+
+    async def _end_overdue(self) -> None:
+        while True:
+            await asyncio.sleep(_OVERDUE_S)
+            self.load.end_overdue()
 
     def _find(self, path: bytes, pool: bytes) -> tuple[Handler, BodyBudget] | None:
         """The handler of `path`, in the pool that the peer names, and its budget; None if there is none."""

@@ -84,6 +84,11 @@ class Server:
             await self._health_transport.start(self._settings.health_listen)
         return ports[0]
 
+    @property
+    def full(self) -> str:
+        """Why no stream can be taken; empty if one can."""
+        return self._transports[0][1].full
+
     def set_ready(self, ready: bool) -> None:
         """Tell Envoy's health checks; a draining server stays not ready. Until it is ready a server refuses
         exchanges and access logs, so that Envoy asks another replica: ends that an unready one reads release

@@ -91,7 +91,13 @@ class Streaming:
 
 
 class Transport(Protocol):
-    """Serves handlers on one address."""
+    """Serves handlers on one address.
+
+    `full` says why no stream can be taken; empty if one can.
+    """
+
+    @property
+    def full(self) -> str: ...
 
     async def start(self, listen: str) -> int:
         """Bind `listen` and serve; the bound port.
@@ -195,6 +201,8 @@ class GrpcioTransport:
     registered as a method that answers once (`stream_unary`): gRPC then sends the last message together with
     the stream's end, another 60 µs less. In such a method `write` serialises nothing, so it takes bytes.
     """
+
+    full = ""  # gRPC does not say
 
     def __init__(
         self,

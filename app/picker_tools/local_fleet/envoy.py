@@ -27,6 +27,7 @@ from picker_tools.local_fleet.envoy_types import (
     fixed_heap_v3,
     overload_v3,
     packed,
+    protobuf,
     seconds,
 )
 from picker_tools.local_fleet.listener import admin_listener, listener
@@ -36,8 +37,16 @@ from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary
 
 _HEAP = "envoy.resource_monitors.fixed_heap"
 _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
-# As a share of the heap allowed: give back what is free, answer 503, accept nothing.
-_ACTIONS = {"shrink_heap": 0.9, "stop_accepting_requests": 0.95, "stop_accepting_connections": 0.98}
+# As a share of the heap allowed: give back what is free, close connections without a request, answer new
+# requests 503, refuse new connections.
+_ACTIONS = {
+    "shrink_heap": 0.8,
+    "close_idle_http_connections": 0.85,
+    "stop_accepting_requests": 0.95,
+    "reject_incoming_connections": 0.98,
+}
+# Requests of one connection that Envoy begins at a time. One that its client resets meanwhile never begins.
+_RUNTIME = {"http.max_requests_per_io_cycle": 1}
 
 
 def overload_manager(*, max_connections: int, max_heap_bytes: int) -> overload_v3.OverloadManager:
@@ -105,6 +114,11 @@ def build_bootstrap(
         # Health checks get through when clients do not.
         admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
+        layered_runtime=bootstrap_v3.LayeredRuntime(
+            layers=[
+                bootstrap_v3.RuntimeLayer(name="picker", static_layer=protobuf.Struct.from_dict(_RUNTIME))
+            ]
+        ),
         static_resources=bootstrap_v3.BootstrapStaticResources(
             listeners=[
                 *(

@@ -21,7 +21,9 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.overload import v3 as overload_v3
     from envoy_data_plane.envoy.config.route import v3 as route_v3
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_access_log_v3
+    from envoy_data_plane.envoy.extensions.common.matching import v3 as matching_v3
     from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser_v3
+    from envoy_data_plane.envoy.extensions.filters.common.matcher.action import v3 as filter_action_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_authz import v3 as ext_authz_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
     from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_rules_v3
@@ -46,6 +48,8 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_v3
     from envoy_data_plane.envoy.type.metadata import v3 as metadata_v3
     from envoy_data_plane.google import protobuf
+    from envoy_data_plane.xds.core import v3 as xds_core_v3
+    from envoy_data_plane.xds.type.matcher import v3 as xds_matcher_v3
 
 # How often balancing draws again to find a host that a retry has not tried. A dead host has the fewest
 # streams, so of two hosts it is drawn three times in four: with five draws, one retry in six still goes to

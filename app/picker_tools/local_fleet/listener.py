@@ -41,12 +41,14 @@ from picker_tools.local_fleet.envoy_types import (
     ext_authz_v3,
     ext_proc_v3,
     extension,
+    filter_action_v3,
     grpc_access_log_v3,
     hcm_v3,
     json_parser_v3,
     json_rules_v3,
     listener_v3,
     matcher_v3,
+    matching_v3,
     mutation_rules_v3,
     packed,
     previous_hosts_v3,
@@ -56,6 +58,8 @@ from picker_tools.local_fleet.envoy_types import (
     seconds,
     sse_rules_v3,
     type_v3,
+    xds_core_v3,
+    xds_matcher_v3,
 )
 from picker_tools.local_fleet.parts import Mode
 
@@ -140,8 +144,49 @@ def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_
     if mode == "http":
         filters.append(_named(_EXT_AUTHZ, _ext_authz(settings, naming)))
     else:
-        filters.append(_named(_EXT_PROC, _ext_proc(mode, settings, naming)))
+        processor = _ext_proc(mode, settings, naming)
+        filters.append(_named(_EXT_PROC, _without_own_4xx(processor) if mode == "standard" else processor))
     return [*filters, _ROUTER]
+
+
+def _without_own_4xx(processor: ext_proc_v3.ExternalProcessor) -> matching_v3.ExtensionWithMatcher:
+    """`processor`, passed over by Envoy's own answers of 4xx.
+
+    Envoy closes the connection of a request that it cannot read as soon as it has sent the answer, and would
+    do so while the picker is asked about that.
+    """
+
+    def named(name: str, message: betterproto2.Message) -> xds_core_v3.TypedExtensionConfig:
+        return xds_core_v3.TypedExtensionConfig(name=name, typed_config=packed(message))
+
+    def is_(name: str, data: betterproto2.Message, value: str) -> xds_matcher_v3.MatcherMatcherListPredicate:
+        return xds_matcher_v3.MatcherMatcherListPredicate(
+            single_predicate=xds_matcher_v3.MatcherMatcherListPredicateSinglePredicate(
+                input=named(f"envoy.matching.inputs.{name}", data),
+                value_match=xds_matcher_v3.StringMatcher(exact=value),
+            )
+        )
+
+    own_4xx = xds_matcher_v3.MatcherMatcherListPredicatePredicateList(
+        predicate=[
+            is_("local_reply", matcher_v3.HttpResponseLocalReplyMatchInput(), "true"),
+            is_("status_code_class_input", matcher_v3.HttpResponseStatusCodeClassMatchInput(), "4xx"),
+        ]
+    )
+    skip = xds_matcher_v3.MatcherOnMatch(action=named("skip", filter_action_v3.SkipFilter()))
+    return matching_v3.ExtensionWithMatcher(
+        xds_matcher=xds_matcher_v3.Matcher(
+            matcher_list=xds_matcher_v3.MatcherMatcherList(
+                matchers=[
+                    xds_matcher_v3.MatcherMatcherListFieldMatcher(
+                        predicate=xds_matcher_v3.MatcherMatcherListPredicate(and_matcher=own_4xx),
+                        on_match=skip,
+                    )
+                ]
+            )
+        ),
+        extension_config=extension(_EXT_PROC, processor),
+    )
 
 
 def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_proc_v3.ExternalProcessor:
@@ -289,6 +334,10 @@ _CHUNK_BYTES = 1024 * 1024
 # Envoy buffers whole bodies for retries (G9), and plain answers to read their usage: outside `standard` it
 # refuses a longer one (500).
 _BODY_BYTES = 32 * 1024 * 1024
+# Of a client's connection; the windows bound what Envoy keeps of bodies that the picker has not taken.
+_STREAMS = 128
+_STREAM_WINDOW_BYTES = 256 * 1024
+_CONNECTION_WINDOW_BYTES = 1024 * 1024
 _NEVER = seconds(0)
 _HEADERS_S = 10.0  # from a request's first byte to the end of its headers
 _BODY_S = 60.0  # for the whole body, and for a client to take the last of its answer
@@ -370,6 +419,11 @@ def _manager(
                 ),
             )
         ],
+        http2_protocol_options=core_v3.Http2ProtocolOptions(
+            max_concurrent_streams=_STREAMS,
+            initial_stream_window_size=_STREAM_WINDOW_BYTES,
+            initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
+        ),
         # The picker decides how long a request waits, and a model may pause long before its next byte.
         stream_idle_timeout=seconds(max(_SILENT_S, waits_s)),
         # A client that sends or reads too slowly is disconnected, so that it does not hold its
