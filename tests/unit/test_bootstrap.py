@@ -137,6 +137,11 @@ def timeouts(waits_s: int) -> dict[str, Any]:
         "manager.streamIdleTimeout": f"{max(3600, waits_s + 60)}s",
         "manager.requestHeadersTimeout": "10s",
         "manager.commonHttpProtocolOptions": {"idleTimeout": "120s"},
+        "manager.http2ProtocolOptions": {
+            "maxConcurrentStreams": 128,
+            "initialStreamWindowSize": 256 * 1024,
+            "initialConnectionWindowSize": 1024 * 1024,
+        },
     }
 
 

@@ -1,6 +1,7 @@
 """TLS of the gRPC port, on both transports: who gets in, and what a new certificate does."""
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import socket
@@ -13,6 +14,7 @@ from unittest.mock import AsyncMock
 
 import grpc
 import pytest
+import uvloop
 from extproc_client import serving_on
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tables import cases
@@ -20,6 +22,7 @@ from tls_files import Pair, authority, signed
 
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc import budget_transfer
+from picker_fleet.extproc import certificates as tls_port
 from picker_fleet.extproc.budget_transfer import GrpcPeers
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.transport import Handler, Health
@@ -220,3 +223,40 @@ async def test_replicas_ask_each_other_over_tls(server: Pair, ours: Pair, files:
         assert await GrpcPeers("p", Keyring(), made).ask(address, 1.0, 5.0) == 0.0  # not signed by the fleet
         assert await GrpcPeers("p", keys).ask(address, 1.0, 5.0) is None  # plain text
     assert await peers.ask(address, 1.0, 5.0) is None
+
+
+class Echo(asyncio.Protocol):
+    """Answers each piece of data with itself."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_unfinished_handshakes_are_bounded_and_keep_no_client_out(
+    run: Callable[[Any], Any], server: Pair, ours: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
+
+    async def play() -> None:
+        listening = await tls_port.serve(Echo, "127.0.0.1:0", certificates(server))
+        port = listening.sockets[0].getsockname()[1]
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in silent[::2]:
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00")  # the beginning of a ClientHello
+        async with asyncio.timeout(PATIENT_S):
+            for reader, _ in silent[:12]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            trusting = ssl.create_default_context(cafile=str(ours.cert))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+        for _, each in [*silent, (reader, writer)]:
+            each.transport.abort()
+        listening.close()
+
+    run(play())

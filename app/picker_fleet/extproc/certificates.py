@@ -206,35 +206,34 @@ class _Handshake(asyncio.Protocol):
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
         self._protocol, self._context, self._others = protocol, context, others
-        self._early = b""  # data that comes with the end of the handshake
+        self._early = bytearray()  # what came before TLS read, and then what it has read early
+        self._came = asyncio.Event()
         self._lost = False
         self._transport: Any = None
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
-        transport.pause_reading()  # until TLS reads
         self._transport = transport
         self._others[self] = None
         if len(self._others) > _HANDSHAKES:
             self._others.popitem(last=False)[0]._transport.abort()
-        self._task = asyncio.get_running_loop().create_task(self._shake())
+        self._task = asyncio.get_running_loop().create_task(self._agree())
 
     def data_received(self, data: bytes) -> None:
         self._early += data
+        if not self._came.is_set():
+            self._transport.pause_reading()
+            self._came.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self._came.set()
 
-    async def _shake(self) -> None:
+    async def _agree(self) -> None:
         try:
-            transport: Any = await asyncio.get_running_loop().start_tls(
-                self._transport,
-                self,
-                self._context,
-                server_side=True,
-                ssl_handshake_timeout=HANDSHAKE_S,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._came.wait()
+                transport = None if self._lost else await self._start_tls()
         except (OSError, ssl.SSLError):
             transport = None
         finally:
@@ -246,9 +245,33 @@ class _Handshake(asyncio.Protocol):
         protocol.connection_made(transport)
         transport.set_protocol(protocol)
         if self._early:
-            protocol.data_received(self._early)
+            protocol.data_received(bytes(self._early))
         if self._lost:
             protocol.connection_lost(None)
+
+    async def _start_tls(self) -> Any:
+        first, self._early = bytes(self._early), bytearray()
+        starting = asyncio.create_task(
+            asyncio.get_running_loop().start_tls(
+                self._transport,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        )
+        try:
+            # In two steps of the event loop TLS reads the connection; what came before that it is given here.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            reader = self._transport.get_protocol()
+            if reader is not self and not starting.done():
+                reader.get_buffer(len(first))[: len(first)] = first
+                reader.buffer_updated(len(first))
+            return await starting
+        finally:
+            starting.cancel()
 
 
 def _no_password() -> bytes:
