@@ -77,6 +77,7 @@ def api(
     *,
     deadlines: Deadlines | None = None,
     rate_limit: Callable[[float], RateLimit] = RateLimit,
+    full: str = "",
 ) -> FastAPI:
     """The API of a replica whose shared state is `store`."""
     settings = settings or Settings()
@@ -85,7 +86,8 @@ def api(
     shown = cast(FleetView, view or View())
     pool = OperatedPool(settings.pool, shown, lists or NO_LISTS, controls, events or Events(NoEvents()))
     page = MetricsPage([metrics or Metrics()])
-    return create([pool], page, settings, deadlines=deadlines or Deadlines(), rate_limit=rate_limit)
+    deadlines = deadlines or Deadlines()
+    return create([pool], page, settings, deadlines=deadlines, rate_limit=rate_limit, full=lambda: full)
 
 
 @asynccontextmanager

@@ -17,21 +17,23 @@ from picker_fleet.errors import StartupError, StateUnavailable
 from picker_fleet.telemetry.metrics import Metrics
 
 HEALTH = {
-    "ready": (True, "ok", (200, "ok"), (200, "ok")),
-    "not ready": (False, "no answer within 50 ms", (200, "degraded"), (503, "unready")),
+    "ready": (True, "ok", "", (200, "ok"), (200, "ok")),
+    "not ready": (False, "no answer within 50 ms", "", (200, "degraded"), (503, "unready")),
+    "full": (True, "ok", "all 20000 streams are taken", (200, "degraded"), (503, "unready")),
 }
 
 
-@cases("ready, redis, health, readiness", HEALTH)
+@cases("ready, redis, full, health, readiness", HEALTH)
 async def test_health_and_readiness_name_the_components_of_a_replica_that_is(
-    ready: bool, redis: str, health: tuple[int, str], readiness: tuple[int, str]
+    ready: bool, redis: str, full: str, health: tuple[int, str], readiness: tuple[int, str]
 ) -> None:
     view = View()
-    view.is_ready, view.components = ready, {"redis": redis, "grpc": "ok"}
-    async with asking(api(view)) as http:
+    view.is_ready, view.components = ready, {"redis": redis}
+    async with asking(api(view, full=full)) as http:
         for path, (code, status) in (("/healthz", health), ("/readyz", readiness)):
             answer = await http.get(path)
-            shown = {"status": status, "replica": "r-1", "pool": "default", "components": view.components}
+            components = {"redis": redis, "grpc": full or "ok"}
+            shown = {"status": status, "replica": "r-1", "pool": "default", "components": components}
             assert (answer.status_code, answer.json()) == (code, shown)
 
 

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker_fleet.config import parse
 from picker_fleet.errors import StartupError
 from picker_fleet.extproc.codec import WHOLE_BYTES
-from picker_fleet.extproc.context import STALLED_S, ExchangeContext, UploadDeadlines
+from picker_fleet.extproc.context import MAX_UPLOADS, STALLED_S, ExchangeContext, UploadDeadlines
 from picker_fleet.extproc.exchange import ExchangeService
 from picker_fleet.extproc.server import SERVICE, Server
 from picker_fleet.extproc.transport import Handler, Stream
@@ -73,6 +73,7 @@ async def replica(
     *,
     stalled_s: float = STALLED_S,
     clock: Callable[[], float] | None = None,
+    most_uploads: int = MAX_UPLOADS,
     **extproc: object,
 ) -> AsyncIterator[Replica]:
     """A ready replica; `extproc` overrides settings of that section, `clock` the time of its uploads."""
@@ -81,7 +82,7 @@ async def replica(
     gate, metrics = ScriptedGate(), Counted()
     clock = clock or asyncio.get_running_loop().time
     context = envoy.exchange_context(gate, metrics, settings, clock)
-    uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s)
+    uploads = UploadDeadlines(clock, settings.extproc.body_timeout, stalled_s, most_uploads)
     server = Server(envoy.of_one_pool(ExchangeService(context, uploads)), settings.extproc, services or {})
     port = await server.start()
     server.set_ready(True)
@@ -153,6 +154,18 @@ async def test_a_stalled_upload_is_refused_and_its_bytes_and_lease_are_released(
             assert envoy.refusal(await rest(call)).status == 408
         assert len(fleet.gate.withdrawn) == 1
         assert sorted(fleet.metrics.answers) == [(mode, "", "body_stalled"), (mode, "m", "body_stalled")]
+
+
+async def test_of_too_many_half_sent_requests_the_oldest_ends_and_whole_ones_are_served() -> None:
+    async with replica(most_uploads=2) as fleet:
+        halves = []
+        for number in range(4):
+            halves.append(await fleet.begin(headers("lean"), body(b"{", ended=False)))
+            await until(lambda number=number: fleet.context.open_requests.count == min(number + 1, 2))
+        for call in halves[:2]:
+            assert envoy.refusal(await rest(call)).status == 408
+        whole = fleet.exchange()
+        assert parts(await talk(whole, headers("lean"), body(ASK), answers=1)) == ["request_headers"]
 
 
 @pytest.mark.parametrize("mode", ["standard", "lean"])

@@ -200,7 +200,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
             for name, (_, of_pool) in found.items()
             for component, state in of_pool.items()
         }
-        return not fault and all(ready for ready, _ in found.values()), {"grpc": fault or "ok", **components}
+        return not fault and all(ready for ready, _ in found.values()), {**components, "grpc": fault or "ok"}
 
     @app.get("/healthz", tags=["health"], summary="Is the process alive?")
     async def healthz() -> models.Health:
