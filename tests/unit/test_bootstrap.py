@@ -325,6 +325,15 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_one_address_may_begin_so_many_requests_a_second(mode: Mode, tmp_path: Path) -> None:
+    limited = built(mode, client_rate=50)
+    bucket = at(parts(limited), "filters.local_ratelimit.descriptors.0.tokenBucket")
+    assert bucket == {"maxTokens": 100, "tokensPerFill": 50, "fillInterval": "1s"}
+    assert "local_ratelimit" not in parts(built(mode))["filters"]
+    assert_envoy_accepts(to_yaml(limited), tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_configured_namespace_replaces_the_default_everywhere(mode: Mode) -> None:
     own = built(mode, {"extproc": {"metadata_namespace": "gateway.lb"}}, debug_headers=True)
     # Everything with the default namespace, except the subset hint's.

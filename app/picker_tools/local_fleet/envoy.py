@@ -95,6 +95,7 @@ def build_bootstrap(
     trusted: Iterable[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     max_heap_bytes: int = MAX_HEAP_BYTES,
+    client_rate: int | None = None,
     debug_headers: bool = False,
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
@@ -104,7 +105,8 @@ def build_bootstrap(
     admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
     listener); `picker_tls`, `http_tls` and `admin_tls` say how it speaks TLS to the replicas (None: not);
     `trusted` are the steering headers that clients may set;
-    `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy;
+    `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy, `client_rate` is
+    how many requests a second one address may begin (None: any number);
     `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
     Port 0 in `listen` or `admin` means any free port.
     """
@@ -122,7 +124,15 @@ def build_bootstrap(
         static_resources=bootstrap_v3.BootstrapStaticResources(
             listeners=[
                 *(
-                    listener(mode, settings, at, trusted=trusted, debug_headers=debug_headers, pool=name)
+                    listener(
+                        mode,
+                        settings,
+                        at,
+                        trusted=trusted,
+                        debug_headers=debug_headers,
+                        client_rate=client_rate,
+                        pool=name,
+                    )
                     for name, at in ((None, listen), *pool_listens.items())
                 ),
                 *([] if admin_listen is None else [admin_listener(admin_listen)]),

@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (default, what) in limits.items():
         about = f"{what} (default: %(default)s)"
         add(flag, type=whole_number(1, 10_000_000), default=default, metavar="N", help=about)
+    about = "requests a second that one client address may begin (default: any number)"
+    add("--client-rate", type=whole_number(1, 1_000_000), metavar="N", help=about)
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
 
 
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         trusted=names,
         max_connections=args.max_connections,
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
+        client_rate=args.client_rate,
         debug_headers=args.debug_headers,
     )
     unproven = _UNPROVEN if speaks_tls is not None and tls.ca is None else ""

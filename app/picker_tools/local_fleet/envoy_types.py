@@ -22,11 +22,13 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.route import v3 as route_v3
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_access_log_v3
     from envoy_data_plane.envoy.extensions.common.matching import v3 as matching_v3
+    from envoy_data_plane.envoy.extensions.common.ratelimit import v3 as ratelimit_v3
     from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser_v3
     from envoy_data_plane.envoy.extensions.filters.common.matcher.action import v3 as filter_action_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_authz import v3 as ext_authz_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
     from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_rules_v3
+    from envoy_data_plane.envoy.extensions.filters.http.local_ratelimit import v3 as local_ratelimit_v3
     from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router_v3
     from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata import v3 as sse_rules_v3
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import (

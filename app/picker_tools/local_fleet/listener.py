@@ -47,12 +47,14 @@ from picker_tools.local_fleet.envoy_types import (
     json_parser_v3,
     json_rules_v3,
     listener_v3,
+    local_ratelimit_v3,
     matcher_v3,
     matching_v3,
     mutation_rules_v3,
     packed,
     previous_hosts_v3,
     protobuf,
+    ratelimit_v3,
     route_v3,
     router_v3,
     seconds,
@@ -134,9 +136,13 @@ def _naming(settings: Settings, pool: str | None) -> dict[str, str]:
     return {POOL_HEADER: f"%METADATA(ROUTE:{PICKER_NAMESPACE}:pool)%"} if settings.pools else {}
 
 
-def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_v3.HttpFilter]:
+def _http_filters(
+    mode: Mode, settings: Settings, pool: str | None, client_rate: int | None
+) -> list[hcm_v3.HttpFilter]:
     """The filters of `mode` in the order of a request; answers pass them in reverse."""
     filters: list[hcm_v3.HttpFilter] = []
+    if client_rate is not None:
+        filters.append(_named("envoy.filters.http.local_ratelimit", _per_address(client_rate)))
     if mode != "standard":  # in which the picker reads the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json_usage()))
@@ -147,6 +153,36 @@ def _http_filters(mode: Mode, settings: Settings, pool: str | None) -> list[hcm_
         processor = _ext_proc(mode, settings, naming)
         filters.append(_named(_EXT_PROC, _without_own_4xx(processor) if mode == "standard" else processor))
     return [*filters, _ROUTER]
+
+
+_ADDRESSES = 10_000  # whose rates Envoy remembers
+_WITHOUT_ADDRESS = 1_000_000  # requests a second
+
+
+def _per_address(per_s: int) -> local_ratelimit_v3.LocalRateLimit:
+    """Each address of a client may begin `per_s` requests a second, twice as many at once; then 429."""
+
+    def bucket(tokens: int) -> type_v3.TokenBucket:
+        return type_v3.TokenBucket(max_tokens=2 * tokens, tokens_per_fill=tokens, fill_interval=seconds(1))
+
+    always = core_v3.RuntimeFractionalPercent(default_value=type_v3.FractionalPercent(numerator=100))
+    by_address = route_v3.RateLimitAction(remote_address=route_v3.RateLimitActionRemoteAddress())
+    return local_ratelimit_v3.LocalRateLimit(
+        stat_prefix="per_address",
+        token_bucket=bucket(_WITHOUT_ADDRESS),
+        filter_enabled=always,
+        filter_enforced=always,
+        response_headers_to_add=_added({"retry-after": "1"}),
+        rate_limits=[route_v3.RateLimit(actions=[by_address])],
+        descriptors=[
+            ratelimit_v3.LocalRateLimitDescriptor(
+                entries=[ratelimit_v3.RateLimitDescriptorEntry(key="remote_address")],
+                token_bucket=bucket(per_s),
+            )
+        ],
+        always_consume_default_token_bucket=False,
+        max_dynamic_descriptors=_ADDRESSES,
+    )
 
 
 def _without_own_4xx(processor: ext_proc_v3.ExternalProcessor) -> matching_v3.ExtensionWithMatcher:
@@ -355,13 +391,17 @@ def listener(
     *,
     trusted: Iterable[str],
     debug_headers: bool,
+    client_rate: int | None,
     pool: str | None = None,
 ) -> listener_v3.Listener:
-    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted` steering headers.
+    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted` steering headers, and
+    begin `client_rate` requests a second from one address (None: any number).
 
     All its requests are for `pool`; where that is None, the host that a client asks names the pool.
     """
-    manager = _manager(mode, settings, trusted, debug_headers=debug_headers, pool=pool)
+    manager = _manager(
+        mode, settings, trusted, debug_headers=debug_headers, client_rate=client_rate, pool=pool
+    )
     made = _listener(mode if pool is None else f"{mode}-{pool}", listen, manager)
     made.per_connection_buffer_limit_bytes = _CHUNK_BYTES
     return made
@@ -396,7 +436,13 @@ def _debug(namespace: str) -> dict[str, str]:
 
 
 def _manager(
-    mode: Mode, settings: Settings, trusted: Iterable[str], *, debug_headers: bool, pool: str | None
+    mode: Mode,
+    settings: Settings,
+    trusted: Iterable[str],
+    *,
+    debug_headers: bool,
+    client_rate: int | None,
+    pool: str | None,
 ) -> hcm_v3.HttpConnectionManager:
     # Envoy's timeout for a body includes the time in the queue.
     waits_s = _longest_wait_s(settings) + _BODY_S
@@ -438,12 +484,12 @@ def _manager(
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
         route_config=_routes(mode, settings, debug_headers=debug_headers, pool=pool),
-        http_filters=_http_filters(mode, settings, pool),
+        http_filters=_http_filters(mode, settings, pool, client_rate),
     )
+    replies = [_status_mapper(503, 503, _added({"retry-after": "1"}, _IF_ABSENT))]
     if mode == "http":
-        manager.local_reply_config = hcm_v3.LocalReplyConfig(
-            mappers=[_status_mapper(carried, status) for status, carried in CARRIED.items()]
-        )
+        replies += [_status_mapper(carried, status) for status, carried in CARRIED.items()]
+    manager.local_reply_config = hcm_v3.LocalReplyConfig(mappers=replies)
     if mode != "standard":
         manager.access_log = [_access_log()]
         manager.access_log_options = hcm_v3.HttpConnectionManagerHcmAccessLogOptions(
@@ -452,15 +498,19 @@ def _manager(
     return manager
 
 
-def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
-    """Turns the status `carried` of a refusal into `status`."""
+def _status_mapper(
+    carried: int, status: int, added: Sequence[core_v3.HeaderValueOption] = ()
+) -> hcm_v3.ResponseMapper:
+    """Turns the status `carried` of a refusal into `status`, with the headers `added`."""
     equals = accesslog_v3.ComparisonFilter(
         op=accesslog_v3.ComparisonFilterOp.EQ,
         value=core_v3.RuntimeUInt32(default_value=carried, runtime_key=f"picker.carried_{status}"),
     )
     only_this = accesslog_v3.StatusCodeFilter(comparison=equals)
     return hcm_v3.ResponseMapper(
-        filter=accesslog_v3.AccessLogFilter(status_code_filter=only_this), status_code=status
+        filter=accesslog_v3.AccessLogFilter(status_code_filter=only_this),
+        status_code=status,
+        headers_to_add=list(added),
     )
 
 
@@ -551,11 +601,16 @@ def _elsewhere() -> route_v3.Route:
     )
 
 
-def _added(texts: Mapping[str, str]) -> list[core_v3.HeaderValueOption]:
+_ONCE = core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_IF_ABSENT = core_v3.HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT
+
+
+def _added(
+    texts: Mapping[str, str], how: core_v3.HeaderValueOptionHeaderAppendAction = _ONCE
+) -> list[core_v3.HeaderValueOption]:
     """Headers of answers; those without a value are left out."""
-    once = core_v3.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
     return [
-        core_v3.HeaderValueOption(header=core_v3.HeaderValue(key=key, value=text), append_action=once)
+        core_v3.HeaderValueOption(header=core_v3.HeaderValue(key=key, value=text), append_action=how)
         for key, text in texts.items()
     ]
 
