@@ -350,6 +350,8 @@ class Load:
     def end(self, stream: Stream) -> None:
         """A stream is over."""
         self.count -= 1
+        if stream.task is not None:
+            return
         if self.silent.pop(stream, self) is None:
             stream.connection.silent -= 1
         else:
