@@ -56,9 +56,9 @@ async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: 
             async with closed_loop(here.url, clients=6, make_request=_one_token) as load:
                 former = process()
                 here.replica(1).terminate()
-                await here.eventually(process, lambda pid: pid != former, within_s=30, what="another process")
+                await here.eventually(process, lambda pid: pid != former, within_s=60, what="another process")
                 served = len(load.history)
-                await here.eventually(lambda: len(load.history) > served + 300, within_s=30, what="service")
+                await here.eventually(lambda: len(load.history) > served + 100, within_s=60, what="service")
                 assert (await here.admin("/readyz", 1)).status_code == 503
             assert {record.status for record in load.history} == {200}
             await asyncio.to_thread(valkey.revive)

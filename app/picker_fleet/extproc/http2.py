@@ -439,7 +439,8 @@ class Connection(asyncio.Protocol):
     @property
     def peer(self) -> tuple[str, int]:
         """Its address, '' if unknown, and how many streams it has open."""
-        return self._address, len(self._streams)
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if isinstance(peer, tuple) else "", len(self._streams)
 
     # asyncio's side.
 
