@@ -2,9 +2,10 @@
 
 Used by the picker for each request, by the configuration, and for Envoy's routes and header removal.
 
-Paths are compared byte for byte with what the client sent, up to the `?`. Model servers get the path
-unchanged, so a path that needs normalising (`//`, `..`, `%2e`, `;x=1`, a trailing slash) matches no rule. A
-model's name, the one variable part, has only letters that no server reads as anything else.
+`APIS` lists the APIs that engines have, one a row. A row matches whole segments at the end of a path, so
+that a route may strip a prefix later. Paths are compared byte for byte with what the client sent, up to the
+`?`; one slash at the end is left out. Model servers get the path unchanged, so a path that needs normalising
+(`//`, `..`, `%2e`, `;x=1`) matches no row. What administers an engine is refused however it is spelt.
 
 Headers that steer a request decide its flow, its band or its model. They count only where their sender is
 trusted: `extproc.trusted_headers` names them for the picker, `picker envoy-config --trust-headers` for
@@ -12,80 +13,279 @@ clients of an Envoy of ours, which removes the others. Both spellings of a heade
 """
 
 import re
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, NamedTuple
+from urllib.parse import parse_qsl, unquote
 
-# Characters of a model's name; a slash within it may be percent-encoded, as may a colon, an at and a plus.
-_SEGMENT = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
-_MODEL_NAME = f"{_SEGMENT}(?:(?:/|%2[Ff]){_SEGMENT})*"
-_NAME = "{id}"
+# A segment of any name, and a model's name: a colon, an at and a plus may be percent-encoded in both, and in
+# the model's a slash, where each part begins as a name does.
+_SEGMENT = "[A-Za-z0-9_~-](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
+_NAME = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb]|%2[Ff][A-Za-z0-9])*"
+_NAMES = f"{_NAME}(?:/{_NAME})*"
+_PREFIX = f"(?:/{_SEGMENT})*"
+_MOST_SEGMENTS = 32
+_MOST_QUERY_FIELDS = 64
+_MAX_PATH_BYTES = 2048
 NOT_LISTED = "no model server is asked this: not a method and path of the list"  # to who asks for another
-_ENTRY = re.compile(r"(GET|POST) ((?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+(?:/\{id\})?)")
+_ENTRY = re.compile(
+    r"(\*|[A-Z]+(?:,[A-Z]+)*) "
+    r"(/|(?:/(?:[A-Za-z0-9_~:@+=-]|\{[a-z]+\})(?:[A-Za-z0-9._~:@+=-]|\{[a-z]+\})*)+/?)"
+)
+_PLACEHOLDER = re.compile(r"(\{[a-z]+\})")
+ANY_METHOD: Final = "*"
+
+# How a request is served: `inference` is admitted and needs a body, `session` is admitted without one (a
+# WebSocket, in flight while it is open), `read` goes through without admission.
+Kind = Literal["inference", "session", "read"]
+Source = Literal["body", "form", "path", "query"]
 
 
-class PathRule(NamedTuple):
-    """A method and a path as it is written; one that ends in `{id}` stands for any model's name there."""
+class Api(NamedTuple):
+    """One method and path of an engine: `path` is the path's end, in whole segments, with `{model}` for a
+    model's name and `{id}` for any other.
 
-    method: Literal["GET", "POST"]
+    `source` is where the model is named: the JSON body (then the path), a form's field, the path alone, or
+    the query. `is_whole`: the path has no more segments, since its name says too little.
+    """
+
+    methods: str
     path: str
+    kind: Kind = "inference"
+    source: Source = "body"
+    is_whole: bool = False
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it stands for itself alone."""
-        return not self.path.endswith(_NAME)
+    def end(self) -> str:
+        """What the end of a path has to match."""
+        pieces = [piece for piece in _PLACEHOLDER.split(self.path) if piece]
+        return "".join(
+            _placeholder(piece[1:-1], is_last=at == len(pieces) - 1) if piece[0] == "{" else re.escape(piece)
+            for at, piece in enumerate(pieces)
+        )
 
     @property
     def regex(self) -> str:
-        """What a whole path (without its query) has to match; RE2 and Python read it alike."""
-        if self.is_exact:
-            return re.escape(self.path)
-        return re.escape(self.path.removesuffix(_NAME)) + _MODEL_NAME
+        """What a whole path (without its query and a last slash) has to match; RE2 and Python read it
+        alike."""
+        return self.end if self.is_whole else _PREFIX + self.end
+
+    def takes(self, method: str) -> bool:
+        return self.methods == ANY_METHOD or method in self.methods.split(",")
 
 
-DEFAULT_RULES = (
-    PathRule("POST", "/v1/chat/completions"),
-    PathRule("POST", "/v1/completions"),
-    PathRule("POST", "/v1/responses"),
-    PathRule("POST", "/v1/messages"),
-    PathRule("POST", "/v1/messages/count_tokens"),
-    PathRule("POST", "/v1/embeddings"),
-    PathRule("POST", "/v1/rerank"),
-    PathRule("POST", "/v2/rerank"),
-    PathRule("POST", "/rerank"),
-    PathRule("POST", "/v1/score"),
-    PathRule("POST", "/score"),
-    PathRule("POST", "/v1/tokenize"),
-    PathRule("POST", "/v1/detokenize"),
-    PathRule("POST", "/tokenize"),
-    PathRule("POST", "/detokenize"),
-    PathRule("POST", "/v1/audio/speech"),
-    PathRule("POST", "/v1/audio/transcriptions"),
-    PathRule("POST", "/v1/audio/translations"),
-    PathRule("POST", "/v1/images/generations"),
-    PathRule("POST", "/v1/images/edits"),
-    PathRule("POST", "/v1/images/variations"),
-    PathRule("GET", "/v1/models"),
-    PathRule("GET", "/v1/models/{id}"),
+def _placeholder(name: str, *, is_last: bool) -> str:
+    name = "model" if name == "model" else ""
+    return f"({f'?P<{name}>' if name else '?:'}{_NAMES if is_last else _NAME})"
+
+
+def _apis(
+    kind: Kind, methods: str, paths: str, source: Source = "body", *, whole: bool = False
+) -> tuple[Api, ...]:
+    return tuple(Api(methods, f"/{path.lstrip('/')}", kind, source, whole) for path in paths.split())
+
+
+_READS = "GET,HEAD"
+APIS: Final = (
+    # OpenAI's and Anthropic's, and what vLLM, SGLang, llama.cpp and TGI add to them.
+    *_apis("inference", "POST", "chat/completions completions responses messages messages/count_tokens"),
+    *_apis("inference", "POST", "embeddings score tokenize detokenize classify pooling moderations"),
+    *_apis("inference", "POST,PUT", "rerank reranking"),
+    *_apis("inference", "POST", "chat/completions/render completions/render responses/compact"),
+    *_apis("inference", "POST", "audio/speech images/generations inference/v1/generate"),
+    *_apis("inference", "POST", "audio/transcriptions audio/translations", source="form"),
+    *_apis("inference", "POST", "images/edits images/variations", source="form"),
+    *_apis("inference", "POST", "v2/embed embed embed_all embed_sparse predict similarity"),  # Cohere, TEI
+    *_apis("inference", "POST", "completion infill embedding apply-template"),  # llama.cpp
+    *_apis("inference", "POST", "generate_stream chat_tokenize"),  # TGI
+    *_apis("inference", "POST", "vertex_generate invocations invocations-response-stream"),
+    *_apis("inference", "POST", "api/chat api/generate api/embed api/embeddings"),  # Ollama
+    *_apis("inference", "POST,PUT", "generate encode", whole=True),  # SGLang
+    *_apis("inference", "POST", "/", whole=True),  # TGI
+    *_apis("session", "GET", "realtime", source="query"),
+    *_apis(
+        "inference", "POST",
+        "openai/deployments/{model}/chat/completions openai/deployments/{model}/completions"
+        " openai/deployments/{model}/embeddings openai/deployments/{model}/images/generations"
+        " openai/deployments/{model}/audio/speech",
+    ),
+    *_apis(
+        "inference", "POST",
+        "openai/deployments/{model}/audio/transcriptions openai/deployments/{model}/audio/translations"
+        " openai/deployments/{model}/images/edits",
+        source="form",
+    ),
+    *_apis(  # Triton, KServe, Gemini, Vertex, Bedrock
+        "inference", "POST",
+        "v2/models/{model}/infer v2/models/{model}/generate v2/models/{model}/generate_stream"
+        " v2/models/{model}/versions/{id}/infer v2/models/{model}/versions/{id}/generate"
+        " v2/models/{model}/versions/{id}/generate_stream models/{model}:predict models/{model}:explain"
+        " models/{model}:generateContent models/{model}:streamGenerateContent models/{model}:countTokens"
+        " models/{model}:embedContent models/{model}:batchEmbedContents models/{model}:rawPredict"
+        " models/{model}:streamRawPredict endpoints/{id}:predict model/{model}/invoke"
+        " model/{model}/invoke-with-response-stream model/{model}/converse model/{model}/converse-stream",
+        source="path",
+    ),
+    *_apis("read", _READS, "models models/{model} responses/{id}/input_items tokenizer_info get_model_info"),
+    *_apis("read", "GET,HEAD,DELETE", "responses/{id}"),
+    *_apis("read", "POST", "responses/{id}/cancel conversations api/show"),
+    *_apis("read", "GET,HEAD,POST,DELETE", "conversations/{id} conversations/{id}/items"),
+    *_apis("read", "GET,HEAD,DELETE", "conversations/{id}/items/{id}"),
+    *_apis("read", _READS, "api/tags api/version api/ps v2/health/live v2/health/ready"),
+    *_apis("read", _READS, "v2/models/{model}/ready v2/models/{model}/config"),
+    *_apis("read", _READS, "load info version model_info", whole=True),
+    *_apis("read", "GET,HEAD,POST", "ping", whole=True),
+)  # fmt: skip
+
+# What administers an engine, or shows what other clients ask: a whole path in lower case.
+ADMINISTRATION: Final = (
+    r"(?:.*/)?(?:sleep|is_sleeping|wake_?up|pause|resume|is_paused|shutdown|kill|collective_rpc|slow_down"
+    r"|metrics|slots(?:/[^/]*)?|props|lora-adapters|server_info|get_server_info|cluster_info|freeze_gc|dumper"
+    r"|(?:un)?load_\w+|(?:start|stop|dump|end|finish|abort|pause|continue|resume|release|destroy)_\w+"
+    r"|(?:flush|reset|clear)_\w+|\w*_?weights?(?:_\w+)?|init_\w+|scale_\w+|is_scaling_\w+|configure_\w+"
+    r"|(?:open|close)_session|(?:get|set)_(?:internal_state|world_size|trace_level)|(?:add|remove)_external\w+"
+    r"|kv_cache_events|perf_metrics|models/(?:un)?load|trace/setting"
+    r"|api/(?:pull|push|create|copy|delete|blobs/.*)|v1/(?:un)?load)"
+    r"|(?:.*/)?(?:v2/(?:repository|logging|trace|systemsharedmemory|cudasharedmemory|tpusharedmemory)"
+    r"|hicache|debug|dumper)(?:/.*)?"
 )
+_ADMINISTERS: Final = re.compile(ADMINISTRATION)
+_WRITTEN_LISTS: Final = re.compile(r"(?:.*/)?(?:models|adapters)(?:/[^/:]+)?")  # SageMaker's
+_SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
+_MOST_DECODINGS = 4
 
 
-def path_rule(text: object) -> PathRule:
-    """The rule that a configuration spells as `POST /v1/classify` or `GET /v1/adapters/{id}`.
+def _resolved(path: str) -> tuple[str, bool] | None:
+    """`path` as a server may read it: decoded, in lower case, without empty and dot segments, parameters and
+    the first slash; and whether all servers read it so. None if it is encoded too often."""
+    for _ in range(_MOST_DECODINGS):
+        decoded = unquote(path, "latin-1")
+        if decoded == path:
+            break
+        path = decoded
+    else:
+        return None
+    is_clear = "\\" not in path and path.isprintable()
+    segments: list[str] = []
+    for segment in path.lower().replace("\\", "/").split("/"):
+        name = segment.partition(";")[0].strip()
+        if name in (".", ".."):
+            is_clear = False
+        elif name:
+            segments.append(name)
+    return "/".join(segments), is_clear
+
+
+def administers(method: str, path: str) -> bool:
+    """Whether a request for `path` (without its query) could administer an engine, behind any prefix and
+    however it is spelt. Dot segments are left out, since they cannot change the last name."""
+    resolved = _resolved(path)
+    if resolved is None:
+        return True
+    if method not in _SAFE_METHODS and _WRITTEN_LISTS.fullmatch(resolved[0]):
+        return True
+    return _ADMINISTERS.fullmatch(resolved[0]) is not None
+
+
+class Way(NamedTuple):
+    """How a request is served, by its method and path. `model` is named in the path, '' if it is not there;
+    `is_known` is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`)."""
+
+    kind: Kind
+    source: Source = "body"
+    model: str = ""
+    is_known: bool = True
+
+
+def api_of(text: object) -> Api:
+    """What a configuration spells as `POST /v1/classify`, `GET,PUT /adapters/{id}/state` or `* /v1/x:y`.
+
+    It is served as the API of the table whose path it ends in, if there is one.
 
     Raises:
-        ValueError: it is neither, or its path is one that would have to be normalised.
+        ValueError: it is no method and path, its path would have to be normalised, or it administers engines.
     """
-    if isinstance(text, PathRule):
+    if isinstance(text, Api):
         return text
     match = _ENTRY.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{str(text)[:60]!r} is no method and path; write POST /v1/classify or GET /version")
-    return PathRule("GET" if match[1] == "GET" else "POST", match[2])
+    methods, path = match[1], match[2].rstrip("/") or "/"
+    example = _PLACEHOLDER.sub("x", path)
+    if any(administers(method, example) for method in methods.split(",")):
+        raise ValueError(f"{text!r} administers the model server, which no client may do")
+    for api in _longest_first(APIS):
+        alike = methods == ANY_METHOD or any(api.takes(method) for method in methods.split(","))
+        if alike and re.fullmatch(_PREFIX + api.end, example):
+            return api._replace(methods=methods, path=path, is_whole=True)
+    is_read = methods != ANY_METHOD and _SAFE_METHODS.issuperset(methods.split(","))
+    return Api(methods, path, "read" if is_read else "inference", is_whole=True)
 
 
-def rules(configured: Iterable[PathRule]) -> tuple[PathRule, ...]:
-    """The paths of every engine and those that `extproc.paths` adds, each once."""
-    return tuple(dict.fromkeys((*DEFAULT_RULES, *configured)))
+def _longest_first(apis: Iterable[Api]) -> list[Api]:
+    return sorted(apis, key=lambda api: -api.path.count("/"))
+
+
+class Paths:
+    """The APIs of engines and those that are `configured`; `passes` unknown ones, too."""
+
+    def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
+        self.passes = passes
+        self.apis = (*configured, *APIS)
+        self._by_end: dict[str, list[tuple[Api, re.Pattern[str]]]] = {}
+        for api in (*configured, *_longest_first(APIS)):
+            self._by_end.setdefault(_end(api.path), []).append((api, re.compile(api.regex)))
+
+    def way(self, method: str, path: str) -> Way | None:
+        """How a request for `path` (without its query) is served; None if no model server may see it."""
+        if len(path) > _MAX_PATH_BYTES or path.count("/") > _MOST_SEGMENTS:
+            return None
+        bare = path[:-1] if path.endswith("/") and len(path) > 1 else path
+        way = self._listed(method, bare)
+        if way is not None and (method in _SAFE_METHODS or not administers(method, path)):
+            return way
+        if not self.passes or not path.startswith("/") or administers(method, path):
+            return None
+        resolved = _resolved(path)
+        return Way("inference", is_known=False) if resolved is not None and resolved[1] else None
+
+    def _listed(self, method: str, path: str) -> Way | None:
+        last = path.rpartition("/")[2]
+        for end in (last, f":{last.rpartition(':')[2]}", ""):
+            for api, pattern in self._by_end.get(end, ()):
+                if (api.takes(method) or method == "OPTIONS") and (match := pattern.fullmatch(path)):
+                    kind = "read" if method == "OPTIONS" else api.kind
+                    return Way(kind, api.source, unquote(match.groupdict().get("model", "")))
+        return None
+
+    @property
+    def routes(self) -> Mapping[tuple[str, bool], str]:
+        """For Envoy's routes: what a whole path without a slash at its end has to match, by methods and
+        whether it is a session's."""
+        ways: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
+        for api in self.apis:
+            methods = api.methods if api.methods == ANY_METHOD else f"{api.methods},OPTIONS"
+            whole, ends = ways.setdefault((methods, api.kind == "session"), ([], []))
+            (whole if api.is_whole else ends).append(api.end.replace("?P<model>", "?:"))
+        return {
+            way: "|".join([*whole, f"{_PREFIX}(?:{'|'.join(ends)})"] if ends else whole)
+            for way, (whole, ends) in ways.items()
+        }
+
+
+def _end(path: str) -> str:
+    """What the last segment of a path ends with: all of it, what follows a placeholder, or nothing."""
+    last = path.rpartition("/")[2]
+    return last.rpartition("}")[2] if "{" in last else last
+
+
+def model_in_query(query: str) -> str:
+    """The model that a path's query names, '' if it does not.
+
+    Raises:
+        ValueError: it has too many fields.
+    """
+    fields = parse_qsl(query, max_num_fields=_MOST_QUERY_FIELDS)
+    return next((value for name, value in fields if name == "model"), "")
 
 
 FAIRNESS_ID = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")

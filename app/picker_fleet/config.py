@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from picker_fleet import sections
 from picker_fleet.errors import ConfigError
 from picker_fleet.sections import Model, Objective, Section
-from picker_fleet.units import HostPort, repeated, split_host_port, without_secrets
+from picker_fleet.units import HostPort, Name, repeated, split_host_port, without_secrets
 
 ENV_PREFIX = "PICKER_"
 # Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
@@ -74,6 +74,7 @@ class Settings(Section):
     admin: sections.Admin = sections.Admin()
     discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
+    default_model: Name | None = None  # of requests that name none
     objectives: tuple[Objective, ...] = ()
     fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()

@@ -10,6 +10,7 @@
         ├── UnknownPool          404: the proxy names a pool that is not served here
         ├── TooManyReads         429: too many lists of models requested
         ├── PayloadTooLarge      413
+        ├── UnsupportedEncoding  415: a body in an encoding that cannot be read
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
         ├── BufferFull           503: the replica holds as many bytes of bodies as it may
         ├── NoEndpoints          503: nothing to pick from
@@ -98,6 +99,10 @@ class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_l
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):
+    pass
+
+
+class UnsupportedEncoding(RequestError, status=415, code="unsupported_encoding", kind=_INVALID):
     pass
 
 

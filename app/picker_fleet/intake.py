@@ -20,8 +20,9 @@ import orjson
 from xxhash import xxh3_64_hexdigest
 
 from picker_fleet import allowlist, cost
-from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE
+from picker_fleet.allowlist import FAIRNESS_ID, OBJECTIVE, REWRITE, Way
 from picker_fleet.bands import Band, Bands, Criticality
+from picker_fleet.bodies import OtherBody, as_utf8, is_form, read_form
 from picker_fleet.config import Settings
 from picker_fleet.errors import BadRequest
 from picker_fleet.request import InferenceRequest, Workload, finite_number
@@ -35,6 +36,8 @@ from picker_fleet.units import duration_s, endpoint_address, has_control
 METHOD, PATH = ":method", ":path"
 REQUEST_ID = "x-request-id"
 CONTENT_LENGTH = "content-length"
+CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
+_OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
 FORWARDED_FOR = "x-forwarded-for"
 TTL = ("x-llm-d-inference-ttl",)
 # A client's own deadline. The last is the route timeout of another Envoy before this one, which an Envoy
@@ -47,9 +50,9 @@ WORKLOAD = ("x-workload-context",)
 TRACE = "traceparent"
 TEST_SELECTION = "test-epp-endpoint-selection"  # of the conformance suite
 HEADERS = frozenset(
-    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, CONTENT_LENGTH, *WORKLOAD, *TTL, *DEADLINES, SESSION)
+    (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, *WORKLOAD, *TTL, *DEADLINES, SESSION, *_OF_BODY)
 )
-_PLAIN = frozenset((REQUEST_ID, CONTENT_LENGTH))  # these set nothing
+_PLAIN = frozenset((REQUEST_ID, *_OF_BODY))  # these set nothing
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _TIMES = frozenset((*TTL, *DEADLINES))
 
@@ -61,12 +64,27 @@ DEFAULT_CRITICALITY = 3
 _ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
 
+_FILE_BYTES_A_TEXT_BYTE = 250  # sound takes a token for 1000 bytes, text for 4
+
 # The longest JSON text of a name: all in escapes.
 _LONGEST_NAME = 6 * MAX_NAME_BYTES + 2
 _QUOTE = ord('"')
 _SALT_BYTES = 1024
 
 MODEL = "model"
+UNNAMED = "unnamed"  # the model of a request that needs none
+_NO_NAMES = (b"null", b'""')
+_JSON_TYPE = b"application/json"
+# Types under which clients send JSON, whatever the server makes of it; curl's default is one of them.
+_JSON_TYPES = re.compile(
+    rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
+)
+# One half of a surrogate pair without the other, which Python's and other readers take.
+_HALF_PAIR = re.compile(
+    rb"((?<!\\)(?:\\\\)*)(?:(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F]))"
+)
+_OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
 MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
 MAX_KEY_CHARS = 256
 
@@ -97,52 +115,127 @@ _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Ask(NamedTuple):
     """What a request's body asks for.
 
-    `read` is the parsed body, or its bytes if it is a simple one. `body_bytes` is its length; `members` say
-    what it costs, those of a simple body decoded.
+    `model` is '' if it names none; `needs_model` is False where it need not. `read` is the parsed body, or
+    its bytes if it is a simple one. `body_bytes` is its length, `file_bytes` that of files in it; `members`
+    say what it costs, those of a simple body decoded.
     """
 
     model: str
     stream: bool
-    read: "Body | bytes"
+    read: "Body | OtherBody | bytes"
     body_bytes: int = 0
     members: cost.Members = _NO_MEMBERS
+    file_bytes: int = 0
+    needs_model: bool = True
 
     @property
-    def body(self) -> "Body":
+    def body(self) -> "Body | OtherBody":
         return Body(self.read) if isinstance(self.read, bytes) else self.read
 
     @property
     def text(self) -> bytes:
-        """The body as it came; empty if Envoy read it."""
-        return self.read.text if isinstance(self.read, Body) else self.read or b""
+        """The body as it was read; empty if Envoy read it."""
+        return self.read or b"" if self.read is None or isinstance(self.read, bytes) else self.read.text
 
     def renamed(self, target: str) -> bytes:
         """The body with `target` as its model, all else byte for byte as it was."""
         return self.body.with_model(orjson.dumps(target))
 
 
-def read_body(text: bytes) -> Ask:
-    """What a JSON body asks for.
+_JSON = Way("inference")
+
+
+def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
+    """What the decoded body of a request asks for, which is served by `way`.
+
+    It is a JSON object that names its model, unless the way says that the model is elsewhere, or the
+    content-type that it is something else.
 
     Raises:
-        BadRequest: it is empty, not JSON, not an object, has a used key twice, or its model is missing or
-            unusable.
+        BadRequest: it is empty, not JSON, has a used key twice, or its model is unusable.
+    """
+    if content_type and content_type != _JSON_TYPE:
+        is_multipart = content_type[:9].lower() == b"multipart"
+        if is_multipart or (way.source == "form" and is_form(content_type)):
+            form = read_form(text, content_type)
+            model = _model(form.model) if form.model else way.model
+            is_stream = form.stream.lower() in ("true", "1")
+            return Ask(model, is_stream, form.body, len(text), file_bytes=form.file_bytes)
+    try:
+        ask = _read_object(text)
+    except BadRequest as fault:
+        ask = _read_otherwise(text, way, content_type, fault)
+    if way.model and (way.source == "path" or not ask.model):
+        ask = ask._replace(model=_model(way.model))
+    return ask if way.is_known else ask._replace(needs_model=False)
+
+
+def bodiless(way: Way) -> Ask:
+    """What a request asks for that is admitted without a body."""
+    return Ask(_model(way.model) if way.model else "", True, OtherBody(b""), needs_model=way.is_known)
+
+
+def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
+    """What a body asks for that is no JSON object in UTF-8, for which `fault` is raised unless its model may
+    be elsewhere. What may be an object is read as one: a server could take its model from it."""
+    plain = as_utf8(text)
+    whole = _HALF_PAIR.sub(rb"\1\\ufffd", plain)  # as long as before
+    if whole != text:
+        try:
+            ask = _read_object(whole)
+        except BadRequest as other:
+            text, fault = plain, other
+        else:
+            if whole == plain:
+                return ask
+            if "\ufffd" in ask.model:
+                raise fault
+            body = ask.body
+            assert body.values is not None
+            body.text = plain
+            return ask._replace(read=body)
+    if way.source != "path" and (_OBJECT.match(text) or (not text and way.is_known)):
+        raise fault
+    if way.source != "path" and way.is_known and _JSON_TYPES.match(content_type):
+        if not _ARRAY.match(text):
+            raise fault
+        _check_json(text)
+    return Ask("", False, OtherBody(text), len(text))
+
+
+def _check_json(text: bytes) -> None:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as malformed:
+        raise BadRequest(f"the body is not valid JSON: {malformed}") from None
+    except RecursionError:
+        raise BadRequest("the body is not valid JSON: it is nested too deeply") from None
+
+
+def _read_object(text: bytes) -> Ask:
+    """What a JSON object asks for.
+
+    Raises:
+        BadRequest: it is empty, no JSON object, has a used key twice, or its model is unusable.
     """
     short = _without_long_strings(text)
     members = _simple_members(short)
     if members is not None:
         asks_stream = members.get("stream") is True
-        return Ask(_model(members[MODEL]), asks_stream, text, len(text), members)
+        name = members.get(MODEL)
+        model = "" if name is None or name == "" else _model(name)
+        return Ask(model, asks_stream, text, len(text), members)
     body = Body(text)
     try:
         values = (body if short is text else Body(short)).values
     except BadRequest:
         values = body.values  # its error says where in the whole body the fault is
-    model = values.get(MODEL)
-    if model is None:
-        raise BadRequest("the body has no model")
+    member = values.get(MODEL)
+    model = (
+        "" if member is None or bytes(memoryview(member)[:5]) in _NO_NAMES else _model_of(memoryview(member))
+    )
     asks_stream = "stream" in values and bytes(memoryview(values["stream"])[:5]) == b"true"
-    return Ask(_model_of(memoryview(model)), asks_stream, body, len(text), values)
+    return Ask(model, asks_stream, body, len(text), values)
 
 
 def read_subset(hint: object) -> tuple[str, ...]:
@@ -201,7 +294,7 @@ class Intake:
     """Makes requests of headers and bodies under one configuration.
 
     `new_id` makes unique ids (UUIDs), `variant_key` has the key that chooses variants; `prefixes` says if a
-    scorer reads the hashes of prompts, None for never.
+    scorer reads the hashes of prompts, None for never; `served_models` names those that endpoints report.
     """
 
     def __init__(
@@ -211,6 +304,7 @@ class Intake:
         new_id: Callable[[], str],
         variant_key: Callable[[], bytes],
         prefixes: PrefixReader | None = None,
+        served_models: Callable[[], Collection[str]] = tuple,
     ) -> None:
         queue = settings.fair_request_queue
         self.headers = wanted_headers(settings)
@@ -229,6 +323,9 @@ class Intake:
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
         self._prefixes = prefixes
+        self._default_model = settings.default_model or ""
+        self._only_model = settings.models[0].name if len(settings.models) == 1 else ""
+        self._served_models = served_models
         self._objectives = _ranks(settings.objectives, self._bands)
         self._targets = {
             model.name: Split.of((entry.name, entry.weight) for entry in model.target_models)
@@ -293,7 +390,7 @@ class Intake:
                 workload = _short_context(context) if short else _workload(context)
             session = session_token_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
-        model = rewrite or ask.model  # and with it what the request may use
+        model = rewrite or ask.model or self._model_of_unnamed(ask)  # and with it what the request may use
         settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
         target, band, weight, limit, selector = settings
         charge, learn = self._cost(ask, model)
@@ -309,6 +406,28 @@ class Intake:
             xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS],
         )  # fmt: skip
 
+    @property
+    def default_model(self) -> str:
+        """The model that servers take for a request that names none, '' if that is unknown.
+
+        The configured one, or the only one of the pool. Where a live rewrite is for any model, the request
+        has to name one.
+        """
+        if self._default_model or self._any_rewrite is not None:
+            return self._default_model
+        served = () if self._only_model else self._served_models()
+        return next(iter(served)) if len(served) == 1 else self._only_model
+
+    def _model_of_unnamed(self, ask: Ask) -> str:
+        model = self.default_model
+        if not model and self._any_rewrite is not None:
+            model = self._any_rewrite.names[0]
+        if not model and not ask.needs_model:
+            model = UNNAMED
+        if not model:
+            raise BadRequest("the request names no model, and the pool has no default one (default_model)")
+        return model
+
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
         """The cost of `ask` in the stock's unit, and whether it lacks the answer's part."""
         is_one = isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members)
@@ -316,6 +435,8 @@ class Intake:
             return 1.0 if is_one else float(cost.sequences(ask.members)), False
         most = self._longest.get(model, math.inf)
         size_bytes, default = ask.body_bytes, self._answer_tokens
+        if ask.file_bytes:
+            size_bytes -= ask.file_bytes - ask.file_bytes // _FILE_BYTES_A_TEXT_BYTE
         return cost.tokens(ask.text, size_bytes, ask.members, most, default, is_one=is_one)
 
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
@@ -568,7 +689,7 @@ def _without_long_strings(text: bytes) -> bytes:
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:
-    """The members of a small body that has a model and no key twice at any depth; None if in doubt.
+    """The members of a small body that has no key twice at any depth; None if in doubt.
 
     msgspec calls `Enum._missing_` for each key that it cannot look up, which for `Body` is every key. That
     takes 1 µs a key, most of what a small body costs, so small bodies are decoded whole (docs/decisions.md,
@@ -582,7 +703,7 @@ def _simple_members(text: bytes) -> dict[str, Any] | None:
         again = orjson.dumps(members)
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
-    if type(members) is not dict or len(members) > MAX_KEYS or MODEL not in members:
+    if type(members) is not dict or len(members) > MAX_KEYS:
         return None
     return members if again.count(b'"') == text.count(b'"') else None
 
@@ -650,6 +771,10 @@ class Body:
         Raises:
             BadRequest: it has a key that is too long to be passed over.
         """
+        if MODEL not in self.values:
+            start = self.text.index(b"{") + 1
+            more = b"," if self._keys else b""
+            return b"".join((self.text[:start], b'"model":', name, more, memoryview(self.text)[start:]))
         size_bytes = len(self.values[MODEL])
         start = self._starts(self._keys.index(MODEL) + 1)[-1]
         text = memoryview(self.text)

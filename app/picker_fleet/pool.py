@@ -100,7 +100,7 @@ class Pool:
         clock = asyncio.get_running_loop().time
         self.context = ExchangeContext(
             settings=settings,
-            paths=AllowedPaths(settings.extproc.paths),
+            paths=AllowedPaths(settings.extproc.paths, passes=settings.extproc.unknown_paths == "pass"),
             reads=read_limit(settings.extproc, clock),
             bodies=bodies,
             new_flows=new_flow_limit(settings, clock),

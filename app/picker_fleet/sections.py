@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from picker_fleet.allowlist import PathRule, path_rule, trusted_name
+from picker_fleet.allowlist import Api, api_of, trusted_name
 from picker_fleet.bands import NAMED, Band, Bands, Criticality, nearest
 from picker_fleet.scheduling.scorers import DEFAULT_LATENCY_WEIGHTS, scorer_name, weights_by_name
 from picker_fleet.state.primary import redis_url
@@ -69,9 +69,9 @@ MetadataNamespace = Annotated[
 # As RFC 1123 has it; it becomes a part of the API server's paths.
 KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
 AllowedPath = Annotated[
-    PathRule,
-    BeforeValidator(path_rule),
-    PlainSerializer(lambda rule: " ".join(rule), return_type=str),
+    Api,
+    BeforeValidator(api_of),
+    PlainSerializer(lambda api: f"{api.methods} {api.path}", return_type=str),
 ]
 
 
@@ -117,6 +117,8 @@ class ExtProc(Section):
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
     paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
+    # What model servers get of other paths: nothing, or all but their own administration, each admitted.
+    unknown_paths: Literal["refuse", "pass"] = "refuse"
     read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
     drain_timeout: Duration = 60.0  # what still waits then is refused

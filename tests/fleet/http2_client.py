@@ -26,6 +26,12 @@ class Upload:
 
     async def send(self, body: bytes, fields: Fields = (), trailers: Fields = ()) -> None:
         """Headers, all of `body` as fast as the other side takes it, and trailers."""
+        await self.send_open(body, fields)
+        self._h2.send_headers(1, trailers, end_stream=True)
+        await self._flush()
+
+    async def send_open(self, body: bytes, fields: Fields = ()) -> None:
+        """Headers and all of `body`, without the end of the stream."""
         self._h2.send_headers(1, [*_HEAD, *fields])
         await self._flush()
         while body:
@@ -34,8 +40,6 @@ class Upload:
             self._h2.send_data(1, body[:room])
             body = body[room:]
             await self._flush()
-        self._h2.send_headers(1, trailers, end_stream=True)
-        await self._flush()
 
     async def answered(self) -> str:
         """The status, after the end of the answer."""
@@ -54,7 +58,9 @@ class Upload:
             if isinstance(event, h2.events.ResponseReceived):
                 self._status = dict(event.headers)[":status"]
             if isinstance(event, h2.events.StreamReset):
-                self._status, self._over = f"reset {event.error_code}", True
+                self._over = True
+                if event.error_code or not self._status:  # else: the rest of the request is not needed
+                    self._status = f"reset {event.error_code}"
             self._over = self._over or isinstance(event, h2.events.StreamEnded)
         await self._flush()
 

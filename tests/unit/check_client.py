@@ -46,6 +46,9 @@ class Connection:
                 return await self._reader.read()
         return b""
 
+    def send_end(self) -> None:
+        self._writer.write_eof()
+
     def leave(self) -> None:
         self._writer.close()
 

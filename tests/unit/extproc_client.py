@@ -126,7 +126,7 @@ def exchange_context(
     return ExchangeContext(
         lines=DecisionLines(lambda: 0.0),
         settings=settings,
-        paths=context.AllowedPaths(settings.extproc.paths),
+        paths=context.AllowedPaths(settings.extproc.paths, passes=settings.extproc.unknown_paths == "pass"),
         reads=context.read_limit(settings.extproc, lambda: 0.0),
         bodies=context.BodyBudget(settings.extproc.max_buffered_bytes),
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
@@ -177,7 +177,7 @@ def mode_of(message: ProcessingRequest) -> str:
     if not message.HasField("protocol_config"):
         return "standard"
     modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
-    return next((name for name, mode in MODES.items() if mode == modes), "")
+    return "lean" if modes == (0, 0) else next((name for name, mode in MODES.items() if mode == modes), "")
 
 
 def body(chunk: bytes = b"", *, ended: bool = True) -> ProcessingRequest:

@@ -6,33 +6,56 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.allowlist import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, rules, trusted, untrusted
+from picker_fleet.allowlist import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, Paths, trusted, untrusted
 from picker_fleet.config import parse
+from picker_fleet.errors import ConfigError
 from picker_fleet.extproc.context import AllowedPaths
 
-PATHS = AllowedPaths()
+PATHS, PASSING = AllowedPaths(), AllowedPaths(passes=True)
 
-
+# Method, path, how it is served, and the model that the path names.
 SERVED = [
-    (b"POST", b"/v1/chat/completions", "inference"),
-    (b"POST", b"/v1/completions?api-version=1&x=/../metrics", "inference"),
-    (b"POST", b"/v1/rerank", "inference"),
-    (b"POST", b"/tokenize", "inference"),
-    (b"GET", b"/v1/models", "read"),
-    (b"GET", b"/v1/models/llama", "read"),
-    (b"GET", b"/v1/models/meta-llama/Llama-3.1:8b", "read"),
-    (b"GET", b"/v1/models/meta-llama%2fLlama-3.1%3A8b", "read"),
-]
+    *(
+        ("POST", path, "inference", "")
+        for path in (
+            "/v1/chat/completions", "/chat/completions", "/team-a/v1/chat/completions",
+            "/v1/chat/completions/", "/v1/projects/p/locations/l/endpoints/e/chat/completions",
+            "/v1/completions?x=/../metrics", "/v1/rerank", "/tokenize", "/v2/embed", "/classify",
+            "/pooling", "/invocations", "/inference/v1/generate", "/generate", "/encode", "/",
+            "/generate_stream", "/api/chat", "/api/generate", "/api/embed", "/v1/messages",
+        )
+    ),
+    ("PUT", "/v1/rerank", "inference", ""),
+    ("POST", "/openai/deployments/gpt-4o/chat/completions?api-version=1", "inference", "gpt-4o"),
+    ("POST", "/v2/models/bert/infer", "inference", "bert"),
+    ("POST", "/v2/models/bert/generate", "inference", "bert"),
+    ("POST", "/v1beta/models/gemini-2:generateContent", "inference", "gemini-2"),
+    ("POST", "/model/anthropic.claude-v2%3A1/invoke", "inference", "anthropic.claude-v2:1"),
+    ("GET", "/v1/realtime?model=voice%2Da&x=1", "session", "voice-a"),
+    *(
+        (method, path, "read", "")
+        for method, path in (
+            ("GET", "/v1/models"), ("HEAD", "/v1/models"), ("OPTIONS", "/v1/chat/completions"),
+            ("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1"),
+            ("POST", "/v1/responses/resp_1/cancel"), ("GET", "/tokenizer_info"), ("GET", "/ping"),
+            ("GET", "/version"), ("GET", "/load"), ("GET", "/info"), ("GET", "/v1/conversations/c/items/i"),
+        )
+    ),
+    ("GET", "/v1/models/meta-llama/Llama-3.1:8b", "read", "meta-llama/Llama-3.1:8b"),
+    ("GET", "/v1/models/meta-llama%2fLlama-3.1%3A8b", "read", "meta-llama/Llama-3.1:8b"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "path", "kind"), SERVED)
-def test_inference_and_lists_of_models_reach_a_model_server(method: bytes, path: bytes, kind: str) -> None:
-    assert PATHS.kind(method, path) == kind
+@pytest.mark.parametrize(("method", "path", "kind", "model"), SERVED)
+def test_the_apis_of_engines_reach_a_model_server(method: str, path: str, kind: str, model: str) -> None:
+    way = PATHS.way(method.encode(), path.encode())
+    assert way is not None
+    assert (way.kind, way.model) == (kind, model)
 
 
 ELSEWHERE = {
-    b"POST": [b"/flush_cache", b"/v1/load_lora_adapter", b"/v1/models"],
-    b"GET": [b"/metrics", b"/v1/chat/completions"],
+    b"POST": [b"/v1/models", b"/team-a/generate", b"/x/"],
+    b"GET": [b"/v1/chat/completions", b"/x/load", b"/x/version"],
     b"get": [b"/v1/models"],
     b"DELETE": [b"/v1/models/llama"],
     b"CONNECT": [b""],
@@ -41,18 +64,19 @@ ELSEWHERE = {
 # What a server, or a proxy before it, might take for something else.
 SPELLINGS = {
     b"POST": [
-        b"/v1/Completions", b"/v1/completions/", b"//v1/completions", b"/v1//completions",
+        b"/v1/Completions", b"//v1/completions", b"/v1//completions",
         b"/v1/./completions", b"/v1/x/../completions", b"/v1/completions/../../flush_cache",
         b"/v1/completions%2f..%2f..%2fflush_cache", b"/v1/complet%69ons",
         b"/v1/completions;/../../flush_cache", b"/v1/completions;a=b", b"/v1/completions#/flush_cache",
         b"/v1/completions\x00", b"/v1/completions ", b"/v1/completions\n", b"\\v1\\completions",
-        b"http://server/v1/completions",
+        b"http://server/v1/completions", b"/v1/completions//",
     ],
     b"GET": [
-        b"/v1/models/", b"/v1/models/..", b"/v1/models/../../metrics", b"/v1/models/llama/../../../metrics",
+        b"/v1/models/..", b"/v1/models/../../metrics", b"/v1/models/llama/../../../metrics",
         b"/v1/models/llama/..%2f..%2f..%2fmetrics", b"/v1/models/llama%2f%2e%2e%2fmetrics",
         b"/v1/models/%252e%252e", b"/v1/models/..;/metrics", b"/v1/models/llama;x",
         b"/v1/models/llama\\..\\metrics", b"/v1/models/llama//x", b"/v1/models/\xff",
+        b"/a" * 5000 + b"/v1/models",
     ],
 }  # fmt: skip
 
@@ -62,35 +86,113 @@ REFUSED = [(method, path) for table in (ELSEWHERE, SPELLINGS) for method in tabl
 
 @pytest.mark.parametrize(("method", "path"), REFUSED)
 def test_nothing_else_does_however_it_is_spelt(method: bytes, path: bytes) -> None:
-    assert PATHS.kind(method, path) is None
+    assert PATHS.way(method, path) is None
+
+
+ADMINISTRATION = [
+    "/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/flush_cache", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile",
+    "/update_weights_from_disk", "/abort_request", "/release_memory_occupation", "/pause_generation",
+    "/v2/repository/models/m/load", "/v2/repository/index", "/v2/trace/setting",
+    "/v2/models/m/trace/setting", "/v2/logging", "/v2/cudasharedmemory/region/r/register", "/api/pull",
+    "/api/delete", "/models/load", "/slots/1", "/props", "/lora-adapters", "/metrics", "/models",
+    "/adapters/a", "/scale_elastic_ep", "/set_internal_state", "/open_session",
+    "/init_weights_update_group",
+]  # fmt: skip
+
+
+def spellings(path: str) -> list[str]:
+    """Ways in which one of several readers takes a path for `path`."""
+    first, last = path[1], path.rpartition("/")[2]
+    encoded, twice = f"%{ord(first):02x}", f"%25{ord(first):02X}"
+    head = path.removesuffix(last)
+    return [
+        *(path, f"/team{path}", f"/a/b/c{path}", path.upper(), f"{path}/", f"{path}//", f"/{path}"),
+        *(f"/x/.{path}", f"/x/..{path}", f"/{encoded}{path[2:]}", f"/{twice}{path[2:]}", f"{path};a=b"),
+        *(f"{path}%2f", f"{path}%3bx", f"/%2e%2e{path}", f"/a%2f{path[1:]}", f"{head}{last.title()}"),
+        *(
+            path.replace("/", "\\"),
+            f"{path}%20",
+            f"/v1/chat/completions/..{path}",
+            f"{path}/.",
+            f"{path}/x/..",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("path", ADMINISTRATION)
+def test_no_spelling_of_an_engines_administration_passes(path: str) -> None:
+    for each in spellings(path):
+        assert (each, PASSING.way(b"POST", each.encode())) == (each, None)
+        assert PATHS.way(b"POST", each.encode()) is None
+    with pytest.raises(ConfigError, match=r"extproc\.paths.*administers"):
+        parse({"extproc": {"paths": [f"POST /team{path}"]}})
 
 
 @given(st.text(st.sampled_from("/.%2eEfF;\\am?#\x00"), max_size=40))
 def test_no_name_of_a_model_leads_out_of_the_list_of_models(name: str) -> None:
     path = f"/v1/models/{name}".encode()
-    if PATHS.kind(b"GET", path) is not None:
+    if PATHS.way(b"GET", path) is not None:
         # No part could mean a step up, however often a server decodes it.
         bare = path.partition(b"?")[0].lower().replace(b"%2f", b"/")
         assert b"%" not in re.sub(rb"%(3a|40|2b)", b"", bare)
-        assert all(part[:1].isalnum() for part in bare.removeprefix(b"/").split(b"/"))
+        assert all(part[:1].isalnum() for part in bare.strip(b"/").split(b"/"))
         assert not re.search(rb"[;\\#\x00]", bare)
 
 
-def test_a_configuration_adds_paths() -> None:
-    extra = parse({"extproc": {"paths": ["POST /v1/classify", "GET /v1/adapters/{id}"]}}).extproc.paths
-    paths = AllowedPaths(extra)
-    assert paths.kind(b"POST", b"/v1/classify") == "inference"
-    assert paths.kind(b"GET", b"/v1/adapters/a") == "read"
-    assert paths.kind(b"POST", b"/v1/completions") == "inference"
-    assert PATHS.kind(b"POST", b"/v1/classify") is None
+# An entry of the configuration, a request, how it is served, and the model that its path names.
+CONFIGURED = [
+    ("POST /v1/custom", "POST", "/v1/custom", "inference", ""),
+    ("GET /v1/adaptations/{id}", "GET", "/v1/adaptations/a", "read", ""),
+    ("POST /jobs/{id}/run", "POST", "/jobs/7/run", "inference", ""),
+    ("GET,PUT /jobs/{id}:state", "PUT", "/jobs/7:state", "inference", ""),
+    ("* /any/thing/", "PATCH", "/any/thing", "inference", ""),
+    ("POST /team-a/generate", "POST", "/team-a/generate", "inference", ""),
+    ("GET /team-a/load", "GET", "/team-a/load", "read", ""),
+    ("POST /x/{model}/ask", "POST", "/x/llama/ask", "inference", "llama"),
+]
 
 
-def test_each_rule_is_a_regular_expression_for_its_own_paths_alone() -> None:
-    # Envoy's routes are made of these
-    for rule in rules(()):
-        path = rule.path.replace("{id}", "meta-llama/Llama-3")
-        assert [other.path for other in rules(()) if re.fullmatch(other.regex, path)] == [rule.path]
-        assert re.fullmatch(rule.regex, f"{path}/") is None
+@pytest.mark.parametrize(("entry", "method", "path", "kind", "model"), CONFIGURED)
+def test_a_configuration_adds_paths(entry: str, method: str, path: str, kind: str, model: str) -> None:
+    extra = parse({"extproc": {"paths": [entry]}}).extproc.paths
+    assert PATHS.way(method.encode(), path.encode()) is None
+    way = AllowedPaths(extra).way(method.encode(), path.encode())
+    assert way is not None
+    assert (way.kind, way.model) == (kind, model)
+    assert AllowedPaths(extra).way(method.encode(), f"/x{path}".encode()) is None
+
+
+@pytest.mark.parametrize(
+    "entry", ["/v1/x", "POST v1/x", "POST /a/../b", "POST /a//b", "post /a", "POST /a%2fb"]
+)
+def test_what_is_no_method_and_path_is_no_entry(entry: str) -> None:
+    with pytest.raises(ConfigError, match="no method and path"):
+        parse({"extproc": {"paths": [entry]}})
+
+
+def test_a_path_of_no_api_passes_where_the_configuration_says_so() -> None:
+    way = PASSING.way(b"PATCH", b"/no/such/path")
+    assert way is not None
+    assert (way.kind, way.is_known) == ("inference", False)
+    for unclear in (b"/a/../b", b"/a\\b", b"/a/%2e%2e/b", b"/a\x01b", b"no-slash"):
+        assert PASSING.way(b"POST", unclear) is None
+
+
+def test_envoys_routes_take_what_the_picker_takes() -> None:
+    extra = parse({"extproc": {"paths": [entry for entry, *_ in CONFIGURED]}}).extproc.paths
+    routes = Paths(extra).routes
+    requests = [row[:2] for row in SERVED] + [row[1:3] for row in CONFIGURED]
+    requests += [(method.decode(), path.decode("latin-1")) for method, path in REFUSED]
+    for method, path in requests:
+        bare = path.partition("?")[0]
+        bare = bare[:-1] if bare.endswith("/") and len(bare) > 1 else bare
+        taken = [
+            regex for (methods, _), regex in routes.items()
+            if (methods == "*" or method in methods.split(",")) and re.fullmatch(f"(?:{regex})", bare)
+        ]  # fmt: skip
+        way = AllowedPaths(extra).way(method.encode(), path.encode("latin-1"))
+        assert bool(taken) == (way is not None) or len(path) > 2048, (method, path)
 
 
 TRUSTED = [

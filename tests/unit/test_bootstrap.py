@@ -166,14 +166,14 @@ IN_ONE_MODE: dict[Mode, dict[str, Any]] = {
         **seen(DUPLEX, "SEND", DUPLEX),
         "names of filters": ["ext_proc", "router"],
         FORWARDED: [HINT, "envoy.lb"],
-        TO_CLIENT: None,
+        TO_CLIENT: ["x-request-id"],
     },
     "lean": {
         **seen(DUPLEX, "SKIP", None),
         "names of filters": USAGE_FILTERS,
         "filters.json_to_metadata.requestRules": None,
         FORWARDED: [HINT],
-        TO_CLIENT: ["x-session-token", "x-queue-pressure"],
+        TO_CLIENT: ["x-request-id", "x-session-token", "x-queue-pressure"],
     },
     "http": {
         "service.pathPrefix": "/check",

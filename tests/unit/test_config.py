@@ -203,7 +203,7 @@ WRONG: dict[str, list[Any]] = {
     "extproc.listen": ["9002", "0.0.0.0:99999", "a..b:9002"],
     "extproc.metadata_namespace": ["picker", "envoy.lb.subset_hint", "", "a:b", "a)%", "two words"],
     "extproc.paths.0": [
-        "/v1/classify", "PUT /v1/x", "POST v1/x", "POST /", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7,
+        "/v1/classify", "put /v1/x", "POST v1/x", "POST //", "POST /v1//x", "POST /v1/../x", "POST /a/%2e", 7,
     ],
     "extproc.trusted_headers.0": ["x-gateway-destination-endpoint", "x-request-id", "", 7],
     "tracing.endpoint": ["collector:4317"],

@@ -131,7 +131,8 @@ REFUSED = [
     (check(path="/metrics"), 404, "unknown_path"),
     (check(path="/v1/load_lora_adapter"), 404, "unknown_path"),
     (check(path="//v1/completions"), 404, "unknown_path"),
-    (check(method="GET", path="/v1/models"), 400, "bad_request"),
+    (check(method="GET", path="/v1/completions"), 404, "unknown_path"),
+    (check(content_encoding="gzip"), 415, "unsupported_encoding"),
     (check(x_llm_d_inference_ttl="soon"), 400, "bad_request"),
     (check(body=b"x" * 5000), 413, "payload_too_large"),
     (check(content_length="-1"), 400, "bad_request"),
@@ -181,6 +182,12 @@ async def test_a_model_that_is_sent_as_another_is_refused_by_name() -> None:
         reply = await stage.ask(check())
     assert reply.status == CARRIED[500]
     assert b"http mode cannot send model llama as llama-v2" in reply.body
+
+
+async def test_a_head_request_gets_no_body_with_a_refusal(stage: Stage) -> None:
+    connection = await stage.send(check("/metrics", b"", "HEAD"))
+    connection.send_end()
+    assert (await connection.ended()).endswith(b"\r\n\r\n")
 
 
 async def test_reads_go_through_without_admission_and_are_limited() -> None:

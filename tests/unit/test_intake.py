@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tables import cases
 
 from picker_fleet import cost
+from picker_fleet.allowlist import Way
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
-from picker_fleet.errors import BadRequest
+from picker_fleet.errors import BadRequest, Unsupported
 from picker_fleet.intake import (
     HEADERS,
     Ask,
@@ -30,6 +31,7 @@ from picker_fleet.intake import (
     wanted_headers,
 )
 from picker_fleet.request import InferenceRequest, Workload
+from picker_fleet.traffic_split import Split
 from picker_fleet.units import MOST_COST
 
 SPLIT = {"name": "split", "target_models": [{"name": "split-a"}, {"name": "split-b", "weight": 3}]}
@@ -89,6 +91,161 @@ def test_a_body_tells_model_and_stream(more: str, stream: bool) -> None:
     assert (read.model, read.stream) == ("m", stream)
 
 
+def form(*fields: tuple[str, bytes], head: bytes = b"", end: bytes = b"--b--\r\n") -> bytes:
+    """A multipart form whose boundary is `b`."""
+    parts = (
+        b"--b\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (about.encode(), data)
+        for about, data in fields
+    )
+    return head + b"".join(parts) + end
+
+
+MULTIPART = b'multipart/form-data; boundary="b"'
+URLENCODED = b"application/x-www-form-urlencoded"
+FILE = ('name="file"; filename="a.mp3"', b"\r\n--\0\xff" * 3000)
+TRANSCRIPTION = form(FILE, ('name="model"', b"whisper/\xc3\xbc"), ("name=stream", b"true"))
+OCTETS = b"application/octet-stream"
+# A body, the way that its path is served and its content-type, and what is read of it: model and stream.
+OTHERS: dict[str, tuple[bytes, Way, bytes, str, bool]] = {
+    "a multipart form": (TRANSCRIPTION, Way("inference", "form"), MULTIPART, "whisper/ü", True),
+    "one where JSON is usual": (TRANSCRIPTION, Way("inference"), MULTIPART, "whisper/ü", True),
+    "one with a preamble": (form(FILE, head=b"x\r\n"), Way("inference", "form"), MULTIPART, "", False),
+    "one whose path names the model": (form(FILE), Way("inference", "form", "w"), MULTIPART, "w", False),
+    "an urlencoded form": (b"model=m%2Fx+y&stream=1", Way("inference", "form"), URLENCODED, "m/x y", True),
+    "JSON for a form": (b'{"model": "m"}', Way("inference", "form"), b"application/json", "m", False),
+    "JSON by curl": (b'{"model": "m"}', Way("inference"), URLENCODED, "m", False),
+    "an array": (b' ["a", {"model": "b"}]', Way("inference"), b"application/json", "", False),
+    "bytes": (b"\xff\0" * 9, Way("inference"), OCTETS, "", False),
+    "bytes for a model of the path": (b"{\xff", Way("inference", "path", "bert"), OCTETS, "bert", False),
+    "JSON for a model of the path": (b'{"model": "t"}', Way("inference", "path", "bert"), b"", "bert", False),
+    "a deployment": (b'{"messages": []}', Way("inference", "body", "gpt"), b"", "gpt", False),
+    "a deployment and a model": (b'{"model": "m"}', Way("inference", "body", "gpt"), b"", "m", False),
+    "a path of no API": (b"\xff\0", Way("inference", is_known=False), b"text/plain", "", False),
+    **{
+        name: (text, Way("inference"), b"application/json", "m", True)
+        for name, text in {
+            "a byte order mark": b'\xef\xbb\xbf{"model": "m", "stream": true}',
+            "UTF-16": '{"model": "m", "stream": true, "prompt": "ü"}'.encode("utf-16"),
+            "UTF-16 without a mark": '{"model": "m", "stream": true}'.encode("utf-16-le"),
+            "UTF-32": '{"model": "m", "stream": true}'.encode("utf-32-be"),
+            "half an emoji": b'{"model": "m", "stream": true, "n": "\\ud83d \\\\\\ude00 \\ud83d\\ude00"}',
+            "half an emoji in bytes": b'{"model": "m", "stream": true, "prompt": "\xed\xa0\xbd"}',
+            "NULs behind it": b'{"model": "m", "stream": true}\n\0\0',
+        }.items()
+    },
+    **{
+        name: (text, Way("inference"), b"", "", False)
+        for name, text in {
+            "no model": b'{"prompt": {"id": "p"}}', "null": b'{"model": null}', "empty": b'{"model": ""}',
+            "no model in a long body": b'{"prompt": "%s"}' % LONG, "nothing": b"{}",
+            "null in a long body": b'{"model": null, "prompt": "%s"}' % LONG,
+        }.items()
+    },
+}  # fmt: skip
+
+
+@cases("text, way, content_type, model, stream", OTHERS)
+def test_a_body_is_read_as_engines_read_it(
+    text: bytes, way: Way, content_type: bytes, model: str, stream: bool
+) -> None:
+    read = read_body(text, way, content_type)
+    assert (read.model, read.stream, read.needs_model) == (model, stream, way.is_known)
+
+
+def test_a_renamed_form_keeps_everything_else_byte_for_byte() -> None:
+    renamed = read_body(TRANSCRIPTION, Way("inference", "form"), MULTIPART).renamed("tärget")
+    assert renamed == TRANSCRIPTION.replace("whisper/ü".encode(), "tärget".encode())
+    read = read_body(b"a=1&model=m%2Fx&b", Way("inference", "form"), URLENCODED)
+    assert read.renamed("n/y") == b"a=1&model=n%2Fy&b"
+    with pytest.raises(Unsupported, match="sent as model n"):
+        read_body(b"[]").renamed("n")
+
+
+def test_a_body_with_half_an_emoji_is_renamed_as_it_came() -> None:
+    text = b'{"prompt": "\\ud83d \\ud83d\\ude00 \\ude00", "model": "m", "n": 1}'
+    assert read_body(text).renamed("t") == text.replace(b'"m"', b'"t"')
+
+
+def test_a_body_without_a_model_gets_one_where_it_must_be_named() -> None:
+    for text, renamed in (
+        (b"{}", b'{"model":"t"}'),
+        (b' { "a": {"model": 1} }', b' {"model":"t", "a": {"model": 1} }'),
+        (b'{"a": 1, "model" : null}', b'{"a": 1, "model" : "t"}'),
+    ):
+        assert read_body(text).renamed("t") == renamed
+
+
+def test_a_file_costs_what_speech_costs_and_not_its_length_in_text() -> None:
+    upload = form(('name="file"; filename="a.wav"', b"x" * 512_000), ('name="model"', b"m"))
+    charge, _ = costed(read_body(upload, Way("inference", "form"), MULTIPART))
+    assert 512 <= charge <= 600
+
+
+FORM_FAULTS = {
+    "two models": (form(('name="model"', b"a"), ('name="model"', b"b")), MULTIPART, "has model twice"),
+    "two boundaries": (form(FILE), MULTIPART + b"; boundary=c", "one boundary"),
+    "no boundary": (form(FILE), b"multipart/form-data", "one boundary"),
+    "another boundary": (form(FILE), b"multipart/form-data; boundary=c", "no part"),
+    "cut off": (form(FILE, end=b"")[:-2], MULTIPART, "cut off"),
+    "no end": (form(FILE, end=b""), MULTIPART, "cut off"),
+    "a name in RFC 2231's form": (form(("name*=utf-8''model", b"a")), MULTIPART, "one name"),
+    "two names": (form(('name="x"; name="model"', b"a")), MULTIPART, "one name"),
+    "too many fields": (form(*[("name=a", b"")] * 300), MULTIPART, "more than 256 fields"),
+    "a long model": (form(('name="model"', b"m" * 300)), MULTIPART, "longer than 256"),
+    "no UTF-8": (form(('name="model"', b"\xff")), MULTIPART, "not valid UTF-8"),
+}  # fmt: skip
+
+
+@cases("text, content_type, says", FORM_FAULTS)
+def test_a_bad_form_is_named(text: bytes, content_type: bytes, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        read_body(text, Way("inference", "form"), content_type)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["name=model", 'name="f"; filename=x']), st.binary(max_size=30)), max_size=4
+    )
+)
+def test_any_form_is_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
+    with contextlib.suppress(BadRequest):
+        read = read_body(form(*fields), Way("inference", "form"), MULTIPART)
+        models = [value for about, value in fields if about == "name=model" and b"\r\n--b" not in value]
+        assert read.model == (models[0].decode() if models else "")
+
+
+# Settings, a live rewrite of any model, what endpoints report; the model, and what it is sent as.
+ONE_MODEL = {"models": [{"name": "llama"}]}
+UNNAMED = {
+    "a default": ({"default_model": "d", **ONE_MODEL}, None, ("x",), ("d", "d", "d")),
+    "a default that is rewritten": ({"default_model": "d"}, "v2", (), ("d", "v2", "d")),
+    "a rewrite of any model": (ONE_MODEL, "v2", (), ("v2", "v2", "")),
+    "the only configured one": (ONE_MODEL, None, ("x",), ("llama", "llama", "llama")),
+    "the only one that endpoints report": ({}, None, ("x",), ("x", "x", "x")),
+}
+
+
+@cases("config, rewrite, served, expected", UNNAMED)
+def test_a_request_without_a_model_is_one_for_the_pools_own(
+    config: Any, rewrite: str | None, served: tuple[str, ...], expected: tuple[str, str, str]
+) -> None:
+    intake = Intake(parse(config), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
+    if rewrite:
+        intake.use_live({}, {}, Split.of([(rewrite, 1)]))
+    read = read_body(b'{"prompt": "p"}')
+    request = intake.request(read, {}, subset=None, trusted=False)
+    assert (request.model, request.target_model, intake.default_model) == expected
+
+
+@pytest.mark.parametrize("served", [(), ("a", "b")])
+def test_a_request_without_a_model_is_refused_where_none_is_its_pools_own(served: tuple[str, ...]) -> None:
+    intake = Intake(parse({}), new_id=lambda: "made", variant_key=bytes, served_models=lambda: served)
+    with pytest.raises(BadRequest, match="default_model"):
+        intake.request(read_body(b"{}"), {}, subset=None, trusted=False)
+    unknown = read_body(b"", Way("inference", is_known=False))
+    assert intake.request(unknown, {}, subset=None, trusted=False).model == "unnamed"
+
+
 # Short and long bodies.
 BAD: dict[str, dict[str, bytes]] = {
     "body is empty": {"nothing": b""},
@@ -100,14 +257,9 @@ BAD: dict[str, dict[str, bytes]] = {
     "not valid JSON: Input data was truncated": {"cut": b'{"model": "m"'},
     r"not valid JSON.* \(byte 90\d\d\)": {"long, a bracket": b'{"model": "m", "prompt": "%s"]' % LONG},
     "nested too deeply": {"deeply nested": b'{"a":' + b"[" * 100_000},
-    "must be a JSON object": {"a list": b'["model"]', "a text": b'"model"'},
-    "has no model": {
-        "no model": b'{"prompt": "p"}', "long": b'{"prompt": "%s"}' % LONG,
-    },
-    "model must be a string": {
-        "a number": b'{"model": 5}', "null": b'{"model": null}', "an object": b'{"model": {"model":"m"}}',
-    },
-    "model is empty": {"nothing": b'{"model": ""}', "blank": b'{"model": "   "}'},
+    "must be a JSON object": {"a text": b'"model"', "a number": b"7"},
+    "model must be a string": {"a number": b'{"model": 5}', "an object": b'{"model": {"model":"m"}}'},
+    "model is empty": {"blank": b'{"model": "   "}'},
     "model contains a control character": {
         "31": b'{"model": "a\\u001fb"}', "0": b'{"model": "a\\u0000"}', "a line": b'{"model": "a\\nb"}',
     },
@@ -424,8 +576,7 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
 def test_any_body_is_read_or_refused(body: bytes) -> None:
     with contextlib.suppress(BadRequest):
         read = read_body(body)
-        assert read.model
-        assert json.loads(read.renamed("t"))["model"] == "t"
+        assert read.body.values.get("model") is None or json.loads(read.renamed("t"))["model"] == "t"
 
 
 @pytest.mark.parametrize("name", [FAIRNESS, LLM_D_FAIRNESS])

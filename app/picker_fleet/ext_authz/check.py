@@ -15,10 +15,12 @@ from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
 from picker_fleet.extproc.context import BodyBuffer, ExchangeContext
 from picker_fleet.intake import (
-    CONTENT_LENGTH,
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
     FORWARDED_FOR,
     ROUTE_TIMEOUT,
     Ask,
+    bodiless,
     read_body,
     read_subset,
 )
@@ -80,18 +82,29 @@ class Check:
         """
         context = self._context
         try:
-            if context.is_read(method, path, has_body=body.size_bytes > 0):
+            way = context.way(method, path, has_body=body.size_bytes > 0)
+            if way.kind == "read":
                 answer = await self._route(headers)
             else:
-                headers.pop(CONTENT_LENGTH, None)
-                ask = read_body(body.join())
-                forwarded_for = headers.pop(FORWARDED_FOR, b"")
-                request = self._take(ask, headers)
-                if request.target_model != ask.model:
-                    raise Unsupported(
-                        f"http mode cannot send model {ask.model} as {request.target_model}; "
-                        "lean and standard can"
-                    )
+                decoded = None
+                if not body.size_bytes:
+                    ask = bodiless(way)
+                elif CONTENT_ENCODING in headers:
+                    ask, decoded = await context.decoded_ask(body.join(), headers, way)
+                else:
+                    ask = read_body(body.join(), way, headers.get(CONTENT_TYPE, b""))
+                try:
+                    forwarded_for = headers.pop(FORWARDED_FOR, b"")
+                    request = self._take(ask, headers)
+                    sent = ask.model or context.intake.default_model
+                    if request.target_model != sent and (ask.model or ask.needs_model):
+                        raise Unsupported(
+                            f"http mode cannot send model {sent or '(none)'} as {request.target_model}; "
+                            "lean and standard can"
+                        )
+                finally:
+                    if decoded is not None:
+                        decoded.release()
                 del ask
                 body.release()  # a request that waits holds nothing of its body
                 answer = await self._admit(request, forwarded_for)

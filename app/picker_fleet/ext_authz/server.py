@@ -391,6 +391,8 @@ class _Connection(asyncio.Protocol):
         keep = keep and not self._server.draining
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
+        if self._parser.get_method() == b"HEAD":
+            body = b""  # Envoy asks with the client's method
         head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
         if not keep:

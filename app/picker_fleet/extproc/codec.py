@@ -8,6 +8,7 @@ The first message's `protocol_config` says how much of a request and its answer 
 request body           response body          mode
 FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
 FULL_DUPLEX_STREAMED   NONE                   lean
+NONE                   NONE                   lean, of a session: only its headers
 """
 
 import re
@@ -29,6 +30,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 TEST_SERVED = "x-conformance-test-served-endpoint"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
+LENGTH_HEADER: Final = "x-picker-content-length"  # from which our Envoy sets the content-length again
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
 SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
@@ -41,15 +43,17 @@ WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what 
 _RETRY_AFTER_S = 1
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
+HEADERS_ALONE: Final = "headers alone"  # `lean`, of a session
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
-_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean"}
+_MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
 
 _PRESSURE_STEPS = 100
 _PRESSURES = tuple(f"{step / _PRESSURE_STEPS:.2f}" for step in range(_PRESSURE_STEPS + 1))
 FULL: Final = _PRESSURES[-1]
 
 
+REQUEST_TRAILERS: Final = b"\x2a\x00"  # an empty request_trailers
 RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
 
 
@@ -210,16 +214,23 @@ def placed(
     *,
     namespace: str,
     pressure: str,
+    removes: str = "",
+    is_our_envoy: bool = False,
 ) -> Placed:
     """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
 
     `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
     is how many endpoints to name at least, where the request may go to no other; `target_model` is what
-    it is sent as; `pressure` is the client's.
+    it is sent as; `pressure` is the client's; `removes` is a header that the model server does not get.
+    `is_our_envoy`: it sets the content-length from a header of ours.
     """
     set_headers, destination = _towards(destinations(placement, tries), namespace)
     if content_length is not None:
-        set_headers += _set_header("content-length", str(content_length)) + _PLAIN_ANSWER
+        for name in ("content-length", LENGTH_HEADER) if is_our_envoy else ("content-length",):
+            set_headers += _set_header(name, str(content_length))
+        set_headers += _PLAIN_ANSWER
+    if removes:
+        set_headers += _field(b"\x12", removes.encode())
     account = _PRESSURE_ENTRIES[pressure]
     if request_id:
         account += _ID(request_id) + _TOKEN(placement.accounting_token)
@@ -269,6 +280,11 @@ def request_body(body: bytes) -> Iterator[bytes]:
     for start in range(0, last + 1, CHUNK_BYTES):
         chunk = body[start : start + CHUNK_BYTES] if last else body
         yield _streamed(b"\x1a", chunk, start == last)
+
+
+def streamed_request(body: bytes, *, ended: bool) -> bytes:
+    """One chunk of a request whose end nobody waits for, passed on."""
+    return _streamed(b"\x1a", body, ended)
 
 
 def response_body(body: bytes, *, ended: bool) -> bytes:

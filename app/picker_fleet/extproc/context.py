@@ -6,14 +6,14 @@
 import asyncio
 import ipaddress
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from picker_fleet.admission.gate import Gate
-from picker_fleet.allowlist import NOT_LISTED, PathRule, rules
+from picker_fleet.allowlist import NOT_LISTED, Api, Paths, Way, model_in_query
+from picker_fleet.bodies import decode
 from picker_fleet.config import Settings
 from picker_fleet.errors import (
     BadRequest,
@@ -27,7 +27,7 @@ from picker_fleet.errors import (
     UnknownPath,
     UnknownPool,
 )
-from picker_fleet.intake import Intake
+from picker_fleet.intake import CONTENT_ENCODING, CONTENT_TYPE, Ask, Intake, read_body
 from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.sections import ExtProc
@@ -42,6 +42,7 @@ MAX_UPLOADS = 2048  # that wait for more of their request
 _CHECKS = 6  # within that time
 
 _MAX_SOURCES = 10_000
+_MAX_PATHS = 4096  # remembered
 _MAX_FLOWS = 16_384  # remembered; a forgotten flow counts as new again
 _NETWORK_BITS = 64  # of an IPv6 address: what one customer has at least
 _MINUTE_S = 60.0
@@ -98,9 +99,10 @@ class BodyBudget:
     A body counts from its first byte until its answer is sent, the wait in the queue included.
     """
 
-    __slots__ = ("_for_large_bytes", "_limit_bytes", "held_bytes")
+    __slots__ = ("_for_large_bytes", "_limit_bytes", "decoding", "held_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
+        self.decoding = asyncio.Lock()  # held by the body that is being decoded
         self._limit_bytes = limit_bytes
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
@@ -182,10 +184,19 @@ class BodyBuffer:
         Raises:
             PayloadTooLarge: it is above the limit.
         """
+        self.announce(length)
+        if self.content_length > self._limit_bytes:
+            raise self._too_large()
+
+    def announce(self, length: bytes) -> None:
+        """Take the body's length from its header, whatever it is: an earlier filter may have changed the
+        body."""
         if length.isdigit():
             self.content_length = int(length[:20])
-            if self.content_length > self._limit_bytes:
-                raise self._too_large()
+
+    def keep(self, body: bytes) -> None:
+        """Keep what `join` gave away, which is still counted."""
+        self._chunks = [body]
 
     def add(self, chunk: bytes) -> None:
         """Keep one more chunk.
@@ -289,38 +300,40 @@ class UploadDeadlines:
         waiting[1].cancel()
 
 
-Kind = Literal["inference", "read"]  # needs a body and is admitted; has none and is not
-
-
 class AllowedPaths:
-    """Says what a request's method and path are. A lookup in a dictionary for all but models' names."""
+    """Says how a request is served, by its method and path. A lookup in a dictionary once it is known."""
 
-    def __init__(self, configured: Iterable[PathRule] = ()) -> None:
-        self._exact: dict[tuple[bytes, bytes], Kind] = {}
-        self._patterns: list[tuple[bytes, re.Pattern[bytes], Kind]] = []
-        for rule in rules(configured):
-            kind: Kind = "inference" if rule.method == "POST" else "read"
-            if rule.is_exact:
-                self._exact[rule.method.encode(), rule.path.encode()] = kind
-            else:
-                self._patterns.append((rule.method.encode(), re.compile(rule.regex.encode()), kind))
+    def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
+        self._paths = Paths(configured, passes=passes)
+        self._ways: dict[tuple[bytes, bytes], Way] = {}
 
-    def kind(self, method: bytes, path: bytes) -> Kind | None:
-        """What a request with these `:method` and `:path` is; None if no model server may see it."""
-        bare = path.partition(b"?")[0]
-        kind = self._exact.get((method, bare))
-        if kind is not None:
-            return kind
-        for wanted, pattern, kind in self._patterns:
-            if method == wanted and pattern.fullmatch(bare):
-                return kind
-        return None
+    def way(self, method: bytes, path: bytes) -> Way | None:
+        """How a request with these `:method` and `:path` is served; None if no model server may see it.
+
+        Raises:
+            BadRequest: its query, which names its model, has too many fields.
+        """
+        bare, _, query = path.partition(b"?")
+        way = self._ways.get((method, bare))
+        if way is None:
+            way = self._paths.way(method.decode("latin-1"), bare.decode("latin-1"))
+            if way is None:
+                return None
+            if len(self._ways) >= _MAX_PATHS:
+                self._ways.clear()
+            self._ways[method, bare] = way
+        if way.source == "query":
+            try:
+                return way._replace(model=model_in_query(query.decode(errors="replace")))
+            except ValueError as fault:
+                raise BadRequest(f"the query of the path: {fault}") from None
+        return way
 
 
 class _NoPaths(AllowedPaths):
     """Those of a pool that is not served here."""
 
-    def kind(self, method: bytes, path: bytes) -> Kind | None:
+    def way(self, method: bytes, path: bytes) -> Way | None:
         raise UnknownPool("the proxy names a pool that is not served here")
 
 
@@ -497,32 +510,51 @@ class ExchangeContext:
     fill: Callable[[], float]
     selected: Callable[[bytes], tuple[str, ...]] | None = None
 
-    def is_read(self, method: bytes, path: bytes, *, has_body: bool) -> bool:
-        """Whether it is a read, which has no body and is not admitted, and not inference. Counts the reads.
+    def way(self, method: bytes, path: bytes, *, has_body: bool) -> Way:
+        """How the request is served, by its method and path. Counts the reads.
 
         Raises:
             UnknownPath: no model server may be asked this.
-            BadRequest: it has a body where it may not, or none where it must.
+            BadRequest: it has no body where it must.
             TooManyReads: there are more of them than the replica lets through.
         """
-        kind = self.paths.kind(method, path)
-        if kind is None and self.settings.extproc.conformance:
-            return not has_body  # the suite asks for paths of its own
-        if kind is None:
-            raise UnknownPath(NOT_LISTED)
-        if kind == "inference":
-            if not has_body:
-                raise BadRequest("the request has no body; a JSON object with a model is needed")
-            return False
-        if has_body:
-            raise BadRequest("a GET with a body is not served")
-        wait_s = self.reads.take()
-        if wait_s:
-            raise TooManyReads(
-                f"more than {self.settings.extproc.read_rate:g} reads a second",
-                retry_after_s=retry_after_s(wait_s),
-            )
-        return True
+        way = self.paths.way(method, path)
+        if way is None:
+            if not self.settings.extproc.conformance:
+                raise UnknownPath(NOT_LISTED)
+            return Way("inference" if has_body else "read")  # the suite asks for paths of its own
+        if way.kind == "read":
+            wait_s = self.reads.take()
+            if wait_s:
+                raise TooManyReads(
+                    f"more than {self.settings.extproc.read_rate:g} reads a second",
+                    retry_after_s=retry_after_s(wait_s),
+                )
+        elif way.kind == "inference" and not has_body and way.is_known:
+            raise BadRequest("the request has no body; a JSON object with a model is needed")
+        return way
+
+    def new_body(self) -> BodyBuffer:
+        """For one body, or for another form of it, both of which count."""
+        return BodyBuffer(self.bodies, self.settings.extproc.max_body_bytes)
+
+    async def decoded_ask(
+        self, body: bytes, headers: Mapping[str, bytes], way: Way
+    ) -> tuple[Ask, BodyBuffer]:
+        """What the encoded body of a request asks for, and what counts its decoded form, to be released when
+        that is dropped.
+
+        Raises:
+            UnsupportedEncoding, PayloadTooLarge, BufferFull: it cannot be decoded, or is too large so.
+            BadRequest: it is malformed; the message names the fault.
+        """
+        encodings, content_type = headers[CONTENT_ENCODING], headers.get(CONTENT_TYPE, b"")
+        decoded, counted = await decode(body, encodings, self.new_body, self.bodies.decoding)
+        try:
+            return read_body(decoded, way, content_type), counted
+        except BaseException:
+            counted.release()
+            raise
 
     async def admit(
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0

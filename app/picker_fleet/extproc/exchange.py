@@ -4,6 +4,9 @@ one for each stream.
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
       └─ header-only request ────────────────────▲  └─── sent, lean ──────────────────────▲
 
+A body is whole when Envoy says so, or when all bytes of its content-length have come and the end stays away
+for `END_S`. Its bytes count, not the header: an earlier filter may have changed them.
+
 The mode is what Envoy says it will send (`codec.mode_of`).
 
 No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry it
@@ -25,13 +28,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
-from picker_fleet.errors import (
-    BadRequest,
-    BodyStalled,
-    BufferFull,
-    RequestError,
-    Unsupported,
-)
+from picker_fleet.allowlist import Way
+from picker_fleet.errors import BadRequest, BodyStalled, BufferFull, RequestError, Unsupported
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.context import (
     BodyBudget,
@@ -43,18 +41,22 @@ from picker_fleet.extproc.context import (
 from picker_fleet.extproc.response import ModelRename, Response
 from picker_fleet.extproc.transport import RpcError, Status, Stream
 from picker_fleet.intake import (
+    CONTENT_ENCODING,
     CONTENT_LENGTH,
+    CONTENT_TYPE,
     FORWARDED_FOR,
     METHOD,
     PATH,
     TEST_SELECTION,
     Ask,
+    bodiless,
     read_body,
     read_subset,
 )
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 
+END_S = 0.1  # for the end of a body that is whole by its content-length
 CONFIRM_AFTER_S = 1.0  # a placement older than this is confirmed before it is used; shorter than any lease
 
 _log = logging.getLogger(__name__)
@@ -74,17 +76,18 @@ _OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member thro
 
 
 class _PlacedBody(NamedTuple):
-    """A request that was placed before the end of its body was signalled. `length` is the body's, where it
-    was rewritten.
+    """A placed request with its body. `length` is the body's, where the header says another one;
+    `is_decoded`: its encoding was taken away. `request` is None where none was admitted.
     """
 
     answer: codec.Placed
     body: bytes
-    request: InferenceRequest
+    request: InferenceRequest | None
     placement: Placement
     length: int | None
     arrived_s: float
     placed_s: float
+    is_decoded: bool = False
 
 
 class Exchange:
@@ -98,6 +101,7 @@ class Exchange:
         "_body",
         "_code",
         "_context",
+        "_decoded",
         "_forwarded_for",
         "_headers",
         "_mode",
@@ -113,7 +117,9 @@ class Exchange:
         "_step",
         "_subset",
         "_target_model",
+        "_tried",
         "_unsent",
+        "_way",
     )
 
     def __init__(self, context: ExchangeContext) -> None:
@@ -124,7 +130,10 @@ class Exchange:
         self._headers: dict[str, bytes] = {}
         self._forwarded_for = b""
         self._subset: tuple[str, ...] | None = None
-        self._body = BodyBuffer(context.bodies, context.settings.extproc.max_body_bytes)
+        self._way = _READ
+        self._body = context.new_body()
+        self._decoded: BodyBuffer | None = None  # counts the decoded body
+        self._tried = False  # to place it before its end was signalled
         self._request: InferenceRequest | None = None
         self._model = ""
         self._path = b""
@@ -151,6 +160,15 @@ class Exchange:
     def upload_began_s(self) -> float:
         """When the request began to arrive; once all its bytes have, when it was placed."""
         return self._started_s if self._placed_body is None else self._placed_body.placed_s
+
+    @property
+    def awaits_end(self) -> bool:
+        """All bytes of the content-length have come, and only the end of the body has not."""
+        return self._step is _BODY and self._body.size_bytes == self._body.content_length
+
+    async def end(self) -> Iterable[bytes]:
+        """Take the body for whole, since its end stays away; the answers, as those of `receive`."""
+        return await self.receive(_END)
 
     @property
     def streaming(self) -> bool:
@@ -182,13 +200,12 @@ class Exchange:
                 # Envoy signals the end of a body in a message of its own. By its content-length the body is
                 # complete before that, so its placement begins here. Where one message answers, it is sent
                 # at once; else the signal arrives while the request is being placed.
-                if self._placed_body is None and self._body.size_bytes == self._body.content_length:
-                    await self._place_body()
-                    if self._in_one_message(self._body.size_bytes):
-                        return await self._answer_body()
+                came = self._body
+                if came.size_bytes == came.content_length and not self._tried and await self._place_early():
+                    return await self._answer_body()
                 return ()
             if self._step is _OPEN and part == "request_headers":
-                return () if self._begin(message) else await self._place_read()
+                return () if self._begin(message) else await self._place_bodiless()
             if self._step is _RESPONSE:
                 return self._pass_on(part, message)
             if self._step is _BODY and part == "request_trailers":
@@ -253,6 +270,8 @@ class Exchange:
     def _drop_body(self) -> None:
         self._placed_body = None
         self._body.release()
+        if self._decoded is not None:
+            self._decoded.release()
 
     # Messages in.
 
@@ -261,10 +280,11 @@ class Exchange:
 
         Raises:
             UnknownPath, TooManyReads: no model server may be asked this, or not now.
-            BadRequest: it has a body where it may not, or none where it must.
-            PayloadTooLarge: its header says that its body is too large.
+            BadRequest: it has no body where it must.
         """
-        self._mode = codec.mode_of(message)
+        self._mode = mode = codec.mode_of(message)
+        if mode == codec.HEADERS_ALONE:
+            self._mode = "lean"
         if message.HasField("metadata_context"):
             hint = codec.read_metadata(message, codec.SUBSET_HINT)
             if hint is not None and codec.SUBSET in hint:
@@ -279,20 +299,25 @@ class Exchange:
         if method is None or path is None:
             raise Unsupported("Envoy sends no :method and :path; see forward_rules of the ext_proc filter")
         self._path = path
-        if self._context.is_read(method, path, has_body=not headers.end_of_stream):
-            return False
+        has_body = not headers.end_of_stream
+        self._way = self._context.way(method, path, has_body=has_body)
         self._forwarded_for = self._headers.pop(FORWARDED_FOR, b"")
-        self._body.expect(self._headers.pop(CONTENT_LENGTH, b""))
+        length = self._headers.pop(CONTENT_LENGTH, b"")
+        if self._way.kind == "session" or not has_body:
+            return False
+        if mode == codec.HEADERS_ALONE:
+            raise Unsupported("request_body_mode NONE is not supported for requests with a body")
+        self._body.announce(length)
         self._step = _BODY
         return True
 
     def _keep(self, part: HttpBody) -> bool:
         """Keep a chunk; whether it is marked as the last."""
         chunk = part.body
-        if chunk:
-            if self._placed_body is not None:
-                raise BadRequest("the body is longer than its content-length")
+        if chunk and self._placed_body is None:
             self._body.add(chunk)
+        elif chunk.strip(_SPACES):  # only the whole of a JSON object is placed before its end
+            raise BadRequest("the body goes on behind its JSON object")
         return bool(part.end_of_stream)
 
     def _unexpected(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
@@ -312,31 +337,75 @@ class Exchange:
 
     # Placement.
 
-    async def _place_read(self) -> Sequence[bytes]:
-        """Place a request without a body, which is not admitted."""
+    async def _place_bodiless(self) -> Sequence[bytes]:
+        """Place a request by its headers alone."""
+        if self._way.kind == "read":
+            placed = await self._place_read(b"")
+        else:
+            placed = await self._place_ask(bodiless(self._way), b"")
+        return (self._placed(placed.answer.message()),)
+
+    async def _place_read(self, body: bytes) -> _PlacedBody:
+        """Place a request that is not admitted."""
         placement = await self._context.gate.route(self._subset)
         self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
         if self._mode == "standard":
             self._response = self._own_response("", None)
-        return (self._placed(self._answer_to(placement).message()),)
+        now_s = self._context.clock()
+        return _PlacedBody(self._answer_to(placement), body, None, placement, None, now_s, now_s)
 
-    async def _place_body(self) -> None:
-        """Place the request of a whole body; the result is in `_placed_body`."""
+    async def _place_early(self) -> bool:
+        """Place the request of a body whose end is not signalled yet; whether that is to be answered at once.
+
+        Only a JSON object tells by itself that it is whole.
+        """
+        self._tried = True
+        if self._way.source == "form" or self._way.kind == "read" or CONTENT_ENCODING in self._headers:
+            return False
         body = self._body.join()
-        ask = read_body(body)
+        if body[-1:] == b"}" or body.rstrip(_SPACES)[-1:] == b"}":
+            try:
+                await self._place_body(body)
+                return self._in_one_message(len(body))
+            except BadRequest:
+                pass  # it may be cut: an earlier filter may have lengthened it
+        self._body.keep(body)
+        return False
+
+    async def _place_body(self, body: bytes) -> None:
+        """Place the request of a whole body; the result is in `_placed_body`."""
+        if self._way.kind == "read":
+            self._placed_body = await self._place_read(body)
+            return
+        if CONTENT_ENCODING in self._headers:
+            ask, self._decoded = await self._context.decoded_ask(body, self._headers, self._way)
+        else:
+            ask = read_body(body, self._way, self._headers.get(CONTENT_TYPE, b""))
+        self._placed_body = await self._place_ask(ask, body)
+
+    async def _place_ask(self, ask: Ask, body: bytes) -> _PlacedBody:
+        """Place the request of `ask`, which `body` is."""
         request = self._read_request(ask)
+        sent_model = ask.model or self._context.intake.default_model
         length = rename = None
-        if request.target_model != ask.model:
+        is_decoded = False
+        if request.target_model != sent_model and (ask.model or ask.needs_model):
             body = ask.renamed(request.target_model)
-            length = len(body)
-            rename = ModelRename(request.target_model, ask.model)
+            length, is_decoded = len(body), self._decoded is not None
+            rename = ModelRename(request.target_model, ask.model) if ask.model else None
+        elif self._decoded is not None:
+            self._decoded.release()
         del ask  # or a waiting request would keep the parsed body too
+        if length is None and self._body.content_length not in (-1, len(body)):
+            length = len(body)
         arrived_s = self._context.clock()
         request, placement = await self._admit(request, arrived_s)
         if self._mode == "standard":
             self._response = self._own_response(request.id, rename, placement)
-        answer = self._answer_to(placement, request, length)
-        self._placed_body = _PlacedBody(answer, body, request, placement, length, arrived_s, self._placed_s)
+        answer = self._answer_to(placement, request, length, is_decoded=is_decoded)
+        return _PlacedBody(
+            *(answer, body, request, placement, length, arrived_s, self._placed_s), is_decoded=is_decoded
+        )
 
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
         """The answers to a complete body; `trailers` says that trailers followed it.
@@ -346,7 +415,7 @@ class Exchange:
         copy and sends it when the answer to the trailers lets them pass (docs/decisions.md, 15).
         """
         if self._placed_body is None:
-            await self._place_body()
+            await self._place_body(self._body.join())
         placed, self._placed_body = self._placed_body, None
         assert placed is not None
         answer = placed.answer
@@ -365,13 +434,13 @@ class Exchange:
         queues again with its original arrival time (G4).
         """
         request, gate = placed.request, self._context.gate
-        if await gate.confirm(request.id, placed.placement, age_s):
+        if request is None or await gate.confirm(request.id, placed.placement, age_s):
             return placed.answer
         gate.withdraw(request.id, placed.placement)
         self._unsent = None
         age_s = self._context.clock() - placed.arrived_s
         request, placement = await self._admit(request, placed.arrived_s, age_s)
-        return self._answer_to(placement, request, placed.length)
+        return self._answer_to(placement, request, placed.length, is_decoded=placed.is_decoded)
 
     def _read_request(self, ask: Ask) -> InferenceRequest:
         self._model = ask.model
@@ -396,7 +465,12 @@ class Exchange:
     # Answers.
 
     def _answer_to(
-        self, placement: Placement, request: InferenceRequest | None = None, length: int | None = None
+        self,
+        placement: Placement,
+        request: InferenceRequest | None = None,
+        length: int | None = None,
+        *,
+        is_decoded: bool = False,
     ) -> codec.Placed:
         """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
         context = self._context
@@ -408,6 +482,8 @@ class Exchange:
             "" if request is None else request.target_model,
             namespace=context.settings.extproc.metadata_namespace,
             pressure=self._pressure,
+            removes=CONTENT_ENCODING if is_decoded else "",
+            is_our_envoy=self._mode == "lean",
         )
 
     def _in_one_message(self, size_bytes: int) -> bool:
@@ -421,6 +497,11 @@ class Exchange:
         return answer
 
     def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
+        if part == "request_body" and self._way.kind == "session":
+            chunk = message.request_body
+            return [codec.streamed_request(chunk.body, ended=chunk.end_of_stream)]
+        if part == "request_trailers":
+            return [codec.REQUEST_TRAILERS]  # of a request that was answered before they came
         if self._response is None or part is None or not part.startswith("response_"):
             return ()  # the rest of a request that is answered already
         answers = self._response.pass_on(part, message)
@@ -458,6 +539,11 @@ class Exchange:
         return codec.refused(refusal, error.code)
 
 
+_READ = Way("read")
+_SPACES = b" \t\r\n\0"
+_END = ProcessingRequest(request_body={"end_of_stream": True})
+
+
 def _read(data: bytes) -> ProcessingRequest:
     try:
         return ProcessingRequest.FromString(data)
@@ -489,6 +575,7 @@ class ExchangeService:
         task = asyncio.current_task()
         assert task is not None
         self._context.open_requests.began()
+        reading: asyncio.Task[bytes | None] | None = None  # while the end of a body may stay away
         try:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
@@ -497,10 +584,19 @@ class ExchangeService:
                 uploading = uploading and exchange.uploading
                 if uploading:
                     self._uploads.wait(exchange, task)
+                is_late = False
                 try:
-                    if exchange.streaming:
+                    if reading is not None:
+                        data, reading = await reading, None
+                    elif exchange.streaming:
                         return await stream.relay(exchange.pass_on)
-                    data = await stream.read()
+                    elif uploading and exchange.awaits_end and not stream.has_message:
+                        reading = asyncio.create_task(stream.read())
+                        is_late = not (await asyncio.wait((reading,), timeout=END_S))[0]
+                        if not is_late:
+                            data, reading = reading.result(), None
+                    else:
+                        data = await stream.read()
                 except BufferFull as fault:
                     refusal = exchange.abandon(fault)
                     exchange.before_last_write()
@@ -513,11 +609,14 @@ class ExchangeService:
                     return refusal
                 if uploading:
                     self._uploads.received(exchange)
-                if data is None:
+                if is_late:
+                    work = exchange.end()
+                elif data is None:
                     return None
-                message = _read(data)
-                work = exchange.receive(message)
-                del message, data  # a request that waits must not hold the end of its body twice
+                else:
+                    message = _read(data)
+                    work = exchange.receive(message)
+                    del message, data  # a request that waits must not hold the end of its body twice
                 answers = await work
                 last = None
                 for answer in answers:
@@ -532,6 +631,8 @@ class ExchangeService:
                 elif exchange.done:
                     return None
         finally:
+            if reading is not None:
+                reading.cancel()
             self._context.open_requests.ended()
             self._uploads.received(exchange)
             exchange.close()

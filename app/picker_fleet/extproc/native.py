@@ -125,6 +125,10 @@ class GrpcStream:
 
     # The handler's side.
 
+    @property
+    def has_message(self) -> bool:
+        return bool(self._messages)
+
     async def read(self) -> bytes | None:
         """The next message; None at the end of the client's side.
 

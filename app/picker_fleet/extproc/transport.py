@@ -56,6 +56,11 @@ class RpcError(Exception):
 class Stream(Protocol):
     """One stream, as its handler sees it. The handler is cancelled if the client resets it or is gone."""
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a message is here for the next `read`, as far as is known."""
+        ...
+
     async def read(self) -> bytes | None:
         """The next message; None at the end of the client's side."""
         ...
@@ -170,6 +175,7 @@ class _GrpcioStream:
     """A stream of grpc.aio."""
 
     __slots__ = ("_context", "write")
+    has_message = False
 
     def __init__(self, context: Any) -> None:
         self._context = context

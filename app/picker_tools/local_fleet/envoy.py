@@ -46,7 +46,11 @@ _ACTIONS = {
     "reject_incoming_connections": 0.98,
 }
 # Requests of one connection that Envoy begins at a time. One that its client resets meanwhile never begins.
-_RUNTIME = {"http.max_requests_per_io_cycle": 1}
+_RUNTIME = {
+    "http.max_requests_per_io_cycle": 1,
+    # The routes' regular expressions are larger than the 100 instructions that Envoy allows by default.
+    "re2.max_program_size.error_level": 20_000,
+}
 
 
 def overload_manager(*, max_connections: int, max_heap_bytes: int) -> overload_v3.OverloadManager:
@@ -97,6 +101,7 @@ def build_bootstrap(
     max_heap_bytes: int = MAX_HEAP_BYTES,
     client_rate: int | None = None,
     debug_headers: bool = False,
+    origins: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
@@ -107,7 +112,8 @@ def build_bootstrap(
     `trusted` are the steering headers that clients may set;
     `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy, `client_rate` is
     how many requests a second one address may begin (None: any number);
-    `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served.
+    `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served;
+    `origins` are those of web pages that may read answers (`*`: any).
     Port 0 in `listen` or `admin` means any free port.
     """
     pools, namespace = pools_of(settings), settings.extproc.metadata_namespace
@@ -125,13 +131,12 @@ def build_bootstrap(
             listeners=[
                 *(
                     listener(
-                        mode,
-                        settings,
-                        at,
+                        *(mode, settings, at),
                         trusted=trusted,
                         debug_headers=debug_headers,
                         client_rate=client_rate,
                         pool=name,
+                        origins=origins,
                     )
                     for name, at in ((None, listen), *pool_listens.items())
                 ),

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -13,6 +14,10 @@ from picker_fleet.errors import ConfigError
 from picker_fleet.units import split_host_port
 from picker_tools.arguments import whole_number
 from picker_tools.local_fleet.parts import MODES, mode
+
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.-]+(:[0-9]+)?|[a-z][a-z0-9+.-]*://\[[0-9a-f:]+\](:[0-9]+)?"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, type=whole_number(1, 10_000_000), default=default, metavar="N", help=about)
     about = "requests a second that one client address may begin (default: any number)"
     add("--client-rate", type=whole_number(1, 1_000_000), metavar="N", help=about)
+    about = "of web pages that may use this listener, `*` for any (default: none)"
+    add("--cors", type=_origin, action="append", default=[], metavar="ORIGIN", help=about)
     add("--debug-headers", action="store_true", help="answers show what was picked and who served")
 
 
@@ -92,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         max_heap_bytes=args.max_heap_mib * 1024 * 1024,
         client_rate=args.client_rate,
         debug_headers=args.debug_headers,
+        origins=args.cors,
     )
     unproven = _UNPROVEN if speaks_tls is not None and tls.ca is None else ""
     sys.stdout.write(_warning(names) + unproven + to_yaml(bootstrap))
@@ -147,6 +155,12 @@ def _headers(text: str) -> list[str]:
         return [trusted_name(name) for name in text.split(",")]
     except ValueError as fault:
         raise argparse.ArgumentTypeError(str(fault)) from None
+
+
+def _origin(text: str) -> str:
+    if text == "*" or _ORIGIN.fullmatch(text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no origin; write https://app.example.org")
 
 
 def _pool_listen(text: str) -> tuple[str, tuple[str, int]]:

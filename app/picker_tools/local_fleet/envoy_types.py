@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.extensions.common.ratelimit import v3 as ratelimit_v3
     from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser_v3
     from envoy_data_plane.envoy.extensions.filters.common.matcher.action import v3 as filter_action_v3
+    from envoy_data_plane.envoy.extensions.filters.http.cors import v3 as cors_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_authz import v3 as ext_authz_v3
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
     from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_rules_v3

@@ -13,13 +13,13 @@ the replicas' own tokens say who may do what (docs/admin-api.md).
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from picker_fleet.allowlist import NOT_LISTED, STEERING, PathRule, rules, untrusted
+from picker_fleet.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEERING, Paths, untrusted
 from picker_fleet.config import Settings, pools_of
 from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ext_authz.server import PREFIX
 from picker_fleet.extproc.accesslog import METADATA_HEADERS
+from picker_fleet.extproc.codec import LENGTH_HEADER, SUBSET
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
-from picker_fleet.extproc.codec import SUBSET
 from picker_fleet.extproc.context import POOL_HEADER
 from picker_fleet.intake import METHOD, PATH, wanted_headers
 from picker_fleet.scheduling.chooser import SESSION_HEADER
@@ -37,6 +37,7 @@ from picker_tools.local_fleet.envoy_types import (
     address,
     betterproto2,
     core_v3,
+    cors_v3,
     early_mutation_v3,
     ext_authz_v3,
     ext_proc_v3,
@@ -69,6 +70,7 @@ USAGE_NAMESPACE = "picker.usage"
 PICKER_NAMESPACE = "picker"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 
+_CORS = "envoy.filters.http.cors"
 _EXT_AUTHZ = "envoy.filters.http.ext_authz"
 _EXT_PROC = "envoy.filters.http.ext_proc"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
@@ -243,6 +245,7 @@ def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_
             ),
         ),
         processing_mode=_processing_mode(mode),
+        allow_content_length_header=True,  # the picker sets it where it changes a body
         # Each header costs the picker time. Gateways that use `standard` send all of them, so this
         # Envoy does too.
         forward_rules=None
@@ -393,14 +396,20 @@ def listener(
     debug_headers: bool,
     client_rate: int | None,
     pool: str | None = None,
+    origins: Sequence[str] = (),
 ) -> listener_v3.Listener:
     """The listener of `mode` at `listen` (host, port). Clients may set the `trusted` steering headers, and
-    begin `client_rate` requests a second from one address (None: any number).
+    begin `client_rate` requests a second from one address (None: any number). Web pages of `origins` may
+    read answers.
 
     All its requests are for `pool`; where that is None, the host that a client asks names the pool.
     """
     manager = _manager(
-        mode, settings, trusted, debug_headers=debug_headers, client_rate=client_rate, pool=pool
+        *(mode, settings, trusted),
+        debug_headers=debug_headers,
+        client_rate=client_rate,
+        pool=pool,
+        origins=origins,
     )
     made = _listener(mode if pool is None else f"{mode}-{pool}", listen, manager)
     made.per_connection_buffer_limit_bytes = _CHUNK_BYTES
@@ -435,6 +444,38 @@ def _debug(namespace: str) -> dict[str, str]:
     }
 
 
+# What SDKs in browsers send, and what they may read.
+_CORS_HEADERS = (
+    "authorization,content-type,x-api-key,api-key,anthropic-version,anthropic-beta,"
+    "anthropic-dangerous-direct-browser-access,openai-organization,openai-project,openai-beta,x-request-id,"
+    "x-session-token,x-workload-context,x-stainless-arch,x-stainless-async,x-stainless-helper-method,"
+    "x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-poll-helper,"
+    "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+)
+_CORS_EXPOSED = f"x-request-id,retry-after,{SESSION_HEADER},{PRESSURE_HEADER}"
+
+
+def _cors(origins: Iterable[str]) -> cors_v3.CorsPolicy:
+    """`*` is any origin."""
+    return cors_v3.CorsPolicy(
+        allow_origin_string_match=[
+            matcher_v3.StringMatcher(safe_regex=matcher_v3.RegexMatcher(regex=".*"))
+            if origin == "*"
+            else matcher_v3.StringMatcher(exact=origin)
+            for origin in origins
+        ],
+        allow_methods="GET,HEAD,POST,PUT,DELETE,OPTIONS",
+        allow_headers=_CORS_HEADERS,
+        expose_headers=_CORS_EXPOSED,
+        max_age="7200",
+    )
+
+
+# Where a client's own x-request-id is kept, to be returned to it: Envoy replaces the header itself.
+_CLIENT_ID = "x-client-request-id"
+_RETURNED_ID = {"x-request-id": f"%REQ({_CLIENT_ID})%"}
+
+
 def _manager(
     mode: Mode,
     settings: Settings,
@@ -443,6 +484,7 @@ def _manager(
     debug_headers: bool,
     client_rate: int | None,
     pool: str | None,
+    origins: Sequence[str],
 ) -> hcm_v3.HttpConnectionManager:
     # Envoy's timeout for a body includes the time in the queue.
     waits_s = _longest_wait_s(settings) + _BODY_S
@@ -461,7 +503,17 @@ def _manager(
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
                 early_mutation_v3.HeaderMutation(
-                    mutations=[mutation_rules_v3.HeaderMutation(remove=name) for name in untrusted(trusted)]
+                    mutations=[
+                        *(mutation_rules_v3.HeaderMutation(remove=name) for name in untrusted(trusted)),
+                        mutation_rules_v3.HeaderMutation(remove=_CLIENT_ID),
+                        mutation_rules_v3.HeaderMutation(remove=LENGTH_HEADER),
+                        *(
+                            mutation_rules_v3.HeaderMutation(append=option)
+                            for option in _added(
+                                {_CLIENT_ID: "%REQ(x-request-id)%", LENGTH_HEADER: "%REQ(content-length)%"}
+                            )
+                        ),
+                    ]
                 ),
             )
         ],
@@ -478,6 +530,10 @@ def _manager(
         request_timeout=seconds(waits_s),
         stream_flush_timeout=seconds(_BODY_S),
         common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
+        # Old clients; they need no host.
+        http_protocol_options=core_v3.Http1ProtocolOptions(
+            accept_http_10=True, default_host_for_http_10=settings.pool
+        ),
         # One spelling of a path for Envoy's routes, the picker and the model server. An escaped
         # slash stays: the allowed paths have it in model names only.
         normalize_path=True,
@@ -485,11 +541,21 @@ def _manager(
         path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
         route_config=_routes(mode, settings, debug_headers=debug_headers, pool=pool),
         http_filters=_http_filters(mode, settings, pool, client_rate),
+        local_reply_config=hcm_v3.LocalReplyConfig(
+            mappers=[
+                _any_mapper(
+                    503, accesslog_v3.ComparisonFilterOp.EQ, _added({"retry-after": "1"}, _IF_ABSENT)
+                ),
+                *(_status_mapper(carried, status) for status, carried in CARRIED.items() if mode == "http"),
+                _any_mapper(),
+            ]
+        ),
     )
-    replies = [_status_mapper(503, 503, _added({"retry-after": "1"}, _IF_ABSENT))]
-    if mode == "http":
-        replies += [_status_mapper(carried, status) for status, carried in CARRIED.items()]
-    manager.local_reply_config = hcm_v3.LocalReplyConfig(mappers=replies)
+    if origins:
+        manager.http_filters.insert(0, _named(_CORS, cors_v3.Cors()))
+        assert manager.route_config is not None
+        for host in manager.route_config.virtual_hosts:
+            host.typed_per_filter_config = {_CORS: packed(_cors(origins))}
     if mode != "standard":
         manager.access_log = [_access_log()]
         manager.access_log_options = hcm_v3.HttpConnectionManagerHcmAccessLogOptions(
@@ -498,19 +564,26 @@ def _manager(
     return manager
 
 
-def _status_mapper(
-    carried: int, status: int, added: Sequence[core_v3.HeaderValueOption] = ()
+def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
+    """Turns the status `carried` of a refusal into `status`."""
+    mapper = _any_mapper(carried, accesslog_v3.ComparisonFilterOp.EQ)
+    mapper.status_code = status
+    return mapper
+
+
+def _any_mapper(
+    status: int = 100,
+    op: accesslog_v3.ComparisonFilterOp = accesslog_v3.ComparisonFilterOp.GE,
+    added: Sequence[core_v3.HeaderValueOption] = (),
 ) -> hcm_v3.ResponseMapper:
-    """Turns the status `carried` of a refusal into `status`, with the headers `added`."""
-    equals = accesslog_v3.ComparisonFilter(
-        op=accesslog_v3.ComparisonFilterOp.EQ,
-        value=core_v3.RuntimeUInt32(default_value=carried, runtime_key=f"picker.carried_{status}"),
+    """Returns the client's x-request-id with Envoy's own answers of such a `status`, and the headers `added`."""
+    compared = accesslog_v3.ComparisonFilter(
+        op=op, value=core_v3.RuntimeUInt32(default_value=status, runtime_key=f"picker.status_{status}")
     )
-    only_this = accesslog_v3.StatusCodeFilter(comparison=equals)
+    only = accesslog_v3.StatusCodeFilter(comparison=compared)
     return hcm_v3.ResponseMapper(
-        filter=accesslog_v3.AccessLogFilter(status_code_filter=only_this),
-        status_code=status,
-        headers_to_add=list(added),
+        filter=accesslog_v3.AccessLogFilter(status_code_filter=only),
+        headers_to_add=[*_added(_RETURNED_ID), *added],
     )
 
 
@@ -519,24 +592,26 @@ def _routes(
 ) -> route_v3.RouteConfiguration:
     pools = pools_of(settings)
     if pool is not None:
-        hosts = [_host(settings, pools[pool], ("*",))]
+        hosts = [_host(settings, pools[pool], ("*",), mode)]
     else:
         # The name of a pool, and all that begins with it: `batch`, `batch:8080`, `batch.example.org`.
         hosts = [
-            _host(settings, each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"))
+            _host(settings, each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"), mode)
             for name, each in pools.items()
         ]
     return route_v3.RouteConfiguration(
         name=POOL,
         virtual_hosts=hosts,
+        request_headers_to_remove=[LENGTH_HEADER],
         response_headers_to_add=_added(
-            (_PICKER_HEADERS if mode == "lean" else {})
+            _RETURNED_ID
+            | (_PICKER_HEADERS if mode == "lean" else {})
             | (_debug(settings.extproc.metadata_namespace) if debug_headers else {})
         ),
     )
 
 
-def _host(settings: Settings, pool: Settings, domains: Sequence[str]) -> route_v3.VirtualHost:
+def _host(settings: Settings, pool: Settings, domains: Sequence[str], mode: Mode) -> route_v3.VirtualHost:
     """The routes of `pool` at `domains`; `settings` are those of the fleet."""
     cluster = cluster_of(pool.pool, settings.pool)
     metadata = None
@@ -546,7 +621,11 @@ def _host(settings: Settings, pool: Settings, domains: Sequence[str]) -> route_v
     return route_v3.VirtualHost(
         name=cluster,
         domains=list(domains),
-        routes=[*(_served(rule, cluster, metadata) for rule in rules(settings.extproc.paths)), _elsewhere()],
+        routes=_ways(settings, mode, cluster, metadata),
+        # Envoy removes the header where the body comes back with the headers. The copy is removed after that.
+        request_headers_to_add=_added({"content-length": f"%REQ({LENGTH_HEADER})%"})
+        if mode == "lean"
+        else [],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
         # `reset` too: an endpoint may die between the request and its first byte. One try for each
         # endpoint that the picker lists.
@@ -572,25 +651,64 @@ def _other_hosts(retry_on: str, tries: int) -> route_v3.RetryPolicy:
     )
 
 
-def _served(rule: PathRule, cluster: str, metadata: core_v3.Metadata | None) -> route_v3.Route:
-    match = route_v3.RouteMatch(headers=_method(rule.method))
-    if rule.is_exact:
-        match.path = rule.path
+def _ways(
+    settings: Settings, mode: Mode, cluster: str, metadata: core_v3.Metadata | None
+) -> list[route_v3.Route]:
+    """The routes of what model servers get, and 404 for the rest."""
+    passes = settings.extproc.unknown_paths == "pass"
+    routes = []
+    for (methods, is_session), paths in Paths(settings.extproc.paths).routes.items():
+        headers = [] if methods == ANY_METHOD else _method(*methods.split(","))
+        for end in ("", "/"):
+            match = route_v3.RouteMatch(
+                safe_regex=matcher_v3.RegexMatcher(regex=f"(?:{paths}){end}"), headers=headers
+            )
+            action = route_v3.RouteAction(cluster=cluster, timeout=_NEVER)
+            if end:  # servers answer such a path by a redirect, or by 404
+                action.regex_rewrite = matcher_v3.RegexMatchAndSubstitute(
+                    pattern=matcher_v3.RegexMatcher(regex="/$"), substitution=""
+                )
+            route = route_v3.Route(match=match, route=action, metadata=metadata)
+            if is_session:
+                action.upgrade_configs = [route_v3.RouteActionUpgradeConfig(upgrade_type="websocket")]
+                if mode == "lean":  # its client's messages do not pass through the picker
+                    route.typed_per_filter_config = {_EXT_PROC: packed(_HEADERS_ALONE)}
+            routes.append(route)
+    if passes:
+        # The picker refuses administration however it is spelt. While none answers (`extproc.on_failure`), so
+        # must Envoy, which does not decode paths.
+        any_spelling = matcher_v3.RegexMatcher(regex=f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*")
+        routes.append(_not_found(route_v3.RouteMatch(safe_regex=any_spelling)))
+        rest = route_v3.RouteAction(cluster=cluster, timeout=_NEVER)
+        routes.append(route_v3.Route(match=route_v3.RouteMatch(prefix="/"), route=rest, metadata=metadata))
     else:
-        match.safe_regex = matcher_v3.RegexMatcher(regex=rule.regex)
-    return route_v3.Route(
-        match=match, route=route_v3.RouteAction(cluster=cluster, timeout=_NEVER), metadata=metadata
+        routes.append(_not_found(route_v3.RouteMatch(prefix="/")))
+    return routes
+
+
+_HEADERS_ALONE = ext_proc_v3.ExtProcPerRoute(
+    overrides=ext_proc_v3.ExtProcOverrides(
+        processing_mode=ext_proc_v3.ProcessingMode(
+            request_header_mode=_SEND,
+            request_body_mode=_NONE,
+            request_trailer_mode=_SKIP,
+            response_header_mode=_SKIP,
+            response_body_mode=_NONE,
+            response_trailer_mode=_SKIP,
+        )
     )
+)
 
 
-def _method(name: str) -> list[route_v3.HeaderMatcher]:
-    return [route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(exact=name))]
+def _method(*names: str) -> list[route_v3.HeaderMatcher]:
+    regex = matcher_v3.RegexMatcher(regex="|".join(names))
+    return [route_v3.HeaderMatcher(name=":method", string_match=matcher_v3.StringMatcher(safe_regex=regex))]
 
 
-def _elsewhere() -> route_v3.Route:
-    """Any other path: 404 from Envoy, which neither reads the body nor calls a picker."""
+def _not_found(match: route_v3.RouteMatch) -> route_v3.Route:
+    """404 from Envoy, which neither reads the body nor calls a picker."""
     return route_v3.Route(
-        match=route_v3.RouteMatch(prefix="/"),
+        match=match,
         direct_response=route_v3.DirectResponseAction(
             status=404, body=core_v3.DataSource(inline_bytes=_NOT_FOUND)
         ),

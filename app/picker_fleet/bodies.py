@@ -1,0 +1,298 @@
+"""Bodies that are no plain JSON: compressed ones, forms, and JSON in another character set.
+
+The exchange and the check call `decode` for a request with a content-encoding; intake calls the others for
+what its JSON reader does not take. What is forwarded stays as it came.
+"""
+
+import asyncio
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote_plus, unquote_plus
+
+import brotli  # type: ignore[import-untyped, unused-ignore]
+import zstandard
+
+from picker_fleet.errors import BadRequest, Unsupported, UnsupportedEncoding
+
+_MOST_ENCODINGS = 2
+_STEP_BYTES = 256 * 1024  # decoded, or read, in one step of the event loop
+_SLICE_BYTES = 16 * 1024
+_ZSTD_SLICE_BYTES = 256  # four bytes may stand for 128 KiB, and its decoder gives out all that it has
+_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest one that RFC 9659 allows for HTTP
+_MOST_PARTS = 64  # gzip members or zstd frames behind each other
+
+_MAX_FIELDS = 256
+_MAX_FIELD_HEAD = 8192
+_MAX_MODEL_BYTES = 4096
+_BOUNDARY = re.compile(rb'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
+_DISPOSITION = re.compile(rb"(?:^|\r\n)content-disposition[ \t]*:([^\r\n]*)", re.IGNORECASE)
+_PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
+
+
+class Buffer(Protocol):
+    """Counts bytes against a limit and a budget (`extproc.context.BodyBuffer`)."""
+
+    def add(self, chunk: bytes) -> None: ...
+    def join(self) -> bytes: ...
+    def release(self) -> None: ...
+
+
+_Buffer = TypeVar("_Buffer", bound=Buffer)
+
+
+async def decode(
+    text: bytes, encodings: bytes, new_buffer: Callable[[], _Buffer], turn: asyncio.Lock
+) -> tuple[bytes, _Buffer]:
+    """The body that `text` is by its content-encoding, and the buffer that counts it until its release.
+
+    One body is decoded at a time, by `turn`: a decoder takes as much memory as its window besides.
+
+    Raises:
+        UnsupportedEncoding: there is no such encoding, there are too many, or `text` is not in it.
+        PayloadTooLarge: decoded it is larger than the limit.
+        BufferFull: the replica's budget is used up.
+    """
+    names = [name.strip().lower() for name in encodings.decode("latin-1").split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    for name in names:
+        if name not in _DECODERS:
+            raise UnsupportedEncoding(
+                f"content-encoding {name[:40]!r} is not supported; gzip, deflate, br and zstd are"
+            )
+    if len(names) > _MOST_ENCODINGS:
+        raise UnsupportedEncoding(f"more than {_MOST_ENCODINGS} content-encodings: {', '.join(names)[:80]}")
+    buffer = new_buffer()
+    try:
+        async with turn:
+            for name in reversed(names):
+                inner = new_buffer()
+                try:
+                    await _decode(name, text, inner)
+                except BaseException:
+                    inner.release()
+                    raise
+                buffer.release()
+                buffer, text = inner, inner.join()
+    except BaseException:
+        buffer.release()
+        raise
+    return text, buffer
+
+
+async def _decode(name: str, text: bytes, into: Buffer) -> None:
+    done_bytes = 0
+    try:
+        for read_bytes, chunk in _DECODERS[name](text):
+            if chunk:
+                into.add(chunk)
+            done_bytes += read_bytes + len(chunk)
+            if done_bytes > _STEP_BYTES:
+                done_bytes = 0
+                await asyncio.sleep(0)
+    except (zlib.error, brotli.error, zstandard.ZstdError, EOFError) as fault:
+        raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
+
+
+_Steps = Iterator[tuple[int, bytes]]  # bytes read, and what they decode to
+
+
+def _inflated(text: bytes, window_bits: int) -> _Steps:
+    at = parts = 0
+    while at < len(text):
+        parts += 1
+        if parts > _MOST_PARTS:
+            raise EOFError(f"more than {_MOST_PARTS} members")
+        decoder = zlib.decompressobj(window_bits)
+        while not decoder.eof:
+            if at >= len(text):
+                raise EOFError("it is cut off")
+            more = text[at : at + _SLICE_BYTES]
+            at += len(more)
+            while not decoder.eof:
+                chunk = decoder.decompress(more, _STEP_BYTES)
+                yield len(more), chunk
+                more = decoder.unconsumed_tail
+                if not more and len(chunk) < _STEP_BYTES:  # else it may have more of what it has read
+                    break
+        at -= len(decoder.unused_data)
+
+
+def _gunzipped(text: bytes) -> _Steps:
+    return _inflated(text, 16 + zlib.MAX_WBITS)
+
+
+def _deflated(text: bytes) -> _Steps:
+    """With zlib's head, as RFC 9110 has it, or without, as many send it."""
+    has_head = len(text) >= 2 and text[0] & 15 == 8 and int.from_bytes(text[:2], "big") % 31 == 0
+    return _inflated(text, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
+
+
+def _unbrotlied(text: bytes) -> _Steps:
+    decoder = brotli.Decompressor()
+    for at in range(0, len(text), _SLICE_BYTES):
+        yield _SLICE_BYTES, decoder.process(text[at : at + _SLICE_BYTES], output_buffer_limit=_STEP_BYTES)
+        while not decoder.can_accept_more_data():
+            yield 0, decoder.process(b"", output_buffer_limit=_STEP_BYTES)
+    if not decoder.is_finished():
+        raise EOFError("it is cut off")
+
+
+def _unzstandarded(text: bytes) -> _Steps:
+    at = parts = 0
+    while at < len(text):
+        parts += 1
+        if parts > _MOST_PARTS:
+            raise EOFError(f"more than {_MOST_PARTS} frames")
+        decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+        while not decoder.eof:
+            if at >= len(text):
+                raise EOFError("it is cut off")
+            more = text[at : at + _ZSTD_SLICE_BYTES]
+            at += len(more)
+            yield len(more), decoder.decompress(more)
+        at -= len(decoder.unused_data)
+
+
+_DECODERS: Final[dict[str, Callable[[bytes], _Steps]]] = {
+    "gzip": _gunzipped,
+    "x-gzip": _gunzipped,
+    "deflate": _deflated,
+    "br": _unbrotlied,
+    "zstd": _unzstandarded,
+}
+
+
+def as_utf8(text: bytes) -> bytes:
+    """JSON `text` as engines read it: in UTF-16 or UTF-32, with a byte order mark, or with NULs behind it;
+    `text` itself if it is none of these."""
+    encoding = json.detect_encoding(text)
+    if encoding not in ("utf-8", "utf-8-sig"):
+        try:
+            text = text.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return text
+    return text.removeprefix(b"\xef\xbb\xbf").rstrip(b"\0")
+
+
+class OtherBody:
+    """A body of which at most the model is read: `at` is where a form has it, None for other bodies."""
+
+    def __init__(self, text: bytes, at: tuple[int, int] | None = None, *, is_quoted: bool = False) -> None:
+        self.text, self._at, self._is_quoted = text, at, is_quoted
+
+    @property
+    def values(self) -> Mapping[str, memoryview]:
+        """None: it has no prompt to be read."""
+        return {}
+
+    def with_model(self, name: bytes) -> bytes:
+        """The body with the JSON text `name` as its model, all else byte for byte as it was.
+
+        Raises:
+            Unsupported: it has no place for a model.
+        """
+        target: str = json.loads(name)
+        if self._at is None:
+            raise Unsupported(f"the request cannot be sent as model {target}: its body does not name one")
+        start, end = self._at
+        return b"".join(
+            (self.text[:start], (quote_plus(target) if self._is_quoted else target).encode(), self.text[end:])
+        )
+
+
+class Form(NamedTuple):
+    """A form's `model` and `stream`, '' where it has none. `file_bytes` are those of its files."""
+
+    model: str
+    stream: str
+    file_bytes: int
+    body: OtherBody
+
+
+def is_form(content_type: bytes) -> bool:
+    return content_type[:20].lower().startswith((b"multipart/form-data", b"application/x-www-fo"))
+
+
+def read_form(text: bytes, content_type: bytes) -> Form:
+    """The fields of a form that is sent as `content_type` says.
+
+    Raises:
+        BadRequest: it is malformed, or has one of the fields twice.
+    """
+    is_multipart = content_type[:9].lower() == b"multipart"
+    parts = _multipart(text, content_type) if is_multipart else _urlencoded(text)
+    found: dict[str, tuple[int, int]] = {}
+    file_bytes = 0
+    for count, (name, start, end, is_file) in enumerate(parts):
+        if count >= _MAX_FIELDS:
+            raise BadRequest(f"the form has more than {_MAX_FIELDS} fields")
+        if is_file:
+            file_bytes += end - start
+        if name in ("model", "stream"):
+            if name in found:
+                raise BadRequest(f"the form has {name} twice")
+            found[name] = start, end
+    values = {}
+    for name, (start, end) in found.items():
+        if end - start > _MAX_MODEL_BYTES:
+            raise BadRequest(f"the form's {name} is too long")
+        try:
+            value = text[start:end].decode()
+        except UnicodeDecodeError:
+            raise BadRequest(f"the form's {name} is not valid UTF-8") from None
+        values[name] = value if is_multipart else unquote_plus(value)
+    body = OtherBody(text, found.get("model"), is_quoted=not is_multipart)
+    return Form(values.get("model", ""), values.get("stream", ""), file_bytes, body)
+
+
+def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int, bool]]:
+    """Name, begin and end of each part, and whether it is a file (RFC 7578)."""
+    boundaries = _BOUNDARY.findall(content_type)
+    if len(boundaries) != 1:
+        raise BadRequest("the content-type multipart/form-data needs one boundary")
+    mark = b"--" + (boundaries[0][0] or boundaries[0][1])
+    at = 0 if text.startswith(mark) else text.find(b"\r\n" + mark) + 2
+    if at == 1:
+        raise BadRequest("the form has no part: its boundary does not occur")
+    at += len(mark)
+    while not text.startswith(b"--", at):
+        head = text.find(b"\r\n", at, at + 64)
+        if head < 0 or text[at:head].strip(b" \t"):
+            raise BadRequest("the form is malformed behind a boundary")
+        if text.startswith(b"\r\n", head + 2):
+            start = head + 4
+        else:
+            start = text.find(b"\r\n\r\n", head, head + _MAX_FIELD_HEAD) + 4
+        end = text.find(b"\r\n" + mark, start - 2)
+        if start < 4 or end < 0:
+            raise BadRequest("the form is cut off")
+        name, is_file = _named(text[head : start - 2])
+        yield name, start, max(start, end), is_file
+        at = end + 2 + len(mark)
+
+
+def _named(head: bytes) -> tuple[str, bool]:
+    """The name of a part by its headers, and whether it is a file."""
+    dispositions = _DISPOSITION.findall(head)
+    if len(dispositions) != 1:
+        raise BadRequest("a part of the form needs one content-disposition")
+    parameters = [(key.lower(), quoted or bare) for key, quoted, bare in _PARAMETER.findall(dispositions[0])]
+    names = [value for key, value in parameters if key == b"name"]
+    # Readers differ on what they take of several names, and of one in RFC 2231's form.
+    if len(names) != 1 or any(key.startswith(b"name*") for key, _ in parameters):
+        raise BadRequest("a part of the form needs one name")
+    return names[0].decode("latin-1"), any(key.startswith(b"filename") for key, _ in parameters)
+
+
+def _urlencoded(text: bytes) -> Iterator[tuple[str, int, int, bool]]:
+    at = 0
+    while at < len(text):
+        end = text.find(b"&", at)
+        end = len(text) if end < 0 else end
+        equals = text.find(b"=", at, end)
+        name = text[at : equals if equals >= 0 else end][:256]
+        yield unquote_plus(name.decode("latin-1")), equals + 1 if equals >= 0 else end, end, False
+        at = end + 1
