@@ -576,7 +576,7 @@ def _any_mapper(
     op: accesslog_v3.ComparisonFilterOp = accesslog_v3.ComparisonFilterOp.GE,
     added: Sequence[core_v3.HeaderValueOption] = (),
 ) -> hcm_v3.ResponseMapper:
-    """Returns the client's x-request-id with Envoy's own answers of such a `status`, and the headers `added`."""
+    """Adds the client's x-request-id and the headers `added` to Envoy's own answers of such a `status`."""
     compared = accesslog_v3.ComparisonFilter(
         op=op, value=core_v3.RuntimeUInt32(default_value=status, runtime_key=f"picker.status_{status}")
     )
