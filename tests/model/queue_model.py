@@ -178,14 +178,16 @@ class QueueModel(PoolModel):
         settings: Mapping[str, Any],
         draining: Mapping[str, bool],
     ) -> Reply:
+        """No key of the pool is ever lost here: no record is filed anew."""
         self._begin(caller)
         self.endpoints.publish(draining)
+        filed = -1 if self._base else 0
         if not self._base:
             self.queue.credit = 1.0
         self._base, self._versions = dict(settings), versions
         self._put_settings()
         reply = self._conclude([])
-        reply.answers = [self.upper, self.lower, self.endpoints.ready]
+        reply.answers = [self.upper, self.lower, self.endpoints.ready, filed, ""]
         return reply
 
     def tune(self, caller: str, overrides: Mapping[str, Any]) -> Reply:

@@ -52,8 +52,8 @@ class ScriptSide:
         self.server = server
         self._redis = client
         self._library = load_library(clock=clock_of("clock"))
-        source = with_struct(self._library) if server == "fakeredis" else self._library.source
-        self._redis.function_load(source, replace=True)
+        loaded = with_struct(self._library) if server == "fakeredis" else self._library
+        self._redis.function_load(loaded.source, replace=True)
         self._keys = Keys.of("model")
         self._log_at = 0
 
