@@ -178,7 +178,7 @@ async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
         assert (await here.get("state", pool=pool))["pool"] == pool
         assert "Picker Fleet" in (await here.admin(f"/pools/{pool}/")).text
     components = (await here.admin("/readyz")).json()["components"]
-    assert components.keys() == {f"{pool}.{part}" for pool in POOLS for part in PARTS}
+    assert components.keys() == {"grpc", *(f"{pool}.{part}" for pool in POOLS for part in PARTS)}
 
     # A live change reaches every replica of its pool, and nothing of the other.
     change = {"fair_request_queue": {"total_capacity": 770}, "weights": {"gold": 3}}
