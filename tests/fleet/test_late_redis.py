@@ -46,6 +46,7 @@ async def test_a_replica_that_restarts_without_redis_costs_no_request(tmp_path: 
     config = {"request_queue_controller": exact_bounds(30), "extproc": {"drain_grace": "1s"}}
     with redis_server(tmp_path / "valkey") as valkey:
         async with running(tmp_path, *options, "--redis", valkey.url, config=config) as here:
+            await here.until_counted()
             valkey.kill()
             for replica in range(3):
                 await here.until_state(replica=replica, within_s=20, degraded=True)
