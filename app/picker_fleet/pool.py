@@ -109,6 +109,7 @@ class Pool:
                 new_id=_ids().__next__,
                 variant_key=lambda: parts.signing.variant_key,
                 prefixes=parts.chooser,
+                served_models=lambda: parts.scraping.readings.snapshot().models(),
             ),
             gate=parts.gate,
             drain_gate=DrainGate(parts.gate),

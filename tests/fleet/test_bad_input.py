@@ -17,9 +17,8 @@ REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, an
     "cut off": (b'{"model":', {}, "JSON"),
     "no JSON": (b"not json", {}, "JSON"),
     "no UTF-8": (b"\xff\xfe\x00", {}, "JSON"),
-    "no model": (b'{"prompt": "x"}', {}, "model"),
     "model no string": (b'{"model": 7, "prompt": "x"}', {}, "model"),
-    "model empty": (b'{"model": "", "prompt": "x"}', {}, "model"),
+    "model blank": (b'{"model": " ", "prompt": "x"}', {}, "model"),
     "model with a control character": (b'{"model": "a\\u001fb", "prompt": "x"}', {}, "model"),
     "no object": (b'["model"]', {}, ""),
     "workload no UTF-8": (ASK, {WORKLOAD: b"\xff\xfe"}, WORKLOAD),
@@ -56,6 +55,20 @@ async def test_bad_input_is_refused_by_name_and_the_next_request_is_served(small
         answer = await client.post("/v1/completions", content=body, headers={**JSON, **headers})
     assert answer.status_code == 400, answer.text
     assert named in answer.json()["error"]["message"]
+    await assert_serves(small)
+
+
+async def test_a_request_without_a_model_is_one_for_the_only_model_that_the_endpoints_pages_name(
+    small: Any,
+) -> None:
+    async with small.client() as client:
+        for body in ({"prompt": "x", "max_tokens": 1}, {**GOOD, "model": None}, {**GOOD, "model": ""}):
+
+            async def placed(body: object = body) -> bool:
+                answer = await client.post("/v1/completions", json=body)
+                return "default_model" not in answer.text  # the simulator itself wants a model
+
+            await small.eventually(placed, bool, what="the endpoints' pages")
     await assert_serves(small)
 
 

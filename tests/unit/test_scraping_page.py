@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,25 @@ def test_a_page_tells_its_engine_and_what_it_means(file: str, engine: str, expec
     for engines in (ALL, (ENGINES[engine],)):
         for part in (PART, 101):
             reader = fed(text, engines, part)
-            assert reader.result(scraped_ms=5) == expected
+            assert replace(reader.result(scraped_ms=5), models=frozenset()) == expected
             assert reader.engine is not None
             assert reader.engine.name == engine
+
+
+MODELS = {
+    "vllm-0.6": "llama", "vllm-0.10-lora": "meta-llama/Llama-3.1-8B-Instruct", "sglang-tp8": "glm",
+    "tensorrt-llm": "TinyLlama-1.1B-Chat-v1.0", "triton": "embedder llama", "tgi": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_a_page_names_the_models_that_its_engine_serves(file: str) -> None:
+    found = fed((PAGES / f"{file}.prom").read_bytes(), ALL).result(scraped_ms=5).models
+    assert found == frozenset(MODELS[file].split())
+
+
+def test_a_page_that_names_very_many_models_names_none() -> None:
+    assert read("".join(f'queue{{model_name="{number}"}} 1\n' for number in range(17))).models == frozenset()
 
 
 THREE = [

@@ -37,6 +37,8 @@ _SAMPLE_WORK = 256  # reading a sample takes about as long as searching so many 
 _MOST_FAULTS = 3  # told of a page
 _MOST_DIGITS = 9
 _OVERSHOOT = 1.05  # a share may pass 1 by rounding; what is far above is something else
+_MODEL_LABELS = frozenset({"model_name", "model"})
+_MOST_MODELS = 16
 _ADAPTER_LABELS = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapters"})
 
 Labels = frozenset[tuple[str, str]]
@@ -215,6 +217,7 @@ class PageReader:
             max_adapters=most,
             active_adapters=active,
             waiting_adapters=queued - active,
+            models=_models(running or waiting or utilisation),
             unready="asleep" if 0 in awake.values() else None,
             remark=self.remark,
         )
@@ -241,6 +244,12 @@ class PageReader:
                 active |= _listed(labels.get("running_lora_adapters", ""))
                 queued |= _listed(labels.get("waiting_lora_adapters", ""))
         return most, active, queued
+
+
+def _models(found: Mapping[Labels, float]) -> frozenset[str]:
+    """The models that label samples name, a few at most."""
+    names = frozenset(value for labels in found for name, value in labels if name in _MODEL_LABELS and value)
+    return names if len(names) <= _MOST_MODELS else NONE
 
 
 def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:

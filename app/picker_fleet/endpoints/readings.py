@@ -34,7 +34,7 @@ class EndpointMetrics:
     page could not be read. `unready` says why the endpoint takes no requests although it answers.
     `kv_utilisation` is between 0 and 1. Adapters are LoRA names: those with requests that run, or only
     wait, and those that were loaded for others and are idle; `max_adapters` is how many can be active at
-    once.
+    once. `models` are named in the labels of its series, without adapters.
 
     `interval_ms` is how far apart pages of the endpoint are at present, None if that is not known. `before`
     is the moment and the load of the page before this one, None after a fault: both pages were read.
@@ -48,6 +48,7 @@ class EndpointMetrics:
     active_adapters: frozenset[str] = NONE
     waiting_adapters: frozenset[str] = NONE
     idle_adapters: frozenset[str] = NONE
+    models: frozenset[str] = NONE
     fault: str | None = None
     failures: int = 0
     remark: str | None = None
@@ -62,7 +63,7 @@ class EndpointMetrics:
 
     def without_amounts(self) -> "EndpointMetrics":
         """The same without loads and adapters."""
-        kept = ("fault", "failures", "remark", "unready", "interval_ms", "before")
+        kept = ("models", "fault", "failures", "remark", "unready", "interval_ms", "before")
         return EndpointMetrics(self.scraped_ms, **{name: getattr(self, name) for name in kept})
 
 
@@ -77,6 +78,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     active: list[str] = []
     waiting_adapters: list[str] = []
     idle: list[str] = []
+    models: list[str] = []
     fault: str | None = None
     failures: _Count = 0
     remark: str | None = None
@@ -99,6 +101,7 @@ def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
             active=sorted(metrics.active_adapters),
             waiting_adapters=sorted(metrics.waiting_adapters),
             idle=sorted(metrics.idle_adapters),
+            models=sorted(metrics.models),
             fault=metrics.fault,
             failures=metrics.failures,
             remark=metrics.remark,
@@ -142,6 +145,7 @@ def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
         active_adapters=frozenset(wire.active),
         waiting_adapters=frozenset(wire.waiting_adapters),
         idle_adapters=frozenset(wire.idle),
+        models=frozenset(wire.models),
         fault=wire.fault,
         failures=wire.failures,
         remark=wire.remark,
@@ -192,6 +196,10 @@ class Readings(Mapping[str, Reading]):
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def models(self) -> frozenset[str]:
+        """Those that any endpoint's page names."""
+        return NONE.union(*(page.models for page in self._pages.values()))
 
     def with_adapters(self) -> list[str]:
         """The addresses whose pages name adapters."""
