@@ -17,6 +17,7 @@
         ├── ClientGone           499: the client has left
         ├── RequestIdTaken       409: another request has its id; it is given a new one
         ├── DeadlineExceeded     504: the client's own deadline passed
+        ├── ShuttingDown         503: the replica drains
         ├── StateFault           the shared state did not do what it was asked
         │   ├── StateUnavailable 503: it cannot be reached
         │   ├── WritesRefused    503: it answers, and takes no writes for now
@@ -29,8 +30,7 @@
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
             ├── Preempted
-            ├── Evicted
-            └── ShuttingDown
+            └── Evicted
 
 Statuses and reasons are those of docs/errors.md; the queue's errors are those of spec 003.
 """
@@ -159,6 +159,12 @@ class ScriptFailed(StateFault, status=500, code="script_failed"):
     """Redis answered what this one request asked with an error; no other request is affected."""
 
 
+class ShuttingDown(
+    RequestError, status=503, kind=_OVERLOADED, code="shutting_down", reason="rejected-shutting-down"
+):
+    """The replica drains, or has stopped before the request's turn came; another replica takes a retry."""
+
+
 class Dropped(RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated"):
     """Refused for overload: `overload_status` of the configuration replaces 503."""
 
@@ -197,7 +203,3 @@ class Preempted(Dropped, code="preempted", reason="evicted-queue-pressure"):
 
 class Evicted(Dropped, code="evicted", reason="evicted-queue-pressure"):
     """Waited, and an operator took it out of the queue."""
-
-
-class ShuttingDown(Dropped, code="shutting_down", reason="rejected-shutting-down"):
-    pass

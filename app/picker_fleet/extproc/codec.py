@@ -22,7 +22,7 @@ import orjson
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker_fleet.errors import Dropped, RequestError, ShuttingDown, TooManyFlows, Unsupported
+from picker_fleet.errors import Dropped, RequestError, TooManyFlows, Unsupported
 from picker_fleet.request import Placement
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -345,7 +345,7 @@ def refusal(
     """
     dropped = isinstance(error, Dropped)
     status = overload_status if dropped else error.status
-    by_queue = dropped and not isinstance(error, ShuttingDown | TooManyFlows)
+    by_queue = dropped and not isinstance(error, TooManyFlows)
     headers = {
         "content-type": "application/json",
         PRESSURE: FULL if by_queue else pressure(fill(), 0.0, 1.0),
