@@ -516,10 +516,11 @@ async def _serve_until_killed(slow: bool) -> None:
     await server.serve_forever()
 
 
-async def _attack_until_eof(target: Target) -> None:
-    outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in ATTACKS}
+async def _attack_until_eof(target: Target, only: str) -> None:
+    attacks = [attack for attack in ATTACKS if only in attack.name]
+    outcomes: dict[str, Counter[str]] = {attack.name: Counter() for attack in attacks}
     attacking = []
-    for attack in ATTACKS:
+    for attack in attacks:
         numbers = itertools.count()
         for _ in range(attack.at_once):
             repeating = _repeat(attack, target, numbers, outcomes[attack.name])
@@ -536,7 +537,7 @@ async def _attack_until_eof(target: Target) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "attack":
         envoy, grpc_ports, admin = json.loads(sys.argv[2])
-        asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin))))
+        asyncio.run(_attack_until_eof(Target(envoy, tuple(grpc_ports), tuple(admin)), sys.argv[3]))
     else:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_serve_until_killed(sys.argv[2] == "slow"))

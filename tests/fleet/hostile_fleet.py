@@ -10,12 +10,13 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import hostile_attacks
 import httpx
+import psutil
 import yaml
 from hostile_attacks import ATTACKER, HONEST, MODEL, TRAP, Target
 
@@ -222,17 +224,21 @@ _RESTS_S = 40.0  # longer than a lease and the wait for a client's body
 
 @dataclass(slots=True)
 class HostileReport:
-    """The results of one run. `left` is what the fleet still counts after its last client."""
+    """The results of one run. `control` are clients beside processes that burn as many cores as the attack
+    took of attackers and fleet, `burnt`. `left` is what the fleet still counts after the attack.
+    """
 
     calm: ClientTimes = field(default_factory=ClientTimes)
     hostile: ClientTimes = field(default_factory=ClientTimes)
+    control: ClientTimes = field(default_factory=ClientTimes)
+    burnt: float = 0.0
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     peaks_mib: dict[str, float] = field(default_factory=dict)
     left: dict[str, float] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
         """Failed requests, memory above its limit, counts that stay; slow answers are not checked here."""
-        found = [f"calm: {failed}" for failed in self.calm.failed]
+        found = [f"calm: {failed}" for failed in self.calm.failed + self.control.failed]
         found += [f"under attack: {failed}" for failed in self.hostile.failed]
         for name, peak in self.peaks_mib.items():
             limit = limit_mib(name)
@@ -246,15 +252,24 @@ class HostileReport:
 
 
 async def attack_fleet(
-    *, replicas: int, simulators: int, per_s: float, calm_s: float, hostile_s: float, mode: Mode
+    *,
+    replicas: int,
+    simulators: int,
+    per_s: float,
+    calm_s: float,
+    hostile_s: float,
+    mode: Mode,
+    only: str = "",
 ) -> HostileReport:
-    """`per_s` honest requests a second, and half as many by HTTP/2: `hostile_s` seconds beside attackers,
-    `calm_s` before and after."""
+    """`per_s` honest requests a second, and half as many by HTTP/2: `calm_s` seconds alone, `hostile_s`
+    beside the attacks whose names contain `only`, then `calm_s` as the control."""
     report = HostileReport()
     async with _running_fleet(replicas, simulators, mode) as (target, pids):
-        await _calm(target, report, per_s, calm_s / 2)
+        before_s = _cpu_s(pids)
+        await _calm(target, report.calm, per_s, calm_s)
+        calm_cores = (_cpu_s(pids) - before_s) / calm_s if calm_s else 0.0
         attackers = await asyncio.create_subprocess_exec(
-            *(sys.executable, _ATTACKS, "attack", json.dumps(target)),
+            *(sys.executable, _ATTACKS, "attack", json.dumps(target), only),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -262,8 +277,11 @@ async def attack_fleet(
         try:
             async with asyncio.timeout(_RESTS_S):
                 assert await attackers.stdout.readline() == b"attacking\n"
+            everybody = {**pids, "attackers": attackers.pid}
+            before_s = _cpu_s(everybody)
             async with _honest_clients(target.envoy, per_s, report.hostile):
                 await asyncio.sleep(hostile_s)
+                report.burnt = max((_cpu_s(everybody) - before_s) / hostile_s - calm_cores, 0.0)
             async with asyncio.timeout(_ATTACKERS_END_S):
                 said, _ = await attackers.communicate(b"")  # closes its stdin
         finally:
@@ -272,15 +290,45 @@ async def attack_fleet(
                 await attackers.wait()
         report.outcomes = {name: Counter(outcomes) for name, outcomes in json.loads(said).items()}
         report.left = await _left(target)
-        await _calm(target, report, per_s, calm_s / 2)
         report.peaks_mib = {name: _peak_bytes(pid) / MIB for name, pid in pids.items()}
+        async with _burning(report.burnt if calm_s else 0.0):
+            await _calm(target, report.control, per_s, calm_s)
     return report
 
 
-async def _calm(target: Target, report: HostileReport, per_s: float, lasts_s: float) -> None:
+async def _calm(target: Target, times: ClientTimes, per_s: float, lasts_s: float) -> None:
     if lasts_s:
-        async with _honest_clients(target.envoy, per_s, report.calm):
+        async with _honest_clients(target.envoy, per_s, times):
             await asyncio.sleep(lasts_s)
+
+
+def _cpu_s(pids: Mapping[str, int]) -> float:
+    """CPU time that the processes have taken so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids.values())
+
+
+_BURN = """
+import sys, time
+while True:
+    begun_s = time.monotonic()
+    while time.monotonic() < begun_s + 0.02 * float(sys.argv[1]):
+        pass
+    time.sleep(max(begun_s + 0.02 - time.monotonic(), 0))
+"""
+
+
+@contextlib.asynccontextmanager
+async def _burning(cores: float) -> AsyncIterator[None]:
+    """Processes that together take so many cores, within the block."""
+    count = math.ceil(cores)
+    command = (sys.executable, "-c", _BURN, str(cores / count if count else 0.0))
+    burners = [await asyncio.create_subprocess_exec(*command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            await burner.wait()
 
 
 async def _left(target: Target) -> dict[str, float]:
