@@ -236,7 +236,7 @@ local function sweep(args)
   local ran, expired = run_timers(CHUNK)
   local reaped = ran < CHUNK and reclaim_expired_leases(CHUNK - ran) or 0
   local ghosts, suspects = 0, {}
-  if fresh and ran + reaped < CHUNK then ghosts, suspects = reclaim_ghosts(unseen_ms, CHUNK - ran - reaped) end
+  if ran + reaped < CHUNK then ghosts, suspects = reclaim_ghosts(unseen_ms, CHUNK - ran - reaped) end
   local left = CHUNK - ran - reaped - ghosts
   if left == 0 or orphan_silent_replica(grace_ms, left) then more = true end
   local walks = fresh and 0 or tonumber(state[6] or 0)
@@ -278,7 +278,7 @@ local function sweep(args)
     defer_write('HSET', key.pool, 'swept_ms', now_ms)
     defer_write('HSET', key.pool, 'swept_dispatches', pool.dispatches)
   end
-  local positions = {sweep_more = more and 1 or 0, walk = walked, walks = walks,
+  local positions = {sweep_more = (more or #suspects > 0) and 1 or 0, walk = walked, walks = walks,
     workload_cursor = forget_idle(key.workloads, state[3] or '0', workloads.by_id, idle_ms),
     flow_workload_cursor = forget_idle(key.flow_workloads, state[8] or '0', workloads.by_flow, idle_ms),
     answer_cursor = forget_idle(key.answers, state[4] or '0', answers, idle_ms)}

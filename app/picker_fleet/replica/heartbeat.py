@@ -28,7 +28,7 @@ from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
 from picker_fleet.state.server_check import ServerCheck
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Rebuilt, Store, marked
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Rebuilt, Store, SweepReply, marked
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ _UNKNOWN = "0"  # the epoch of a pool that nobody has published
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
+_SUSPECTS_S = 0.1  # between two looks for requests that their endpoints do not have, while there are suspects
 
 
 class Failover(Protocol):
@@ -342,12 +343,14 @@ class Sweeper:
         interval_s = self._settings.request_queue_controller.expiry_cleanup_interval
         while True:
             with contextlib.suppress(StateFault):
-                while await self._sweep(interval_s):
-                    pass
+                swept = await self._sweep(interval_s)
+                while swept.more or swept.suspects:
+                    if swept.suspects and not swept.more:
+                        await asyncio.sleep(min(_SUSPECTS_S, interval_s))
+                    swept = await self._sweep(interval_s)
             await asyncio.sleep(interval_s)
 
-    async def _sweep(self, interval_s: float) -> bool:
-        """Whether there is more to sweep."""
+    async def _sweep(self, interval_s: float) -> SweepReply:
         swept = await self._store.sweep(
             interval_s=interval_s,
             grace_s=self._settings.leases.adoption_grace,
@@ -360,7 +363,7 @@ class Sweeper:
             _log.warning("gave up %d requests that their endpoints do not have", swept.given_up)
         if swept.suspects:
             self._on_suspects(swept.suspects)
-        return swept.more
+        return swept
 
 
 class NotificationPoller:
