@@ -62,7 +62,9 @@ local function publish(args)
   defer_write('HSET', key.pool, 'endpoints_version', args[3])
   defer_write('HSET', key.pool, 'base', args[4])
   put_settings(cjson.decode(args[4]), overrides and cjson.decode(overrides) or {})
+  endpoints.update_caps()
   pool.ready = ready
+  endpoints.try_ejected()
   pool.update_bounds()
   if is_new then upkeep.file_records(records, lost) end
   local head = finish_call()

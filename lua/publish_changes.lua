@@ -36,6 +36,7 @@ local function publish_changes(args)
       if was_ready ~= is_ready then pool.ready = pool.ready + (is_ready and 1 or -1) end
     end
     defer_write('HSET', key.pool, 'endpoints_version', args[3])
+    endpoints.try_ejected()
     pool.update_bounds()
   end
   local head = finish_call()

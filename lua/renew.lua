@@ -86,16 +86,7 @@ end
 
 -- Envoy used a fallback: count the request on the endpoint that serves it.
 local function move(r, served)
-  local old = endpoints.first(r.endpoints)
-  if not is_address(served) or served == old then return end
-  endpoints.release(old)
-  endpoints.reserve(served)
-  endpoints.count_flow(r, old, -1)
-  endpoints.count_flow(r, served, 1)
-  if settings.caps and endpoints.has_free_slot(old) then queue.endpoint_has_room(old) end
-  r.endpoints = served
-  record.put(r)
-  log_event('moved', r)
+  if is_address(served) and served ~= endpoints.first(r.endpoints) then move_placed(r, served, served) end
 end
 
 local function renew(args)

@@ -1,12 +1,13 @@
--- include: dispatch
+-- include: outliers
 -- Account for requests that have ended, whichever replica reports it: give back stock, endpoint and lease, correct what
 -- their flow was charged, and dispatch what now fits. A queued request has lost its client and leaves.
 --
 -- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, outcome (completed, client_gone, upstream_failed), its real
---   cost ('' unknown), its answer's tokens ('' unknown)
+-- args[1] the calling replica; then for each request: id, outcome (answered: completed, and its
+--   endpoint is well; completed, client_gone, upstream_failed), its real cost ('' unknown), its answer's tokens
+--   ('' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 
@@ -50,6 +51,10 @@ local function settle(args)
     end
     if actual ~= '' then correct_charge(r, tonumber(actual)) end
     if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
+    if outcome == 'answered' then
+      outcome = 'completed'
+      if pool.outliers > 0 and r.state == STATE_PLACED then outliers.answered(endpoints.first(r.endpoints)) end
+    end
     finish_request(r, outcome)
     return 'settled ' .. r.model
   end)

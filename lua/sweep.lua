@@ -1,4 +1,4 @@
--- include: dispatch upkeep
+-- include: outliers upkeep
 -- Periodic maintenance: expired requests, leases that ran out, silent replicas, ghosts (placed requests that ended
 -- without a report), idle workloads, and waiting requests whose order has changed with time or with a new policy. Any
 -- replica may call it at any time.
@@ -273,6 +273,7 @@ local function sweep(args)
     clamp_future(key.replicas, 0)
     clamp_future(key.inflight, settings.lease_ms)
     endpoints.expire_down_marks(DOWN_MS)
+    outliers.sweep()
     upkeep.add_preemption_candidates(LIGHT)
     measure_rate(swept_ms, tonumber(state[7] or 0))
     defer_write('HSET', key.pool, 'swept_ms', now_ms)

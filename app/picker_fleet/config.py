@@ -80,6 +80,7 @@ class Settings(Section):
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
     workloads: sections.Workloads = sections.Workloads()
     scheduling: sections.Scheduling = sections.Scheduling()
+    outlier_detection: sections.OutlierDetection = sections.OutlierDetection()
     scraping: sections.Scraping = sections.Scraping()
     leases: sections.Leases = sections.Leases()
     decision_log: sections.DecisionLog = sections.DecisionLog()

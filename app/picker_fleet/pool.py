@@ -290,6 +290,14 @@ def assemble(
         signing=signing,
         bands=bands,
     )
+    probes = Probes(
+        store,
+        endpoints,
+        metrics,
+        readings=lambda: scraping.readings.snapshot(),
+        in_flight=lambda: fleet.in_flight,
+        ejected=metrics.endpoint_ejected,
+    )
     scraping: ScrapingTask = ScrapingTask(
         settings.redis.url,
         settings.pool,
@@ -300,7 +308,7 @@ def assemble(
         busy=lambda: fleet.busy,
         live=lambda: fleet.live,
         endpoints=endpoints,
-        meter=Probes(store, endpoints, metrics, lambda: scraping.readings.snapshot()),
+        meter=probes,
     )
     index, latencies = PrefixIndex(), LatencyTracker()
     clock = asyncio.get_running_loop().time

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from picker_fleet.bands import Band
 
@@ -93,7 +93,9 @@ class Completion(NamedTuple):
     `duration_s` is what the client waited, in the queue too; `service_s` the endpoint's part of it, None if
     unknown. `failed` is an endpoint that could not be connected to, '' if none is known. `accounting_token`
     is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue, None if the
-    request bypassed it; `target_model` is the model it was sent as, set where it waited.
+    request bypassed it; `target_model` is the model it was sent as, set where it waited. `fault` says what
+    is wrong with the answer of the endpoint that served, as in `Fault`; `hold_s` is as there. `passed_over`
+    is an endpoint that failed an attempt before, '' if none is known.
     """
 
     id: str
@@ -109,6 +111,30 @@ class Completion(NamedTuple):
     service_s: float | None = None
     waited_s: float | None = None
     target_model: str = ""
+    fault: str = ""
+    hold_s: float = 0.0
+    passed_over: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the endpoint has answered well. A client's own fault says nothing of it."""
+        return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
+
+
+# Why there is a fault, besides what describes a failed answer.
+FULL: Final = "full"  # the endpoint takes no more requests for now
+CONNECT: Final = "connect"  # it cannot be connected to
+
+
+class Fault(NamedTuple):
+    """An attempt of a request has failed on an endpoint; one that is `FULL` is so for `hold_s` (0: it did
+    not say). Without an accounting token it counts only while the request runs there."""
+
+    id: str
+    endpoint: str
+    why: str
+    accounting_token: str
+    hold_s: float = 0.0
 
 
 class Alive(NamedTuple):
@@ -123,6 +149,35 @@ def largest_claim(share: float, bound: float) -> float:
     """What one request takes of the stock at most under `bound`, as in the scripts: its `share`, but a whole
     request where the bound has room for one."""
     return max(share * bound, min(1.0, bound))
+
+
+_STREAM = "text/event-stream"
+_REDIRECTS = range(300, 400)  # no model server answers a request with one
+_EMPTY_STREAM_BYTES = 16  # of a stream that has no answer: nothing, or `data: [DONE]` alone
+_LONGEST_HOLD_S = 3600.0
+ERROR_IN_200: Final = "error in 200"
+
+
+def fault_of(status: int, body_bytes: int | None = None, error: bool = False, content_type: str = "") -> str:
+    """What is wrong with an endpoint that answered so, as in `Fault`; '' if nothing is, or the client is.
+
+    `error` says that the body tells of an error, and not of one of the client's. `body_bytes`: None if it is
+    known to have an answer.
+    """
+    if status == 429:
+        return FULL
+    if status >= 500 or status in _REDIRECTS:
+        return str(status)
+    if error:
+        return ERROR_IN_200
+    least = _EMPTY_STREAM_BYTES if content_type.startswith(_STREAM) else 0
+    return "empty" if status == 200 and body_bytes is not None and body_bytes <= least else ""
+
+
+def hold_of(retry_after: str) -> float:
+    """Seconds of a `retry-after` header; 0 if it has none (a date counts as none)."""
+    text = retry_after.strip()
+    return min(float(text), _LONGEST_HOLD_S) if text.isascii() and text.isdecimal() else 0.0
 
 
 def finite_number(value: object) -> float | None:
@@ -142,13 +197,20 @@ METRICS_PATH = "picker-fleet/metrics-path"
 METRICS_SCHEME = "picker-fleet/metrics-scheme"
 
 
+class Ejection(NamedTuple):
+    """Why an endpoint is ejected, and until when (Redis's clock); then a probe decides."""
+
+    reason: str
+    until_ms: int
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One model server. `address` is `ip:port`, IPv6 in brackets.
 
     `max_inflight` is how many requests of the whole fleet it may have at once, None for any number. It takes
-    nothing new while it is `draining` (so discovery says), `drained` (by an operator) or `down`
-    (connections fail).
+    nothing new while it is `draining` (so discovery says), `drained` (by an operator), `down` (connections
+    fail) or `ejected` (its answers fail).
     """
 
     address: str
@@ -157,7 +219,8 @@ class Endpoint:
     drained: bool = False
     down: bool = False
     max_inflight: int | None = None
+    ejected: Ejection | None = None
 
     @property
     def ready(self) -> bool:
-        return not (self.draining or self.drained or self.down)
+        return not (self.draining or self.drained or self.down or self.ejected)

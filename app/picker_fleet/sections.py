@@ -434,6 +434,25 @@ ScorerName = Annotated[str, AfterValidator(scorer_name)]
 ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
 
 
+class OutlierDetection(Section):
+    """When an endpoint that fails is ejected (docs/picking.md). `retry_budget_percent` is Envoy's."""
+
+    enabled: Flag = True
+    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time while it goes on failing
+    max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
+    max_ejection_percent: Count = Field(50, ge=0, le=100)  # of the endpoints that are ready
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # retries, of the requests that run
+
+    @model_validator(mode="after")
+    def _doubles_up_to_the_longest(self) -> Self:
+        if self.max_ejection_time < self.base_ejection_time:
+            raise ValueError(
+                f"max_ejection_time {self.max_ejection_time:g}s is below "
+                f"base_ejection_time {self.base_ejection_time:g}s"
+            )
+        return self
+
+
 class Latency(Section):
     """What the scorer `latency` adds up (spec 004): alpha·mean + beta·load + gamma·std."""
 

@@ -31,13 +31,26 @@ local function finish_request(r, event, note)
   workloads.ended(r.workload)
   pool.ended = pool.ended + 1
   if settings.log_max > 0 then log_event(event, r, nil, nil, note) end
-  if state == STATE_PLACED and settings.caps then
+  if state == STATE_PLACED and endpoints.caps then
     local endpoint = endpoints.first(r.endpoints)
     if endpoints.has_free_slot(endpoint) then queue.endpoint_has_room(endpoint) end
   end
   if r.limit > 0 and (state == STATE_GRANTED or state == STATE_PLACED) then
     for _, band in ipairs(BANDS) do queue.unthrottle(band, queue.flow_queue(r)) end
   end
+end
+
+-- Count a placed request on `endpoint`, where Envoy has sent it; `listed` are the endpoints that it has from now on.
+local function move_placed(r, endpoint, listed)
+  local old = endpoints.first(r.endpoints)
+  endpoints.release(old)
+  endpoints.reserve(endpoint)
+  endpoints.count_flow(r, old, -1)
+  endpoints.count_flow(r, endpoint, 1)
+  if endpoints.caps and endpoints.has_free_slot(old) then queue.endpoint_has_room(old) end
+  r.endpoints = listed
+  record.put(r)
+  log_event('moved', r)
 end
 
 -- End a queued request and notify its owner: 'expired', 'preempted' or 'evicted'.
@@ -184,7 +197,7 @@ local function dispatch()
     -- As many as have ended in this call are likely to fit; if costs differ, this is an estimate.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
-  local places = room > 0 and settings.caps and endpoints.free_slots() or math.huge
+  local places = room > 0 and endpoints.caps and endpoints.free_slots() or math.huge
   while counters.queued > 0 and counters.stock < lower and attempts < DISPATCH_LIMIT and places > 0 do
     local id, tag, band, flow_queue
     if guarded and counters.overdue > 0 and counters.credit >= GUARD_CREDIT then

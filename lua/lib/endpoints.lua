@@ -1,8 +1,9 @@
 -- include: pool
 -- The live load of every endpoint, and the choice among them. The load of an endpoint is its number of requests in
 -- flight; plus UNPICKABLE if it takes nothing new (draining, marked, or unpublished while requests still run there).
--- `limits` counts the requests in flight of flows that have a limit per endpoint. `settings.caps` is endpoint -> limit;
--- nil if no endpoint has one.
+-- `limits` counts the requests in flight of flows that have a limit per endpoint. `endpoints.caps` is endpoint ->
+-- limit, nil if no endpoint has one: the configured limits and, while endpoints are full or on trial, theirs
+-- (lib/outliers.lua).
 
 -- ANY: the candidates of a request for which any endpoint will do; counts_flows: whether any flow had a limit yet
 local endpoints = {ANY = '*', counts_flows = false}
@@ -201,7 +202,7 @@ do -- a chunk may have 200 locals
   -- How many more requests may be granted before every endpoint that takes new ones is at its limit. A granted request
   -- that is not placed yet will need a slot too. Only asked where endpoints have limits.
   function endpoints.free_slots()
-    local caps, left, placed = settings.caps, 0, 0
+    local caps, left, placed = endpoints.caps, 0, 0
     for _, address in ipairs(endpoints.counted()) do
       local load = loads[address] or load_of(address)
       if is_pickable(load) then
@@ -217,13 +218,13 @@ do -- a chunk may have 200 locals
 
   -- Whether an endpoint has a limit and takes one more request.
   function endpoints.has_free_slot(address)
-    local cap, load = settings.caps[address], load_of(address)
+    local cap, load = endpoints.caps[address], load_of(address)
     return cap and is_pickable(load) and load < cap
   end
 
   -- Of the endpoints `among` that take new requests: those below their limit, and those at it.
   function endpoints.split_by_limit(among)
-    local caps, free, closed = settings.caps, {}, {}
+    local caps, free, closed = endpoints.caps, {}, {}
     for _, address in ipairs(among) do
       local load = load_of(address)
       if is_pickable(load) then
@@ -297,12 +298,12 @@ do -- a chunk may have 200 locals
   -- place. Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a
   -- limit prevents it, and the endpoints that are at their own limit.
   local best_ones, their_costs = {}, {} -- reused by each choice
-  function endpoints.pick(r, candidates, turn, picks)
+  local function choose(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
     if candidates ~= endpoints.ANY then
       named, scores = listed(candidates)
       among = named
-    elseif r.limit > 0 or settings.caps then
+    elseif r.limit > 0 or endpoints.caps then
       among = endpoints.counted()
     else
       if not window or window_left < 1 then read_window(picks, want) end
@@ -310,7 +311,7 @@ do -- a chunk may have 200 locals
     end
     local limited, closed = false, nil
     if r.limit > 0 then among, limited = below_limit(r, among) end
-    if settings.caps then
+    if endpoints.caps then
       among, closed = endpoints.split_by_limit(among)
       limited = limited or #closed > 0
     end
@@ -337,11 +338,66 @@ do -- a chunk may have 200 locals
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
 
-  -- Marks: why a published endpoint takes nothing new (drained by an operator, or down), and since when.
-  local MARKS = {'drained', 'down'}
+  -- Marks: why a published endpoint takes nothing new (drained by an operator, down, or ejected), and since when.
+  local MARKS = {'drained', 'down', 'ejected'}
+
+  -- Choose as `choose` does. Where the candidates that are named have only ejected ones that could take r, one of these
+  -- is tried.
+  function endpoints.pick(r, candidates, turn, picks)
+    local picked, seen, first = choose(r, candidates, turn, picks)
+    if picked or seen or candidates == endpoints.ANY or pool.outliers == 0 then return picked, seen, first end
+    local tried = {}
+    for _, address in ipairs(listed(candidates)) do
+      local description = endpoints.has_mark('ejected', address) and read('HGET', key.endpoints, address)
+      local is_out = endpoints.has_mark('down', address) or endpoints.has_mark('drained', address)
+      if description and not is_out and not endpoints.is_draining(description) then tried[#tried + 1] = address end
+    end
+    for _, address in ipairs(tried) do loads[address] = loads[address] - UNPICKABLE end
+    picked, seen, first = choose(r, candidates, turn, picks)
+    for _, address in ipairs(tried) do loads[address] = loads[address] + UNPICKABLE end
+    return picked, seen, first
+  end
+
+  function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
+  function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
+
+  -- What is known of endpoints that fail or are full, by address; {} if nothing (lib/outliers.lua). While there is
+  -- nothing, a call pays one comparison for it.
+  function endpoints.read_outliers()
+    endpoints.caps, endpoints.outliers = settings.caps, {}
+    if pool.outliers == 0 then return end
+    local found = redis.call('HGETALL', key.outliers)
+    for i = 1, #found, 2 do
+      local known, entry = pcall(cjson.decode, found[i + 1])
+      if known and type(entry) == 'table' then endpoints.outliers[found[i]] = entry end
+    end
+    endpoints.update_caps()
+  end
+
+  function endpoints.forget_outlier(address)
+    if not endpoints.outliers[address] then return end
+    endpoints.outliers[address], pool.outliers = nil, pool.outliers - 1
+    pool.touched = true
+    defer_write('HDEL', key.outliers, address)
+  end
+
+  function endpoints.update_caps()
+    endpoints.caps = settings.caps
+    for address, entry in pairs(endpoints.outliers) do
+      local is_over = entry.cap and entry.cap_until <= now_ms
+      if entry.cap and (not is_over or entry.fulls) then
+        if endpoints.caps == settings.caps then
+          endpoints.caps = {}
+          for each, cap in pairs(settings.caps or {}) do endpoints.caps[each] = cap end
+        end
+        local cap = is_over and entry.cap + 1 or entry.cap -- one that was full has to answer first
+        endpoints.caps[address] = math.min(cap, endpoints.caps[address] or cap)
+      end
+    end
+  end
   function endpoints.is_marked(address)
     for _, what in ipairs(MARKS) do
-      if read('HEXISTS', key.marks, joined(what, address)) == 1 then return true end
+      if endpoints.has_mark(what, address) then return true end
     end
     return false
   end
@@ -364,8 +420,17 @@ do -- a chunk may have 200 locals
     if endpoints.is_draining(description) then return true end
     set_load(address, load_of(address) + (after and UNPICKABLE or -UNPICKABLE))
     pool.ready = pool.ready + (after and -1 or 1)
+    endpoints.try_ejected()
     pool.update_bounds()
     return true
+  end
+
+  -- Nothing else is ready: ejected endpoints take requests again.
+  function endpoints.try_ejected()
+    if pool.ready > 0 or pool.outliers == 0 then return end
+    for address in pairs(endpoints.outliers) do
+      if endpoints.is_ejected(address) then endpoints.mark('ejected', false, address) end
+    end
   end
 
   -- The marked addresses, as a set.
@@ -380,6 +445,7 @@ do -- a chunk may have 200 locals
 
   function endpoints.clear_marks(address)
     for _, what in ipairs(MARKS) do write_now('HDEL', key.marks, joined(what, address)) end
+    endpoints.forget_outlier(address)
   end
 
   -- Remove `down` marks that no replica has confirmed for `down_ms`; the next request tries the endpoint.
@@ -390,6 +456,8 @@ do -- a chunk may have 200 locals
       local since_ms = tonumber(marks[i + 1])
       if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
         drop_stray('HDEL', key.marks, marks[i])
+      elseif what == 'ejected' and not endpoints.outliers[address] then
+        endpoints.mark('ejected', false, address) -- why it was ejected is lost
       elseif what == 'down' and now_ms - since_ms > down_ms then
         endpoints.mark('down', false, address)
       end
@@ -430,6 +498,7 @@ do -- a chunk may have 200 locals
 
   function endpoints.have_changed() return next(changed_loads) ~= nil end
   function reset_endpoints()
+    endpoints.read_outliers()
     all_counted = nil
     for address in pairs(changed_loads) do changed_loads[address] = nil end
     if next(limit_counts) then limit_counts, changed_limits = {}, {} end

@@ -42,7 +42,8 @@ end
 -- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints     hash    endpoint -> JSON {labels, draining}                       publish
--- marks         hash    drained\31endpoint or down\31endpoint -> since when, ms   undrain, probes, sweep
+-- marks         hash    drained\31endpoint, down…, ejected… -> since when, ms     undrain, probes, sweep
+-- outliers      hash    endpoint that fails or is full -> JSON (lib/outliers.lua) its next answer, sweep
 -- metrics       hash    endpoint -> JSON of its last scrape; and its channel      scraping
 -- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
 -- routes        stream  what was routed where, and completed (scheduling)         its own cap
@@ -98,7 +99,7 @@ do -- a chunk may have 200 locals
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'flow_workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard',
-      'suspects', 'log', 'blockers', 'orphan_cursors', 'queue_snapshot'}) do
+      'suspects', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do

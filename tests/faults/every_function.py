@@ -8,7 +8,7 @@ from typing import Any
 from script_fleet import Fleet, ask, until
 
 from picker_fleet.bands import Band
-from picker_fleet.request import Outcome
+from picker_fleet.request import Fault, Outcome
 from picker_fleet.state.reads import RankRange, Reads
 from picker_fleet.state.store import Store
 
@@ -100,6 +100,12 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.renew("lost", None, "", "f\t1\t1\t1\tw1\t3\tllama\t10.0.0.1:8000\t0")
     await me.store.settle("lost", Outcome.COMPLETED)
     await me.store.tombstone("over")
+    for name, flow in ((names[0], ""), ("over", "f"), ("gone", "g")):
+        for why in ("500", "full", "connect"):
+            await me.store.report_fault(Fault(name, "10.0.0.1:8000", why, ""), flow)
+    for what in ("ejected", "stuck"):
+        await me.store.mark_endpoint("10.0.0.1:8000", what, True)
+    await me.store.mark_endpoint("10.0.0.1:8000", "down", False)
     await me.store.return_grant(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
     # The set of candidates for preemption is lost.

@@ -5,6 +5,7 @@
     compose          the real Dockerfile and compose file on Docker or podman, under load
     hostile          every attack at once for ten minutes, honest clients beside them
     load-tools       Locust, GuideLLM, AIPerf, inference-perf on a running fleet (installs 7 GB once)
+    outliers         servers that fail in every way, in every mode and pools of 2, 4 and 8
     pulses           replicas and Valkey stopped and continued at random
     soak             an hour of steady load: memory, keys, drift
     time-lapse       a week of a fleet's life on a clock that jumps

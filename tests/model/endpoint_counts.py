@@ -13,7 +13,9 @@ class EndpointCounts:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self.marks: dict[tuple[str, str], int] = {}  # drained or down, and endpoint -> since when, ms
+        self.marks: dict[
+            tuple[str, str], int
+        ] = {}  # drained, down or ejected, and endpoint -> since when, ms
         self.marks_version = 0
         self.listed: set[str] = set()
         self._draining: set[str] = set()
@@ -35,6 +37,16 @@ class EndpointCounts:
             self.marks.pop((what, address), None)
         self.marks_version += before != {address for _, address in self.marks}
         return True
+
+    @property
+    def ejected(self) -> set[str]:
+        return {address for what, address in self.marks if what == "ejected"}
+
+    @property
+    def only_ejected(self) -> set[str]:
+        """Those that take nothing new for no other reason."""
+        others = {address for what, address in self.marks if what != "ejected"}
+        return self.ejected & self.listed - self._draining - others
 
     @property
     def ready(self) -> int:
@@ -68,8 +80,17 @@ class EndpointCounts:
         self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
     ) -> tuple[dict[str, int], bool, list[str]]:
         """Where r may go of those named (None: all), with its counts there; if nowhere, whether only a limit
-        is why; and those that are at their own (`caps`)."""
-        among = self.open if named is None else self.open.intersection(named)
+        is why; and those that are at their own (`caps`). Of those named ejected ones are the last resort."""
+        if named is None:
+            return self._options(r, self.open, caps)
+        found = self._options(r, self.open.intersection(named), caps)
+        return (
+            found if found[0] or found[1] else self._options(r, self.only_ejected.intersection(named), caps)
+        )
+
+    def _options(
+        self, r: Request, among: set[str], caps: Mapping[str, int]
+    ) -> tuple[dict[str, int], bool, list[str]]:
         free = {a for a in among if not r.limit or self._of_flow.get((r.flow, a), 0) < r.limit}
         closed = [a for a in free if a in caps and self.counts[a] >= caps[a]]
         return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed

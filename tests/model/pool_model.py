@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from endpoint_counts import EndpointCounts, burdens, read_candidates
 from model_state import Moment, Request, Workloads
+from outlier_model import FULL_MS, MOST_ALONE, MOST_FAILURES, TRIAL_MS, UNSEEN_MS, Entry, Outliers
 from shared_queue import SharedQueue
 
 Choose = Callable[[str, dict[str, float]], str]
@@ -49,6 +50,7 @@ class PoolModel:
         self.workloads = Workloads(self.moment)
         self.queue = SharedQueue(self.moment, self.workloads, self._next_arrival, self._log)
         self.endpoints = EndpointCounts()
+        self.outliers = Outliers(self.moment)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
@@ -173,7 +175,7 @@ class PoolModel:
     @property
     def _caps(self) -> dict[str, int]:
         """The limits of endpoints that have one."""
-        return self.moment.settings.get("caps", {})
+        return self.outliers.caps()
 
     def places(self) -> float:
         """How many more may be granted before every endpoint is at its limit."""
@@ -346,8 +348,93 @@ class PoolModel:
         """Those that nobody has confirmed: the next request tries the endpoint."""
         for (what, address), since_ms in list(self.endpoints.marks.items()):
             if what == "down" and self.moment.now_ms - since_ms > DOWN_MS:
-                self.endpoints.mark("down", False, address, self.moment.now_ms)
+                self._mark("down", False, address)
+
+    # Outliers
+
+    def _mark(self, what: str, on: bool, address: str) -> bool:
+        ready = self.endpoints.ready
+        known = self.endpoints.mark(what, on, address, self.moment.now_ms)
+        if self.endpoints.ready != ready:
+            self._try_ejected()
         self._put_bounds()
+        return known
+
+    def _try_ejected(self) -> None:
+        """Nothing else is ready: ejected endpoints take requests again."""
+        if self.endpoints.ready == 0:
+            for address in self.endpoints.ejected:
+                self._mark("ejected", False, address)
+
+    def _move(self, r: Request, listed: str) -> None:
+        """Envoy has gone on to the first of `listed`."""
+        old = first(r.endpoints)
+        self._release(r, r.endpoints)
+        r.endpoints = listed
+        self._reserve(r)
+        self._unblock(old)
+        self._log("moved", r.id)
+
+    def _is_failing(self, entry: Entry) -> bool:
+        flows = entry.flows()
+        alone = all(r.flow == flow for r in self.in_flight() for flow in flows[:1])
+        return len(set(flows)) > 1 or (len(flows) >= MOST_ALONE and alone)
+
+    def _failed(self, address: str, request_id: str, flow: str) -> str:
+        if address not in self.endpoints.counts:
+            return "noted"
+        if told := self.outliers.told(request_id):
+            other, failure = told
+            if other != address and failure[1]:
+                failure[1] = ""
+                entry = self.outliers[other]
+                if other in self.endpoints.ejected and not self._is_failing(entry):
+                    entry.times = max(entry.times - 1, 0)
+                    self._mark("ejected", False, other)
+            return "noted"
+        if address not in self.endpoints.open:
+            return "noted"
+        entry = self.outliers.of(address)
+        entry.by.append([request_id, flow])
+        if len(entry.by) > MOST_FAILURES:
+            entry.forget_one()
+        entry.at_ms = self.moment.now_ms
+        may = self.outliers.may_eject(self.endpoints.ready, len(self.endpoints.ejected))
+        if not (self._is_failing(entry) and may):
+            return "noted"
+        self.outliers.eject(entry)
+        self._mark("ejected", True, address)
+        return "ejected"
+
+    def _is_full(self, address: str, mine: int, hold_ms: int) -> None:
+        if address in self.endpoints.counts:
+            entry = self.outliers.of(address)
+            self.outliers.full(entry, max(self.endpoints.counts[address] - mine, 0), hold_ms or FULL_MS)
+
+    def _try(self, address: str) -> None:
+        entry = self.outliers[address]
+        entry.trial = True
+        self.outliers.limit(entry, self.endpoints.counts[address] + 1, TRIAL_MS)
+        self._mark("ejected", False, address)
+
+    def _probed(self, address: str, well: bool) -> str:
+        if address not in self.endpoints.ejected:
+            return "unknown"
+        entry = self.outliers[address]
+        if not well:
+            entry.seen_ms = self.moment.now_ms
+        elif self.moment.now_ms >= entry.until_ms:
+            self._try(address)
+        return "marked"
+
+    def _sweep_outliers(self) -> None:
+        for address, entry in list(self.outliers.items()):
+            if address not in self.endpoints.listed:
+                del self.outliers[address]
+            elif address not in self.endpoints.ejected:
+                self.outliers.expire(address)
+            elif self.moment.now_ms - max(entry.until_ms, entry.seen_ms) > UNSEEN_MS:
+                self._try(address)
 
     def retry_after_s(self) -> int:
         """How long the queue takes to drain."""

@@ -87,10 +87,33 @@ class QueueModel(PoolModel):
             self._finish(r, "cancelled")
             return f"left {r.model}"
         self._correct(r, actual)
+        if outcome == "answered":
+            outcome, address = "completed", first(r.endpoints)
+            if r.state == "placed" and address in self.outliers and address not in self.endpoints.ejected:
+                self.outliers.answered(address)
         if answer_tokens is not None:
             self._learn(r.flow, answer_tokens)
         self._finish(r, outcome)
         return f"settled {r.model}"
+
+    @of_each
+    def report_fault(self, id: str, address: str, flow: str, why: str, hold_ms: int) -> str:
+        r = self.requests.get(id)
+        r = r if r is not None and r.state == "placed" else None
+        if r is None and not flow:
+            return "unknown"
+        is_here = r is not None and first(r.endpoints) == address
+        _, _, following = r.endpoints.partition(",") if r is not None and is_here else ("", "", "")
+        if r is not None and following:
+            self._move(r, following)
+        if why == "full":
+            self._is_full(address, int(is_here and not following), hold_ms)
+        elif why == "connect":
+            if is_here and address in self.endpoints.open and self._mark("down", True, address):
+                return "down"
+        else:
+            return self._failed(address, id, r.flow if r is not None else flow)
+        return "noted"
 
     @of_each
     def cancel(self, id: str, attempt: str, why: str) -> str:
@@ -119,19 +142,14 @@ class QueueModel(PoolModel):
             return "waiting"
         self._lease(r)
         if r.state == "placed" and served not in ("", first(r.endpoints)):
-            old = first(r.endpoints)
-            self._release(r, r.endpoints)
-            r.endpoints = served
-            self._reserve(r)
-            self._unblock(old)
-            self._log("moved", r.id)
+            self._move(r, served)
         return "renewed"
 
     @of_each
     def mark_endpoint(self, address: str, what: str, on: int) -> str:
-        marked = self.endpoints.mark(what, bool(on), address, self.moment.now_ms)
-        self._put_bounds()
-        return "marked" if marked else "unknown"
+        if what == "ejected":
+            return self._probed(address, not on)
+        return "marked" if self._mark(what, bool(on), address) else "unknown"
 
     @of_each
     def evict(self, id: str) -> str:
@@ -181,6 +199,9 @@ class QueueModel(PoolModel):
         """No key of the pool is ever lost here: no record is filed anew."""
         self._begin(caller)
         self.endpoints.publish(draining)
+        for address in self.outliers.keys() - draining.keys():
+            del self.outliers[address]
+        self._try_ejected()
         filed = -1 if self._base else 0
         if not self._base:
             self.queue.credit = 1.0
@@ -219,6 +240,7 @@ class QueueModel(PoolModel):
         self.queue.forget_preemptions()
         if fresh:
             self._expire_down_marks()
+            self._sweep_outliers()
             self._measure_rate()
         self.workloads.forget_idle(idle_ms)
         self.means = {f: it for f, it in self.means.items() if self.moment.now_ms - it[1] <= idle_ms}

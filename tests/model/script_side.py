@@ -161,7 +161,16 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
         return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
         rest = ([(*item[:3], accounting_token(item[3]), 0) for item in rest[0]],)
-    if name in ("place", "acknowledge", "settle", "cancel", "renew", "evict", "mark_endpoint"):
+    if name in (
+        "place",
+        "acknowledge",
+        "settle",
+        "cancel",
+        "renew",
+        "evict",
+        "mark_endpoint",
+        "report_fault",
+    ):
         return [caller, *("" if value is None else value for item in rest[0] for value in item)]
     if name == "heartbeat":
         return [caller, "{}", *rest]

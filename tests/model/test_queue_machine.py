@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 from model_state import Request
 from names import distinct
-from pool_model import Reply
+from pool_model import Reply, first
 from queue_model import Arrival
 from script_side import SILENCE_MS, ScriptSide
 from shared_queue import named_bands
@@ -53,6 +53,7 @@ BASE: Fields = {
     "fairness": "weighted-fair", "ordering": "fcfs", "wait_signal": "request", "wait_weight": 0.4,
     "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 4000, "rate_cap": 5, "overload": "preempt",
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
+    "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50,
 }  # fmt: skip
 # As it is few are in flight, so that many wait; in a larger room loads come to lie far apart.
 ROOMY = {"upper_per": 4, "lower_per": 3}
@@ -75,6 +76,7 @@ LIVE: Choices = {
     "weights": [{}, {"one": 5}],
     "fallbacks": [0, 2],
     "live_weight": [0, 0.3, 2],
+    "eject_percent": [0, 100],
     "paused": [0, 0, 0, 1],
     "queue_enabled": [1, 0],
     "queue_unready": [0, 1],
@@ -117,7 +119,7 @@ scored = st.lists(
 )
 places = st.one_of(plain, plain, scored.map(lambda named: ",".join(map("".join, named))))
 reasons = st.sampled_from(["cancelled", "expired", "withdrawn", "unclaimed"])
-outcomes = st.sampled_from(["completed", "upstream_failed", "client_gone"])
+outcomes = st.sampled_from(["completed", "answered", "upstream_failed", "client_gone"])
 actuals = st.sampled_from([None, 1.0, 0.4, 6.0])
 answers = st.sampled_from([None, 1, 9])
 served_by = st.sampled_from(["", "", "e2", "moved"])
@@ -262,6 +264,26 @@ class QueueMachine(RuleBasedStateMachine):
         running = self.those(numbers, "placed", "granted")
         self.repeatable("settle", caller, [(r.id, outcome, real, tokens) for r in running])
 
+    @precondition(with_some("placed"))
+    @rule(
+        caller=callers,
+        numbers=numbers,
+        on=st.sampled_from(["picked", "picked", "picked", *ENDPOINTS]),
+        why=st.sampled_from(["500", "500", "500", "full", "connect"]),
+        hold_ms=st.sampled_from([0, 0, 4000]),
+        known=st.booleans(),
+    )
+    def attempts_fail(
+        self, caller: str, numbers: list[int], on: str, why: str, hold_ms: int, known: bool
+    ) -> None:
+        placed = self.those(numbers, "placed")
+        where = [first(r.endpoints) if on == "picked" else on for r in placed]
+        items = [
+            (r.id, address, r.flow if known else "", why, hold_ms)
+            for r, address in zip(placed, where, strict=True)
+        ]
+        self.repeatable("report_fault", caller, [*items, ("nobody", "e1", "", "500", 0)])
+
     @rule(caller=callers, number=number)
     def client_leaves(self, caller: str, number: int) -> None:
         items = [(r.id, "client_gone", None, None) for r in self.those([number])]
@@ -325,7 +347,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(
         caller=callers,
         address=addresses,
-        what=st.sampled_from(["drained", "down"]),
+        what=st.sampled_from(["drained", "down", "ejected", "ejected"]),
         on=st.sampled_from([0, 1, 0]),
     )
     def mark_endpoint(self, caller: str, address: str, what: str, on: int) -> None:

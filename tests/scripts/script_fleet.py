@@ -37,6 +37,7 @@ SETTINGS: Mapping[str, Any] = {
     "overload": "preempt", "guard_share": 0.1, "starvation_ms": 0, "weights": {}, "paused": 0,
     "wait_signal": "request", "wait_weight": 0.4, "criticality_weight": 0.4, "rate_weight": 0.2,
     "wait_cap_ms": 60_000, "rate_cap": 100, "default_answer": 256, "answer_alpha": 0.2, "live_weight": 0.5,
+    "eject_ms": 1000, "eject_most_ms": 8000, "eject_percent": 50,
 }  # fmt: skip
 _COUNTED = itertools.count(1)
 

@@ -59,6 +59,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
     "tombstone": ("a", "gone", 0),
     "renew": ("a", "runs", "", "b:1", "", 0),
     "report_client_gone": ("a", "runs"),
+    "report_fault": ("a", "runs", "a:1", "", "500", 0),
     "settle": ("a", "runs", "completed", "", ""),
     "admit": ("a", arrival("new", priority=7)),
     "place": ("a", "waits", "1", "*"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, addresses, ask
 
-from picker_fleet.request import Endpoint, Outcome
+from picker_fleet.request import Endpoint, Fault, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
 
@@ -69,7 +69,7 @@ def test_the_keys_that_python_spells_are_documented() -> None:
     # Every key that the replicas name themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
-    assert len(spelled) == 9
+    assert len(spelled) == 10
     # Each is in the table.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
@@ -124,6 +124,9 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.mark_endpoint(E1, "down", True)
         await look()
         await a.store.mark_endpoint(E1, "down", False)
+        # And one fails
+        await a.store.report_fault(Fault("unknown", E1, "500", ""), "flow")
+        await look()
         # And one begins to read all flow queues for the fleet
         await a.store._client.call("claim_queue_snapshot", 600_000)
         await look()

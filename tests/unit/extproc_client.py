@@ -19,7 +19,7 @@ from picker_fleet.extproc.exchange import Exchange
 from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
 from picker_fleet.intake import Intake
-from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.telemetry.logs import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0)}
@@ -46,6 +46,7 @@ class ScriptedGate:
         self.settled: list[Completion] = []
         self.renewed: list[Alive] = []
         self.suspected: list[str] = []
+        self.faults: list[Fault] = []
         self.reported: list[Completion | Alive] = []  # what was settled and renewed, in order
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
@@ -85,6 +86,9 @@ class ScriptedGate:
     def renew(self, alive: Alive) -> None:
         self.renewed.append(alive)
         self.reported.append(alive)
+
+    def fault(self, fault: Fault) -> None:
+        self.faults.append(fault)
 
     def suspect(self, request_id: str) -> None:
         self.suspected.append(request_id)

@@ -1,6 +1,6 @@
 """The access log over real gRPC: what each entry reports to the gate, in order."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from tables import cases
 
 from picker_fleet.extproc import accesslog
 from picker_fleet.extproc.accesslog import Account
-from picker_fleet.request import Alive, Completion, Outcome
+from picker_fleet.request import Alive, Completion, Fault, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.metrics import Metrics
@@ -175,25 +175,95 @@ async def test_service_time_excludes_the_wait_in_the_queue() -> None:
 
 PICKED, UNCONNECTED = "10.0.0.1:8000", "upstream_connection_failure"
 SERVED = {
-    "the picked one served": (PICKED, "", 1, ""),
-    "Envoy went on to a fallback": ("10.0.0.2:8000", "", 2, PICKED),
-    "Envoy went on and does not count": ("10.0.0.2:8000", "", 0, PICKED),
-    "Envoy did not know the picked one": ("10.0.0.2:8000", "", 1, ""),
-    "the picked one could not be connected to": (PICKED, UNCONNECTED, 1, PICKED),
-    "none could be connected to": ("", UNCONNECTED, 0, PICKED),
-    "none served": ("", "", 0, ""),
+    "the picked one served": (PICKED, "", 1, "", ""),
+    "Envoy went on to a fallback": ("10.0.0.2:8000", "", 2, "", PICKED),
+    "Envoy went on and does not count": ("10.0.0.2:8000", "", 0, "", PICKED),
+    "Envoy did not know the picked one": ("10.0.0.2:8000", "", 1, "", ""),
+    "the picked one could not be connected to": (PICKED, UNCONNECTED, 1, PICKED, ""),
+    "none could be connected to": ("", UNCONNECTED, 0, PICKED, ""),
+    "none served": ("", "", 0, "", ""),
 }
 
 
-@cases("served, flag, attempts, failed", SERVED)
-async def test_a_picked_endpoint_that_did_not_serve_is_reported_as_failed(
-    served: str, flag: str, attempts: int, failed: str
+@cases("served, flag, attempts, failed, passed_over", SERVED)
+async def test_a_picked_endpoint_that_did_not_serve_is_reported(
+    served: str, flag: str, attempts: int, failed: str, passed_over: str
 ) -> None:
     message = entry(flag=flag)
     if served:
         describe(message, {"envoy.lb": {accesslog.SERVED_KEY: served}})
     message.common_properties.upstream_request_attempt_count = attempts
-    assert (await ended(message)).failed == failed
+    completion = await ended(message)
+    assert (completion.failed, completion.passed_over) == (failed, passed_over)
+
+
+def told(error_code: float | None = None) -> Callable[[Any], None]:
+    """The answer's body tells of an error."""
+    fields = {"error": True} if error_code is None else {"error": True, "error_code": error_code}
+    return lambda message: describe(message, {"picker.usage": fields})
+
+
+def is_stream(message: Any) -> None:
+    message.response.response_headers["content-type"] = "text/event-stream; charset=utf-8"
+
+
+WHOLE = 300  # bytes
+FAULTS: dict[str, tuple[int, int, str, Callable[[Any], None] | None, str]] = {
+    "well": (200, WHOLE, "", None, ""),
+    "an error of the server": (500, WHOLE, "", None, "500"),
+    "a redirect": (307, 0, "", None, "307"),
+    "full": (429, WHOLE, "", None, "full"),
+    "a client's fault": (422, WHOLE, "", None, ""),
+    "nothing to say": (204, 0, "", None, ""),
+    "a short answer": (200, 14, "", None, ""),
+    "an empty answer": (200, 0, "", None, "empty"),
+    "an empty stream": (200, 14, "", is_stream, "empty"),
+    "a reset": (200, WHOLE, "upstream_remote_reset", None, "reset"),
+    "a client that left": (200, WHOLE, "downstream_connection_termination", None, ""),
+    "an error in the answer": (200, WHOLE, "", told(), "error in 200"),
+    "an error of the client in the answer": (200, WHOLE, "", told(400), ""),
+    "an error of the server in the answer": (200, WHOLE, "", told(503), "error in 200"),
+}
+
+
+@cases("status, size, flag, tells, fault", FAULTS)
+async def test_an_end_says_whether_its_endpoint_has_failed(
+    status: int, size: int, flag: str, tells: Callable[[Any], None] | None, fault: str
+) -> None:
+    message = entry(flag=flag)
+    describe(message, {"envoy.lb": {accesslog.SERVED_KEY: PICKED}})
+    message.response.response_code.value = status
+    message.response.response_body_bytes = size
+    if tells is not None:
+        tells(message)
+    completion = await ended(message)
+    assert completion.fault == fault
+    assert completion.answered == (not fault and status in (200, 204) and not flag)
+
+
+ATTEMPTS = {
+    "a status": (503, "", "503", 0.0),
+    "full for a while": (429, "7", "full", 7.0),
+    "no connection": (0, "upstream_connection_failure", "connect", 0.0),
+    "cut": (0, "upstream_connection_termination", "reset", 0.0),
+}
+
+
+@cases("status, more, why, hold_s", ATTEMPTS)
+def test_an_attempt_that_failed_is_a_fault_of_its_endpoint(
+    status: int, more: str, why: str, hold_s: float
+) -> None:
+    message = entry(flag="" if more.isdigit() else more)
+    common = message.common_properties
+    common.access_log_type = accesslog_pb2.UpstreamEnd
+    common.metadata.filter_metadata.clear()  # Envoy has none there
+    common.upstream_remote_address.socket_address.address = "10.0.0.1"
+    common.upstream_remote_address.socket_address.port_value = 8000
+    message.request.request_id = "from-envoy"
+    message.response.response_code.value = status
+    if more.isdigit():
+        message.response.response_headers["retry-after"] = more
+    assert accesslog.read(message) == Fault("from-envoy", PICKED, why, "", hold_s)
 
 
 @pytest.mark.parametrize(

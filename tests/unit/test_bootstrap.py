@@ -210,7 +210,16 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "only stalled requests time out": ("standard lean http", TWO_HOURS, timeouts(7200)),
     "checks wait as long as a request may queue": ("http", TWO_HOURS, UNTIL_QUEUED),
     "an access log with its interval": ("lean http", THREE_SECONDS, ACCESS_LOG),
-    "no access log": ("standard", THREE_SECONDS, {"manager.accessLog": None}),
+    "an access log of cut answers alone": (
+        "standard",
+        THREE_SECONDS,
+        {"manager.accessLog.0.filter.responseFlagFilter.flags": ["UC", "UR", "UPE"]},
+    ),
+    "a retry budget": (
+        "standard lean http",
+        {"outlier_detection": {"retry_budget_percent": 35}},
+        {"clusters.pool.circuitBreakers.thresholds.0.retryBudget.budgetPercent.value": 35},
+    ),
     "whole bodies up to the limit": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
     **{
         f"a try for each of {n} fallbacks": (

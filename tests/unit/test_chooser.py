@@ -12,7 +12,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics, Reading, Readings
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.pool import assemble
 from picker_fleet.replica.endpoint_health import Probes
-from picker_fleet.request import Completion, Endpoint, Outcome
+from picker_fleet.request import Completion, Ejection, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser, ScoringChooser, SessionTokens, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
@@ -201,7 +201,15 @@ class Probed:
 
     def __init__(self, readings: Mapping[str, Reading] | None = None) -> None:
         self.store, self.cell, self.meter = ScriptedStore(), SnapshotCell(), Mock()
-        self.probes = Probes(self.store, self.cell, self.meter, lambda: readings or {})  # type: ignore[arg-type]
+        self.now_s, self.in_flight = 0.0, {A: 1}
+        self.probes = Probes(
+            self.store,  # type: ignore[arg-type]
+            self.cell,
+            self.meter,
+            lambda: readings or {},
+            in_flight=lambda: self.in_flight,
+            clock=lambda: self.now_s,
+        )
 
     def publish(self, *down: str, of: tuple[str, ...] = (A, B, C)) -> None:
         self.cell.publish(Snapshot(f"down: {down}", tuple(Endpoint(each, down=each in down) for each in of)))
@@ -250,6 +258,45 @@ async def test_a_silent_endpoint_is_down_unless_most_endpoints_are_silent() -> N
     probed.publish(A, B)
     readings[C] = silent
     assert probed.probe("silent", address=C) == down * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "is_well"), [(200, True), (204, True), (404, True), (503, False), (307, False)]
+)
+async def test_the_status_of_a_probe_decides_whether_an_ejected_endpoint_comes_back(
+    status: int, is_well: bool
+) -> None:
+    probed = Probed()
+    probed.probes.probed(A, status, True)
+    assert probed.store.marks == []
+    probed.cell.publish(Snapshot("2", (Endpoint(A, ejected=Ejection("500", 0)),)))
+    probed.probes.probed(A, status, True)
+    assert probed.store.marks == [(A, "ejected", not is_well)]
+
+
+async def test_a_page_that_stands_still_while_requests_run_is_reported_until_it_moves() -> None:
+    probed = Probed()
+    probed.publish(of=(A,))
+    page = EndpointMetrics(0, waiting=1.0, running=2.0, kv_utilisation=0.5)
+
+    def after(seconds: float) -> list[tuple[str, str, bool]]:
+        probed.now_s += seconds
+        probed.probes.scraped(A, 0.1, page)
+        return probed.store.marks
+
+    assert after(0) == after(4.9) == []
+    stuck = (A, "stuck", True)
+    assert after(0.1) == [stuck]
+    assert after(5) == [stuck] * 2
+    # It is ejected: no probe brings it back while it stands still.
+    probed.cell.publish(Snapshot("2", (Endpoint(A, ejected=Ejection("stuck", 0)),)))
+    probed.probes.probed(A, 200, True)
+    assert probed.store.marks[-1] == (A, "ejected", True)
+    # Its clients have left it.
+    probed.in_flight = {}
+    assert after(1)[-1] == (A, "stuck", False)
+    probed.probes.probed(A, 200, True)
+    assert probed.store.marks[-1] == (A, "ejected", False)
 
 
 def test_the_shown_scores_have_a_part_for_each_scorer_and_a_total() -> None:

@@ -496,6 +496,34 @@ async def test_standard_passes_the_answer_on_and_accounts_for_it(answer: bytes, 
     assert 0 < (completion.first_byte_s or 0) < (completion.duration_s or 0)
 
 
+ERROR = b'{"error": {"message": "dead", "type": "InternalServerError", "code": 500}}'
+SAID = {
+    "an answer": (200, b'{"choices": [], "usage": {"prompt_tokens": 1}}', "", ""),
+    "an answer about an error": (200, b'{"choices": [{"text": "{\\"error\\": {}}"}]}', "", ""),
+    "an error in a 200": (200, ERROR, "", "error in 200"),
+    "an error of the client in a 200": (200, ERROR.replace(b"500", b"400"), "", ""),
+    "an empty answer": (200, b"", "", "empty"),
+    "a status": (503, ERROR, "", "503"),
+    "full": (429, ERROR, "", "full"),
+    "a fallback": (200, b'{"choices": [], "usage": {"prompt_tokens": 1}}', "10.0.0.9:8000", ""),
+}
+
+
+@cases("status, answer, served, fault", SAID)
+async def test_standard_reads_whether_the_endpoint_has_failed(
+    status: int, answer: bytes, served: str, fault: str
+) -> None:
+    talk = Talk()
+    await talk.say(*asks("standard"))
+    picked = talk.gate.placement.endpoints[0]
+    await talk.say(
+        envoy.response_headers(status, served=served or picked), envoy.response_body(answer, ended=True)
+    )
+    talk.close()
+    [completion] = talk.gate.settled
+    assert (completion.fault, completion.passed_over) == (fault, picked if served else "")
+
+
 BEGUN = [envoy.response_headers(200), envoy.response_body(b"a")]
 ENDS = {
     "without a body": ([envoy.response_headers(204, ended=True)], Outcome.COMPLETED, 204),

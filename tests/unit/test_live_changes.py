@@ -43,6 +43,10 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "wait_weight": 0.1, "criticality_weight": 0.2, "rate_weight": 0.7, "wait_cap": "30s", "rate_cap": 50,
         "wait_signal": "workload_average",
     },
+    "outlier_detection": {
+        "enabled": False, "base_ejection_time": "500ms", "max_ejection_time": "5s",
+        "max_ejection_percent": 40,
+    },
     "scheduling": {"scorers": {"prefix-affinity": 3}},
     "weights": {"gold": 3, "a.b": 0.5},
 }  # fmt: skip
@@ -78,7 +82,7 @@ def test_shared_settings_have_every_name_of_the_scripts() -> None:
         "criticality_weight": 0.4, "rate_weight": 0.2, "wait_cap_ms": 60_000, "rate_cap": 100,
         "overload": "preempt", "weights": {"gold": 3.0}, "paused": 0, "default_answer": 256,
         "answer_alpha": 0.2, "live_weight": 1.0, "max_workloads": 20_000, "queue_enabled": 1,
-        "queue_unready": 0,
+        "queue_unready": 0, "eject_ms": 1000, "eject_most_ms": 8000, "eject_percent": 50,
     }  # fmt: skip
 
 
@@ -103,6 +107,7 @@ def test_every_live_key_has_its_effect_and_no_other() -> None:
         "guard_share": 0.25, "upper_per": 11, "lower_per": 9, "wait_weight": 0.1, "criticality_weight": 0.2,
         "rate_weight": 0.7, "wait_cap_ms": 30_000, "rate_cap": 50, "wait_signal": "workload_average",
         "weights": {"gold": 3, "a.b": 0.5}, "live_weight": 0.25, "queue_enabled": 0,
+        "eject_ms": 0, "eject_most_ms": 5000, "eject_percent": 40,
         "queue_unready": 1, "bands": [CRITICAL, {**DEFAULT, "bytes": 7000}, SHEDDABLE],
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ Each model has an example, which tests/unit/test_admin_queue_order.py compares w
 durations are seconds.
 """
 
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -58,7 +59,7 @@ _ENDPOINT: dict[str, Any] = {
     "latency_mean_s": 1.9, "latency_std_s": 0.4, "scraped_s_ago": 0.06,
     "scrape_fault": "no connection: Connection refused",
     "scrape_remark": "line 12: not a number",
-    "unready": "asleep",
+    "unready": "asleep", "ejected": {"reason": "503", "until": "2026-01-01T00:00:08Z"},
 }  # fmt: skip
 _FLOW: dict[str, Any] = {
     "flow": "gold", "band": "Default", "queued": 12, "oldest_s": 3.4, "start_tag": 41.5, "weight": 3.0,
@@ -225,6 +226,15 @@ class Drained(BaseModel):
     drained: bool = Field(description="it gets no new requests")
 
 
+class Ejected(BaseModel):
+    """Why an endpoint is ejected. After `until` a probe decides."""
+
+    model_config = _example({"reason": "503", "until": "2026-01-01T00:00:08Z"})
+
+    reason: str = Field(description="a status, or `reset`, `empty`, `error in 200`, `stuck`")
+    until: datetime = Field(description="when it may be tried again")
+
+
 class Endpoint(BaseModel):
     """A model server, as all replicas see it."""
 
@@ -232,9 +242,11 @@ class Endpoint(BaseModel):
 
     address: str = Field(description="ip:port, IPv6 in brackets")
     labels: dict[str, str] = Field(description="as discovery gives them")
-    status: Literal["ready", "draining", "drained", "down"] = Field(
-        description="`drained`: by an operator; `down`: connections fail, or `unready` says why"
+    status: Literal["ready", "draining", "drained", "down", "ejected"] = Field(
+        description="`drained`: by an operator; `down`: connections fail, or `unready` says why; `ejected`: "
+        "its answers fail"
     )
+    ejected: Ejected | None = Field(None, description="why its answers count as failed, while they do")
     in_flight: int = Field(description="requests placed there, fleet-wide")
     max_inflight: int | None = Field(None, description="its limit of requests in flight; null: none")
     waiting: float | None = Field(None, description="queued requests, from its metrics page")

@@ -11,6 +11,7 @@ import binascii
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import orjson
@@ -30,7 +31,7 @@ from picker_fleet.config import Settings
 from picker_fleet.endpoints.readings import MetricsCache, Reading
 from picker_fleet.errors import BadRequest
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.request import Endpoint
+from picker_fleet.request import Ejection, Endpoint
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.endpoint_history import LatencyTracker
 from picker_fleet.state.reads import FlowQueueRow, RankRange, RequestRow, RequestStatus, WorkloadRow
@@ -186,7 +187,12 @@ class FleetView:
         ]
 
     def _endpoint(self, endpoint: Endpoint, in_flight: int, reading: Reading | None) -> models.Endpoint:
-        marks = {"down": endpoint.down, "drained": endpoint.drained, "draining": endpoint.draining}
+        marks = {
+            "down": endpoint.down,
+            "drained": endpoint.drained,
+            "draining": endpoint.draining,
+            "ejected": endpoint.ejected,
+        }
         figures: dict[str, Any] = {}
         if reading is not None:
             metrics = reading.metrics
@@ -208,6 +214,7 @@ class FleetView:
             address=endpoint.address,
             labels=endpoint.labels,
             status=next((name for name, is_set in marks.items() if is_set), "ready"),
+            ejected=_ejected(endpoint.ejected),
             in_flight=in_flight,
             max_inflight=endpoint.max_inflight,
             **figures,
@@ -226,6 +233,12 @@ class FleetView:
 
     def health(self, status: str, components: dict[str, str]) -> models.Health:
         return models.Health(status=status, components=components, **self._identity)
+
+
+def _ejected(ejection: Ejection | None) -> models.Ejected | None:
+    if ejection is None:
+        return None
+    return models.Ejected(reason=ejection.reason, until=datetime.fromtimestamp(ejection.until_ms / 1000, UTC))
 
 
 class FleetLists:

@@ -20,7 +20,7 @@ from picker_fleet.errors import (
     TooManyFlows,
     TotalCapacity,
 )
-from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.state.store import Decision
 
 # By the reason that the queue gives: the error, and its message.
@@ -82,6 +82,10 @@ class Gate(Protocol):
     def suspect(self, request_id: str) -> None:
         """The request may have ended: an entry without an accounting token says so. Its endpoint's next
         metrics pages decide. Returns at once."""
+        ...
+
+    def fault(self, fault: Fault) -> None:
+        """An attempt of a request has failed on an endpoint, or that is full. Returns at once; idempotent."""
         ...
 
     def renew(self, alive: Alive) -> None:

@@ -33,7 +33,7 @@ from picker_fleet.errors import (
     StateUnavailable,
     WritesRefused,
 )
-from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -502,6 +502,28 @@ class SharedGate:
             self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
+        if not (completion.fault or completion.passed_over):
+            return
+        token = completion.accounting_token or (owned.accounting_token if owned is not None else "")
+        if token and completion.fault:
+            endpoint = completion.served or accounting_token.endpoint_of(token)
+            self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
+        if token and completion.passed_over:
+            self.fault(Fault(completion.id, completion.passed_over, "retried", token))
+
+    def fault(self, fault: Fault) -> None:
+        flow = accounting_token.flow_of(fault.accounting_token)
+        self._store.report_fault(fault, flow).add_done_callback(partial(self._on_fault, fault))
+
+    def _on_fault(self, fault: Fault, answer: asyncio.Future[str]) -> None:
+        if answer.cancelled() or answer.exception() is not None or (what := answer.result()) == "unknown":
+            return
+        self._metrics.endpoint_fault(fault.endpoint, fault.why)
+        if what == "ejected":
+            _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
+            self._metrics.endpoint_ejected(fault.endpoint, fault.why)
+        elif what == "down":
+            _log.warning("endpoint %s cannot be connected to", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
         """Tell Redis of an end; the call is kept until Redis takes it."""
@@ -520,6 +542,7 @@ class SharedGate:
             completion.outcome,
             actual,
             answer_tokens,
+            answered=completion.answered,
             urgent=self.places_are_awaited,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import RequestError
-from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
+from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.tracing import Traces
@@ -69,6 +69,10 @@ class TracedGate:
     def suspect(self, request_id: str) -> None:
         self._gate.suspect(request_id)
 
+    def fault(self, fault: Fault) -> None:
+        own, _ = accounting_token.split_trace(fault.accounting_token)
+        self._gate.fault(fault._replace(accounting_token=own))
+
     def renew(self, alive: Alive) -> None:
         own, parent = accounting_token.split_trace(alive.accounting_token)
         self._gate.renew(alive._replace(accounting_token=own) if parent else alive)
@@ -117,8 +121,9 @@ class TracedStore(Store):
         actual: float | None = None,
         answer_tokens: int | None = None,
         *,
+        answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[str]:
-        answer = super().settle(request_id, outcome, actual, answer_tokens, urgent=urgent)
+        answer = super().settle(request_id, outcome, actual, answer_tokens, answered=answered, urgent=urgent)
         self._traces.settled(request_id, answer)
         return answer

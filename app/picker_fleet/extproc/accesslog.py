@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped, 
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.extproc.transport import Handler, Stream
-from picker_fleet.request import Alive, Completion, Outcome
+from picker_fleet.request import CONNECT, FULL, Alive, Completion, Fault, Outcome, fault_of, hold_of
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import NO_TOKEN, UNKNOWN_KEY, Keyring
 from picker_fleet.telemetry.metrics import Metrics
@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 _NOT_SET = accesslog_pb2.NotSet
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # Envoy tells of those that failed
+FAULT_TAG: Final = "picker.fault"  # marks an entry as one of those, of a request that its own stream settles
 
 _CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
 _UPSTREAM_FLAGS = frozenset(
@@ -51,6 +53,11 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
+# Of them, those by which an endpoint has failed a request that had reached it.
+_FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
+_RESET = "reset"  # why
+RETRY_AFTER: Final = "retry-after"
+CONTENT_TYPE: Final = "content-type"
 _NOTHING: Mapping[str, Any] = {}
 
 # In mode `http` Envoy keeps these headers of the picker's answer as metadata of its ext_authz filter.
@@ -126,6 +133,11 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
         if item is None:
             accounts[0].metrics.access_log("ignored")
             continue
+        if isinstance(item, Fault) and not item.accounting_token:
+            for each in accounts:  # the one that has the request knows whose it is
+                each.gate.fault(item)
+            accounts[0].metrics.access_log("failed")
+            continue
         account, fault = accounts[0], NO_TOKEN
         if item.accounting_token:  # else it still waits, or was refused
             account, fault = _owner(item.accounting_token, item.id, accounts)
@@ -140,13 +152,17 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
         if isinstance(item, Completion):
             account.gate.settle(item)
             account.metrics.access_log("ended")
+        elif isinstance(item, Fault):
+            account.gate.fault(item)
+            account.metrics.access_log("failed")
         else:
             account.gate.renew(item)
             account.metrics.access_log("alive")
 
 
-def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
-    """The renewal or completion in one HTTPAccessLogEntry; None if it is neither or names no request.
+def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
+    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if it is none of them or
+    names no request.
 
     The id and the accounting token are what the picker wrote into the dynamic metadata `picker`, unchecked.
     Before the decision there is none, and the id is Envoy's `x-request-id`.
@@ -154,11 +170,11 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     common = entry.common_properties
     kind = common.access_log_type
     intermediate = kind == _PERIODIC
-    if kind != _END and not intermediate:
+    if kind != _END and not intermediate and kind != _ATTEMPT_END:
         if kind != _NOT_SET:
             return None
         intermediate = common.intermediate_log_entry
-    metadata = common.metadata.filter_metadata
+    metadata = common.metadata.filter_metadata  # an attempt has none
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
         fields = check.fields
@@ -171,22 +187,66 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | None:
     request_id = request_id or entry.request.request_id
     if not request_id or len(request_id) > _LONGEST_ID:
         return None
+    flags = common.response_flags if common.HasField("response_flags") else None
+    status = entry.response.response_code.value
+    if kind == _ATTEMPT_END or FAULT_TAG in common.custom_tags:
+        return _failed_attempt(entry, flags, status, request_id, token)
     served = _text(_fields(metadata, namespace), SERVED_KEY) or _address(common)
     if intermediate:
         return Alive(request_id, served, token)
     usage = _fields(metadata, "picker.usage")
     prompt_tokens, completion_tokens = _counts(usage) if usage else (None, None)
-    flags = common.response_flags if common.HasField("response_flags") else None
-    status = entry.response.response_code.value
     duration_s = _seconds(common.time_to_last_downstream_tx_byte)
     first_byte_s = _seconds(common.time_to_first_downstream_tx_byte)
     service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
-    failed = _failed(common, flags, served, accounting_token.endpoint_of(token))
+    picked = accounting_token.endpoint_of(token)
+    failed = _failed(flags, served, picked)
+    # With one attempt Envoy did not know the picked endpoint yet.
+    passed_over = (
+        picked if served not in (None, picked) and common.upstream_request_attempt_count != 1 else ""
+    )
+    outcome, fault = _outcome(flags, status), ""
+    has_usage = prompt_tokens is not None or completion_tokens is not None
+    is_well = has_usage and status == 200 and outcome is Outcome.COMPLETED
+    if served and not is_well and outcome is not Outcome.CLIENT_GONE and not failed:
+        size = None if has_usage else entry.response.response_body_bytes
+        content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
+        fault = _fault(flags, status, size, _tells_error(usage), content_type)
     # By position: by name it takes three times as long.
     return Completion(
-        request_id, _outcome(flags, status), status, served, prompt_tokens, completion_tokens, duration_s,
-        first_byte_s, failed, token, service_s, waited_s, target_model,
+        request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
+        first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
     )  # fmt: skip
+
+
+def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token: str) -> Fault | None:
+    """What is wrong with the endpoint of one attempt."""
+    endpoint = _address(entry.common_properties)
+    if endpoint is None:
+        return None
+    if flags is not None and flags.upstream_connection_failure:
+        return Fault(request_id, endpoint, CONNECT, token)
+    why = _fault(flags, status)
+    if not why:
+        return None
+    return Fault(
+        request_id, endpoint, why, token, hold_of(entry.response.response_headers.get(RETRY_AFTER, ""))
+    )
+
+
+def _fault(flags: Any, status: int, *about: Any) -> str:
+    """As `fault_of`, with Envoy's own word for an answer that was cut."""
+    why = fault_of(status, *about)
+    if flags is not None and why != FULL and any(getattr(flags, name) for name in _FAULT_FLAGS):
+        return _RESET
+    return why
+
+
+def _tells_error(usage: Any) -> bool:
+    """Whether the answer's body says that the server has failed."""
+    if not usage or "error" not in usage:
+        return False
+    return not 400 <= usage["error_code"].number_value < 500 if "error_code" in usage else True
 
 
 def _message(data: bytes) -> Any:
@@ -208,12 +268,10 @@ def _outcome(flags: Any, status: int) -> Outcome:
     return Outcome.UPSTREAM_FAILED if status >= 500 else Outcome.COMPLETED
 
 
-def _failed(common: Any, flags: Any, served: str | None, picked: str) -> str:
-    """The picked endpoint if it could not be connected to: Envoy says so, or has gone on to a fallback."""
-    if served is None or served == picked:
-        return picked if flags is not None and flags.upstream_connection_failure else ""
-    # Another endpoint served the first attempt: Envoy did not know the picked one yet.
-    return picked if common.upstream_request_attempt_count != 1 else ""
+def _failed(flags: Any, served: str | None, picked: str) -> str:
+    """The picked endpoint if Envoy says that it could not be connected to, and has tried no other."""
+    is_last = served is None or served == picked
+    return picked if is_last and flags is not None and flags.upstream_connection_failure else ""
 
 
 def _fields(metadata: Any, name: str) -> Any:

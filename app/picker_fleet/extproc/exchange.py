@@ -526,6 +526,7 @@ class Exchange:
             },
             waited_s=placement.waited_s if placement is not None else None,
             target_model=self._target_model,
+            picked=placement.endpoints[0] if placement is not None else "",
             tells_served=context.settings.extproc.conformance,
         )
 

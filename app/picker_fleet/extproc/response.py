@@ -11,11 +11,13 @@ import msgspec
 import orjson
 
 from picker_fleet.extproc import codec
-from picker_fleet.request import Completion, Outcome
+from picker_fleet.request import Completion, Outcome, fault_of, hold_of
 
 _STATUS = ":status"
 _ENCODING = "content-encoding"
-_WANTED = frozenset((_STATUS, _ENCODING))
+_RETRY_AFTER = "retry-after"
+_CONTENT_TYPE = "content-type"
+_WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 
 _HEAD_BYTES = 4096
 _TAIL_BYTES = 16_384  # of a stream
@@ -32,6 +34,8 @@ _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
 _CUT = (b"", b"\\")  # what may follow a string that goes on in the next chunk; in a string is no line break
 _MODEL = b'"model"'
 _INNER = (b'"message"', b'"response"')  # events of Anthropic's API and of Responses have the model in these
+# In place of an answer; quotes in a JSON string are escaped. With the code, if there is one.
+_ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
 class ModelRename:
@@ -205,9 +209,10 @@ class UsageReader:
     what is kept, once; in an answer that is not kept whole, a few places of a few KiB.
     """
 
-    __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size")
+    __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size", "total")
 
     def __init__(self) -> None:
+        self.total = 0  # bytes that came
         self._head = self._between = b""
         self._chunks: deque[bytes] = deque()
         self._size, self._most = 0, 0
@@ -220,6 +225,7 @@ class UsageReader:
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
     def add(self, chunk: bytes) -> None:
+        self.total += len(chunk)
         if self._inflate is not None:
             chunk = self._inflated(chunk)
         if len(self._head) < _HEAD_BYTES:
@@ -236,6 +242,12 @@ class UsageReader:
                 window = passed + self._chunks[0][:_USAGE_BYTES]
                 if (at := window.rfind(_MARKS[0])) >= 0:
                     self._between = window[at : at + _USAGE_BYTES]
+
+    def tells_error(self) -> bool:
+        """Whether an answer without usage says that the server, not its client, has failed."""
+        tail = b"".join(self._chunks)[-_TAIL_BYTES:].decode(errors="replace")
+        errors = list(_ERROR.finditer(tail))
+        return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
         """(prompt, completion) tokens of the answer, of a stream of them the most that it says anywhere."""
@@ -376,15 +388,19 @@ class Response:
     `request_id` is '' if nothing was admitted, and then nothing is settled. `rename` restores the client's
     model name; None if it was not changed. `client_headers` are added for the client. Times are counted
     from `started_s`. The metadata `namespace` says who served; `tells_served` passes it on to the client, as
-    the conformance suite wants it. `waited_s` and `target_model` are the completion's.
+    the conformance suite wants it. `waited_s` and `target_model` are the completion's; `picked` is
+    the endpoint that was chosen.
     """
 
     __slots__ = (
         "_client_headers",
         "_clock",
+        "_content_type",
         "_ends",
         "_first_byte_s",
+        "_hold_s",
         "_namespace",
+        "_picked",
         "_placed_s",
         "_rename",
         "_request_id",
@@ -413,6 +429,7 @@ class Response:
         client_headers: Mapping[str, str],
         waited_s: float | None = None,
         target_model: str = "",
+        picked: str = "",
         tells_served: bool = False,
     ) -> None:
         self.ended = self.streaming = False
@@ -421,6 +438,7 @@ class Response:
         self._client_headers = client_headers
         self._waited_s = waited_s
         self._target_model = target_model
+        self._picked = picked
         self._request_id = request_id
         self._rename = rename
         self._settle = settle
@@ -428,6 +446,7 @@ class Response:
         self._started_s = started_s
         self._placed_s = placed_s
         self._status = 0
+        self._hold_s, self._content_type = 0.0, ""
         self._served: str | None = None
         self._first_byte_s: float | None = None
         self._usage = UsageReader()
@@ -453,6 +472,8 @@ class Response:
         found = codec.read_headers(headers, _WANTED)
         status = found.get(_STATUS, b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
+        self._content_type = found.get(_CONTENT_TYPE, b"").decode(errors="replace")
+        self._hold_s = hold_of(found.get(_RETRY_AFTER, b"").decode(errors="replace"))
         about = codec.read_metadata(message, self._namespace)
         served = (about or {}).get(codec.SERVED)
         self._served = served if isinstance(served, str) and served else None
@@ -485,6 +506,12 @@ class Response:
             return
         ended_s = self._clock()
         prompt_tokens, completion_tokens = self._usage.tokens()
+        fault = ""
+        if outcome is Outcome.COMPLETED:
+            has_usage = prompt_tokens is not None or completion_tokens is not None
+            error = not has_usage and self._usage.tells_error()
+            size = None if has_usage else self._usage.total
+            fault = fault_of(self._status, size, error, self._content_type)
         self._settle(
             Completion(
                 id=self._request_id,
@@ -498,5 +525,8 @@ class Response:
                 service_s=ended_s - self._placed_s,
                 waited_s=self._waited_s,
                 target_model=self._target_model,
+                fault=fault,
+                hold_s=self._hold_s,
+                passed_over=self._picked if self._served not in (None, self._picked) else "",
             )
         )

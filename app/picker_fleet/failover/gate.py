@@ -38,7 +38,7 @@ from picker_fleet.failover.peers import (
     lost_budget,
 )
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.request import Alive, Completion, InferenceRequest, Placement
+from picker_fleet.request import CONNECT, Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.connection import FailureDetector
@@ -338,6 +338,12 @@ class FailoverGate:
     def suspect(self, request_id: str) -> None:
         if self._state is not _LOCAL:
             self._shared.suspect(request_id)
+
+    def fault(self, fault: Fault) -> None:
+        if self._state is not _LOCAL:
+            self._shared.fault(fault)
+        elif self._outage is not None and fault.why == CONNECT:
+            self._outage.picker.failed(fault.endpoint)
 
     def renew(self, alive: Alive) -> None:
         if alive.id in self._ends:

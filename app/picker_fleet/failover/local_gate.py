@@ -296,13 +296,15 @@ class LocalPicker:
         """
         now_s = self._clock()
         self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
-        endpoints = [each for each in self._endpoints.current.endpoints if each.ready]
+        known = self._endpoints.current.endpoints
+        endpoints = [each for each in known if each.ready]
         ready = {each.address for each in endpoints}
         load = self._load
         full = {each.address for each in endpoints if load[each.address] >= (each.max_inflight or math.inf)}
         choice = self._chooser.choose(request)
         picked: tuple[str, ...] = ()
-        for able in (ready - self._failed.keys() - full, ready - self._failed.keys(), ready):
+        ejected = {each.address for each in known if each.ejected and not (each.draining or each.drained)}
+        for able in (ready - self._failed.keys() - full, ready - self._failed.keys(), ready, ejected):
             picked = picked or pick(
                 choice.candidates,
                 able,

@@ -1,5 +1,7 @@
-"""Marks endpoints down and up again for the whole fleet, by what scraping finds."""
+"""Marks endpoints down and up again for the whole fleet, by what scraping finds; brings ejected ones back."""
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
@@ -9,12 +11,21 @@ from picker_fleet.state.store import Store
 
 _WELL_AGAIN = 3  # answers in a row
 _UNANSWERED = ("timeout", "silent")
+_SERVER_FAULTS = (*_UNANSWERED, "connection")  # others are of the page alone
+_STANDS_STILL_S = 5.0  # a page whose figures do not move so long, while requests run there
+_NO_SUCH_PAGE = (404, 405)  # the engine has no health page, so its requests decide
+_STUCK = "stuck"
+
+_log = logging.getLogger(__name__)
 
 
 class Probes:
     """A `Meter` of the scraper, around `meter`, that also marks endpoints: down when they refuse connections
     or are silent, which each unanswered request confirms, or answer that they take no requests; up again
-    after three other answers. `readings` returns what any replica has scraped last."""
+    after three other answers. `readings` returns what any replica has scraped last, `in_flight` the fleet's
+    requests by endpoint. Of an ejected endpoint the status of a probe decides whether it comes back. One
+    whose page stands still while requests run there is reported as stuck; `ejected` is called if it is
+    ejected for that."""
 
     def __init__(
         self,
@@ -22,22 +33,56 @@ class Probes:
         endpoints: SnapshotCell,
         meter: Meter,
         readings: Callable[[], Mapping[str, Reading]],
+        in_flight: Callable[[], Mapping[str, int]] = dict,
+        ejected: Callable[[str, str], object] = lambda address, why: None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._store = store
         self._endpoints = endpoints
         self._meter = meter
-        self._readings = readings
+        self._readings, self._in_flight = readings, in_flight
+        self._on_ejected = ejected
+        self._clock = clock or asyncio.get_running_loop().time
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # of pages, and since when
+        self._stuck: set[str] = set()
         self._well: dict[str, int] = {}  # down -> answers in a row
         self._version = ""
-        self._down: frozenset[str] = frozenset()  # as of that version of the endpoints
+        # As of that version of the endpoints.
+        self._down: frozenset[str] = frozenset()
+        self._ejected: frozenset[str] = frozenset()
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
         self._meter.scraped(address, seconds, reading)
         self._answered(address, reading.unready is None)
+        self._watch(address, reading)
 
     def probed(self, address: str, status: int, ready: bool) -> None:
         self._meter.probed(address, status, ready)
         self._answered(address, ready)
+        if self._is_ejected(address):
+            is_well = ready and (200 <= status < 300 or status in _NO_SUCH_PAGE)
+            self._mark(address, not is_well or address in self._stuck, "ejected")
+
+    def _watch(self, address: str, reading: EndpointMetrics) -> None:
+        """Report an endpoint whose page stands still."""
+        now_s = self._clock()
+        if not self._in_flight().get(address):
+            self._moves(address)
+            return
+        figures = (reading.waiting, reading.running, reading.kv_utilisation)
+        former, since_s = self._figures.get(address, ((), now_s))
+        if figures != former or figures == (None, None, None):
+            self._moves(address)
+            self._figures[address] = figures, now_s
+        elif now_s - since_s >= _STANDS_STILL_S:
+            self._stuck.add(address)
+            self._mark(address, True, _STUCK)
+
+    def _moves(self, address: str) -> None:
+        self._figures.pop(address, None)
+        if address in self._stuck:
+            self._stuck.discard(address)
+            self._mark(address, False, _STUCK)
 
     def _answered(self, address: str, ready: bool) -> None:
         if not ready:
@@ -54,6 +99,8 @@ class Probes:
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
         self._meter.scrape_failed(address, kind, seconds)
         self._well.pop(address, None)
+        if kind in _SERVER_FAULTS and self._is_ejected(address):
+            self._mark(address, True, "ejected")
         confirmed = kind in _UNANSWERED and self._is_down(address)
         if kind == "connection" or confirmed or (kind == "silent" and not self._most_are_silent()):
             self._mark(address, True)
@@ -68,11 +115,22 @@ class Probes:
         self._meter.scrape_ages(owned, ages_s)
 
     def _is_down(self, address: str) -> bool:
+        self._follow()
+        return address in self._down
+
+    def _is_ejected(self, address: str) -> bool:
+        self._follow()
+        return address in self._ejected
+
+    def _follow(self) -> None:
         snapshot = self._endpoints.current
         if snapshot.version != self._version:
             self._version = snapshot.version
             self._down = frozenset(each.address for each in snapshot.endpoints if each.down)
-        return address in self._down
+            self._ejected = frozenset(each.address for each in snapshot.endpoints if each.ejected)
+            listed = {each.address for each in snapshot.endpoints}
+            self._figures = {address: kept for address, kept in self._figures.items() if address in listed}
+            self._stuck &= listed
 
     def _most_are_silent(self) -> bool:
         """Whether most endpoints are silent: then the scraping or the load is the cause, and marking the
@@ -86,7 +144,11 @@ class Probes:
         )
         return 2 * silent > len(up)
 
-    def _mark(self, address: str, down: bool) -> None:
-        # A mark that is lost is repeated by the next probe.
-        done = self._store.mark_endpoint(address, "down", down)
-        done.add_done_callback(lambda done: done.cancelled() or done.exception())
+    def _mark(self, address: str, on: bool, what: str = "down") -> None:
+        def marked(done: asyncio.Future[str]) -> None:
+            # A mark that is lost is repeated by the next probe.
+            if not done.cancelled() and done.exception() is None and done.result() == "ejected":
+                _log.warning("endpoint %s is ejected: %s", address, what)
+                self._on_ejected(address, what)
+
+        self._store.mark_endpoint(address, what, on).add_done_callback(marked)

@@ -504,8 +504,9 @@ class Heartbeat:
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()
-        is_marked = pulse.endpoints_version != unmarked(pulse.endpoints_version)
-        return marked(listed, await self._store.marks()) if is_marked else listed
+        if pulse.endpoints_version == unmarked(pulse.endpoints_version):
+            return listed
+        return marked(listed, await self._store.marks(), await self._store.ejections())
 
     async def _send(self) -> HeartbeatReply:
         """A heartbeat. It carries the replica info only if the shared state lacks it: writing it takes a

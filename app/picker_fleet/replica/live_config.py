@@ -49,6 +49,10 @@ AFFECTS: Mapping[str, tuple[str, ...]] = {
     "workloads.rate_cap": ("rate_cap",),
     "workloads.wait_signal": ("wait_signal",),
     "scheduling.scorers": ("live_weight",),
+    "outlier_detection.enabled": ("eject_ms",),
+    "outlier_detection.base_ejection_time": ("eject_ms",),
+    "outlier_detection.max_ejection_time": ("eject_most_ms",),
+    "outlier_detection.max_ejection_percent": ("eject_percent",),
 }
 LIVE = (*AFFECTS, "weights.FLOW")
 _WEIGHTS = "weights"
@@ -291,7 +295,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
     queue = settings.fair_request_queue
     by_name = {band.name: band for band in queue.bands}
     controller, workloads = settings.request_queue_controller, settings.workloads
-    leases, log = settings.leases, settings.decision_log
+    leases, log, outliers = settings.leases, settings.decision_log, settings.outlier_detection
     return {
         "upper_per": controller.upper_per_backend,
         "lower_per": controller.lower_per_backend,
@@ -328,6 +332,9 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "queue_enabled": int(controller.enabled),
         "queue_unready": int(queue.queue_without_endpoints),
         "live_weight": Scheduler(with_in_flight(settings.scheduling.scorers)).live_weight,
+        "eject_ms": outliers.base_ejection_time * 1000 if outliers.enabled else 0,
+        "eject_most_ms": outliers.max_ejection_time * 1000,
+        "eject_percent": outliers.max_ejection_percent,
         "default_answer": queue.default_answer_tokens,
         "answer_alpha": _ANSWER_ALPHA,
     }

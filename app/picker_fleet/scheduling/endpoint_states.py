@@ -187,7 +187,7 @@ class EndpointStates:
             address,
             labels=endpoint.labels,
             draining=endpoint.draining or endpoint.drained,
-            healthy=not endpoint.down,
+            healthy=not (endpoint.down or endpoint.ejected),
             waiting=loads.waiting if loads else None,
             running=loads.running if loads else None,
             kv_utilisation=loads.kv_utilisation if loads else None,

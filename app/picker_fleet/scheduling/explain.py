@@ -128,7 +128,7 @@ def _explain_by_load(
                 endpoint.address,
                 labels=endpoint.labels,
                 draining=endpoint.draining or endpoint.drained,
-                healthy=not endpoint.down,
+                healthy=not (endpoint.down or endpoint.ejected),
                 in_flight=float(basis.in_flight.get(endpoint.address, 0)),
             )
             for endpoint in basis.endpoints

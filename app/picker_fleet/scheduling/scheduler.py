@@ -38,7 +38,7 @@ def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | N
 
 
 def health(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that answer."""
+    """Only endpoints that answer, and not only with faults."""
     return [None if endpoint.healthy else "unhealthy" for endpoint in endpoints]
 
 

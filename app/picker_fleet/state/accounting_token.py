@@ -37,7 +37,7 @@ _PURPOSE = "accounting-token"
 _TRACEPARENT = "00-"
 
 _NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
-_COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("cost", "model", "endpoint"))
+_FLOW, _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("flow", "cost", "model", "endpoint"))
 _FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature and the trace
 
 
@@ -158,6 +158,12 @@ def alone_since_ms(token: str) -> int | None:
         return None
     digits = token.split("\t")[_FIELDS].removeprefix(ADMITTED_ALONE)
     return int(digits) if digits.isdecimal() else None
+
+
+def flow_of(token: str) -> str:
+    """The flow of an accounting token; '' if it is none."""
+    fields = token.split("\t")
+    return fields[_FLOW] if len(fields) > _ENDPOINT else ""
 
 
 def endpoint_of(token: str) -> str:

@@ -16,6 +16,7 @@ class Keys:
         self.pool = self.prefix + "pool"
         self.endpoints = self.prefix + "endpoints"
         self.marks = self.prefix + "marks"
+        self.outliers = self.prefix + "outliers"
         self.replicas = self.prefix + "replicas"
         self.queue_snapshot = self.prefix + "queue_snapshot"
         self.routes = self.prefix + "routes"

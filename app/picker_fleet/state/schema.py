@@ -68,13 +68,14 @@ COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
     "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
     "band:0", "band:1", "band:2", "bv", "credit", "overdue", "rate", "refiling", "pressed",
-    "new:0", "new:1", "new:2", "moved",
+    "new:0", "new:1", "new:2", "moved", "outliers",
 )  # fmt: skip
 # The arguments of each item of a batch.
 ITEMS = {
     "tombstone": ("id", "ago_ms"),
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
+    "report_fault": ("id", "endpoint", "flow", "why", "hold_ms"),
     "settle": ("id", "outcome", "cost", "answer_tokens"),
     "place": ("id", "attempt", "candidates"),
     "acknowledge": ("id", "attempt"),

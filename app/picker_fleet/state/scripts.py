@@ -24,8 +24,8 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua
 
 # In the order in which a message carries them (state/batching.py).
 NAMES = (
-    "tombstone", "renew", "report_client_gone", "settle", "admit", "place", "acknowledge", "cancel",
-    "mark_endpoint", "evict", "heartbeat", "publish",
+    "tombstone", "renew", "report_client_gone", "report_fault", "settle", "admit", "place", "acknowledge",
+    "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
     "publish_changes", "tune", "sweep", "claim_queue_snapshot", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",

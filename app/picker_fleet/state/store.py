@@ -8,10 +8,11 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from picker_fleet.bands import Bands
-from picker_fleet.request import Endpoint, InferenceRequest, Outcome
+from picker_fleet.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
@@ -22,6 +23,10 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _ADOPTED = " adopted"
 _KEPT_CHANGES = 200
+_ANSWERED = "answered"  # `completed` of a request whose endpoint is well
+
+
+_UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 
 @dataclass(slots=True)
@@ -222,16 +227,23 @@ class Store:
         actual: float | None = None,
         answer_tokens: int | None = None,
         *,
+        answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[str]:
         """settled MODEL | left MODEL | unknown. Kept until Redis takes it.
 
         `actual` is the request's real cost, in the unit it was charged in; `answer_tokens` what its answer
-        had, for the estimate of later ones. None: not known. `urgent`: a request may wait for its place.
+        had, for the estimate of later ones. None: not known. `answered`: its endpoint is well. `urgent`: a
+        request may wait for its place.
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
-        args = (request_id, outcome.value, *known)
+        args = (request_id, _ANSWERED if answered else outcome.value, *known)
         return self._client.submit("settle", args, durable=True, urgent=urgent)
+
+    def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[str]:
+        """ejected, down (by this fault) | noted | unknown. `flow` is that of its request, '' unknown."""
+        args = (fault.id, fault.endpoint, flow, fault.why, _milliseconds(fault.hold_s))
+        return self._client.submit("report_fault", args)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         """stored | back (it had been restored, and counts). After it, no sign of life from before the end,
@@ -380,7 +392,8 @@ class Store:
         return [fields[1] for _, fields in found]
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
-        """marked | unknown (not published). `what`: drained, down; nothing new goes to a marked endpoint."""
+        """marked | ejected | unknown. `what`: drained, down; nothing new goes to a marked endpoint.
+        `ejected`: a probe has found one unwell (`on`) or well. `stuck`: its page stands still."""
         return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> str:
@@ -399,7 +412,7 @@ class Store:
     async def endpoints(self) -> tuple[Endpoint, ...]:
         """The pool's endpoints as published, by address."""
         published = await self._client.command("HGETALL", self.keys.endpoints)
-        marks = await self.marks()
+        marks, ejections = await self.marks(), await self.ejections()
         # Few of thousands differ from one reading to the next.
         read, self._read = self._read, {}
         for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
@@ -409,10 +422,20 @@ class Store:
                 labels, limit = about["labels"] or {}, about.get("max_inflight")
                 known = text, Endpoint(address, labels, about["draining"], max_inflight=limit)
             self._read[address] = known
-        return marked((endpoint for _, endpoint in self._read.values()), marks)
+        return marked((endpoint for _, endpoint in self._read.values()), marks, ejections)
+
+    async def ejections(self) -> Mapping[str, Ejection]:
+        """Of the endpoints that are ejected or were lately, by address."""
+        flat = await self._client.command("HGETALL", self.keys.outliers)
+        entries = ((address, json.loads(text)) for address, text in zip(flat[::2], flat[1::2], strict=True))
+        return {
+            address: Ejection(str(entry["why"]), int(entry["until_ms"]))
+            for address, entry in entries
+            if "until_ms" in entry
+        }
 
     async def marks(self) -> frozenset[tuple[str, str]]:
-        """What is marked: `drained` or `down`, and the address."""
+        """What is marked: `drained`, `down` or `ejected`, and the address."""
         fields = (await self._client.command("HGETALL", self.keys.marks))[::2]
         parts = (field.partition(BETWEEN) for field in fields)
         return frozenset((what, address) for what, _, address in parts)
@@ -473,13 +496,24 @@ class Store:
                 self._on_notification(what, about)
 
 
-def marked(endpoints: Iterable[Endpoint], marks: frozenset[tuple[str, str]]) -> tuple[Endpoint, ...]:
+def marked(
+    endpoints: Iterable[Endpoint],
+    marks: frozenset[tuple[str, str]],
+    ejections: Mapping[str, Ejection] = MappingProxyType({}),
+) -> tuple[Endpoint, ...]:
     """`endpoints`, of which none is marked, with their marks."""
     if not marks:
         return tuple(endpoints)
     addresses = {address for _, address in marks}
     return tuple(
-        replace(each, drained=("drained", each.address) in marks, down=("down", each.address) in marks)
+        replace(
+            each,
+            drained=("drained", each.address) in marks,
+            down=("down", each.address) in marks,
+            ejected=ejections.get(each.address, _UNKNOWN_EJECTION)
+            if ("ejected", each.address) in marks
+            else None,
+        )
         if each.address in addresses
         else each
         for each in endpoints

@@ -186,6 +186,14 @@ class Metrics:
         self._probes = counters(
             "probes", "Probes that model servers answered, between two scrapes.", ("endpoint",)
         )
+        self._faults = counters(
+            "endpoint_faults",
+            "Attempts that failed on an endpoint, or found it full.",
+            ("endpoint", "reason"),
+        )
+        self._ejections = counters(
+            "endpoint_ejections", "Ejections of an endpoint that failed.", ("endpoint", "reason")
+        )
         self._scrape_s = histograms("scrape_seconds", "Duration of a scrape.", _REDIS, ("result",))
         self._readings = counters("scrape_readings", "Readings published to the fleet, or lost.", ("result",))
         self._owned = gauges("scrape_endpoints", "Endpoints that this replica scrapes.")
@@ -338,6 +346,12 @@ class Metrics:
         self._scrapes.add((self._endpoint(address), "partial" if reading.remark else "ok"))
         self._scrape_s.observe(seconds, ("ok",))
 
+    def endpoint_fault(self, address: str, why: str) -> None:
+        self._faults.add((self._endpoint(address), _class_of(why)))
+
+    def endpoint_ejected(self, address: str, why: str) -> None:
+        self._ejections.add((self._endpoint(address), _class_of(why)))
+
     def probed(self, address: str, status: int, ready: bool) -> None:
         self._probes.add((self._endpoint(address),))
 
@@ -432,6 +446,11 @@ class MetricsPage:
             yield same[0].head
             for family in same:
                 yield from family.series()
+
+
+def _class_of(why: str) -> str:
+    """A fault's reason with few values: `5xx` for a status."""
+    return f"{why[0]}xx" if why.isdecimal() else why
 
 
 def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:

@@ -48,10 +48,13 @@ def cluster_of(name: str, default: str) -> str:
     return POOL if name == default else f"{POOL}-{name}"
 
 
-def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluster_v3.Cluster:
+def pool(
+    namespace: str, cluster: str = POOL, name: str | None = None, *, retry_percent: int = 20
+) -> cluster_v3.Cluster:
     """The model servers of a pool, discovered from the fleet, tried in the order of the picker's header.
 
-    The metadata `namespace` names the endpoint that served. `name` is the pool's, None in a fleet with one.
+    The metadata `namespace` names the endpoint that served. `name` is the pool's, None in a fleet with
+    one. At most `retry_percent` of the requests that run are retries; a few always may be.
     """
     override = override_host_v3.OverrideHost(
         override_host_sources=[override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
@@ -74,7 +77,7 @@ def pool(namespace: str, cluster: str = POOL, name: str | None = None) -> cluste
         typed_extension_protocol_options=_speaking(
             _HTTP1, core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S))
         ),
-        circuit_breakers=_no_circuit_breakers(),
+        circuit_breakers=_no_circuit_breakers(retry_percent),
         common_lb_config=cluster_v3.ClusterCommonLbConfig(
             healthy_panic_threshold=type_v3.Percent(value=0),
             # A draining endpoint gets nothing new from the picker, but what it was given still goes there.
@@ -271,7 +274,16 @@ def _policy(kind: str, message: betterproto2.Message) -> cluster_v3.LoadBalancin
     )
 
 
-def _no_circuit_breakers() -> cluster_v3.CircuitBreakers:
+_FEW_RETRIES = 3  # at once, however few requests run
+
+
+def _no_circuit_breakers(retry_percent: int | None = None) -> cluster_v3.CircuitBreakers:
+    """No limit but that of retries, if there is one."""
+    budget = None
+    if retry_percent is not None:
+        budget = cluster_v3.CircuitBreakersThresholdsRetryBudget(
+            budget_percent=type_v3.Percent(value=retry_percent), min_retry_concurrency=_FEW_RETRIES
+        )
     return cluster_v3.CircuitBreakers(
         thresholds=[
             cluster_v3.CircuitBreakersThresholds(
@@ -280,6 +292,7 @@ def _no_circuit_breakers() -> cluster_v3.CircuitBreakers:
                 max_pending_requests=_NO_LIMIT,
                 max_requests=_NO_LIMIT,
                 max_retries=_NO_LIMIT,
+                retry_budget=budget,
             )
             for priority in (core_v3.RoutingPriority.DEFAULT, core_v3.RoutingPriority.HIGH)
         ]

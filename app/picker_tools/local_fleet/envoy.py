@@ -147,8 +147,13 @@ def build_bootstrap(
                 *([picker_http(http_pickers, http_tls)] if mode == "http" else []),
                 *([] if admin_listen is None else [picker_admin(admin_pickers, admin_tls)]),
                 *(
-                    pool(namespace, cluster_of(name, settings.pool), name if settings.pools else None)
-                    for name in pools
+                    pool(
+                        namespace,
+                        cluster_of(name, settings.pool),
+                        name if settings.pools else None,
+                        retry_percent=each.outlier_detection.retry_budget_percent,
+                    )
+                    for name, each in pools.items()
                 ),
             ],
         ),

@@ -50,6 +50,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.type import v3 as type_v3
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_v3
     from envoy_data_plane.envoy.type.metadata import v3 as metadata_v3
+    from envoy_data_plane.envoy.type.tracing import v3 as tracing_v3
     from envoy_data_plane.google import protobuf
     from envoy_data_plane.xds.core import v3 as xds_core_v3
     from envoy_data_plane.xds.type.matcher import v3 as xds_matcher_v3

@@ -17,7 +17,7 @@ from picker_fleet.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEER
 from picker_fleet.config import Settings, pools_of
 from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ext_authz.server import PREFIX
-from picker_fleet.extproc.accesslog import METADATA_HEADERS
+from picker_fleet.extproc.accesslog import CONTENT_TYPE, FAULT_TAG, METADATA_HEADERS, RETRY_AFTER
 from picker_fleet.extproc.codec import LENGTH_HEADER, SUBSET
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
 from picker_fleet.extproc.context import POOL_HEADER
@@ -60,6 +60,7 @@ from picker_tools.local_fleet.envoy_types import (
     router_v3,
     seconds,
     sse_rules_v3,
+    tracing_v3,
     type_v3,
     xds_core_v3,
     xds_matcher_v3,
@@ -73,6 +74,7 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CORS = "envoy.filters.http.cors"
 _EXT_AUTHZ = "envoy.filters.http.ext_authz"
 _EXT_PROC = "envoy.filters.http.ext_proc"
+_ROUTER = "envoy.filters.http.router"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
 _BODY_READERS = (_EXT_AUTHZ, _EXT_PROC)  # filters that need a request's body
 
@@ -154,7 +156,8 @@ def _http_filters(
     else:
         processor = _ext_proc(mode, settings, naming)
         filters.append(_named(_EXT_PROC, _without_own_4xx(processor) if mode == "standard" else processor))
-    return [*filters, _ROUTER]
+    attempts = [] if mode == "standard" else [_access_log(_failed_attempts())]
+    return [*filters, _named(_ROUTER, router_v3.Router(upstream_log=attempts))]
 
 
 _ADDRESSES = 10_000  # whose rates Envoy remembers
@@ -349,24 +352,31 @@ def _json_usage() -> json_rules_v3.JsonToMetadata:
 
 
 def _usage_rules(paths: Mapping[str, Sequence[str]]) -> list[json_rules_v3.JsonToMetadataRule]:
-    return [_usage_rule(path, key) for key, ways in paths.items() for path in ways]
+    kept = {**paths, "error_code": ("error.code",)}
+    rules = [_usage_rule(path, key) for key, ways in kept.items() for path in ways]
+    # That the answer is an error; its text may be long, and is not kept.
+    told = protobuf.Value(bool_value=True)
+    return [*rules, *(_usage_rule(f"error.{field}", "error", told) for field in ("message", "type"))]
 
 
-def _usage_rule(path: str, key: str) -> json_rules_v3.JsonToMetadataRule:
-    number = json_rules_v3.JsonToMetadataKeyValuePair(
+def _usage_rule(path: str, key: str, value: protobuf.Value | None = None) -> json_rules_v3.JsonToMetadataRule:
+    """Keeps the number at `path` as `key`; with `value`, that in its place."""
+    kept = json_rules_v3.JsonToMetadataKeyValuePair(
         metadata_namespace=USAGE_NAMESPACE, key=key, type=json_rules_v3.JsonToMetadataValueType.NUMBER
     )
+    if value is not None:
+        kept = json_rules_v3.JsonToMetadataKeyValuePair(
+            metadata_namespace=USAGE_NAMESPACE, key=key, value=value
+        )
     return json_rules_v3.JsonToMetadataRule(
         selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path.split(".")],
-        on_present=number,
+        on_present=kept,
     )
 
 
 def _named(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:
     return hcm_v3.HttpFilter(name=name, typed_config=packed(message))
 
-
-_ROUTER = _named("envoy.filters.http.router", router_v3.Router())
 
 # What Envoy reads at once, and so the largest message with a part of a body.
 _CHUNK_BYTES = 1024 * 1024
@@ -543,9 +553,7 @@ def _manager(
         http_filters=_http_filters(mode, settings, pool, client_rate),
         local_reply_config=hcm_v3.LocalReplyConfig(
             mappers=[
-                _any_mapper(
-                    503, accesslog_v3.ComparisonFilterOp.EQ, _added({"retry-after": "1"}, _IF_ABSENT)
-                ),
+                _any_mapper(503, _EQ, _added({"retry-after": "1"}, _IF_ABSENT)),
                 *(_status_mapper(carried, status) for status, carried in CARRIED.items() if mode == "http"),
                 _any_mapper(),
             ]
@@ -556,7 +564,10 @@ def _manager(
         assert manager.route_config is not None
         for host in manager.route_config.virtual_hosts:
             host.typed_per_filter_config = {_CORS: packed(_cors(origins))}
-    if mode != "standard":
+    if mode == "standard":
+        # The picker reads the answer, but cannot tell one that was cut from a client that has left.
+        manager.access_log = [_access_log(_cut())]
+    else:
         manager.access_log = [_access_log()]
         manager.access_log_options = hcm_v3.HttpConnectionManagerHcmAccessLogOptions(
             access_log_flush_interval=seconds(settings.leases.access_log_interval)
@@ -566,7 +577,7 @@ def _manager(
 
 def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
     """Turns the status `carried` of a refusal into `status`."""
-    mapper = _any_mapper(carried, accesslog_v3.ComparisonFilterOp.EQ)
+    mapper = _any_mapper(carried, _EQ)
     mapper.status_code = status
     return mapper
 
@@ -577,14 +588,7 @@ def _any_mapper(
     added: Sequence[core_v3.HeaderValueOption] = (),
 ) -> hcm_v3.ResponseMapper:
     """Adds the client's x-request-id and the headers `added` to Envoy's own answers of such a `status`."""
-    compared = accesslog_v3.ComparisonFilter(
-        op=op, value=core_v3.RuntimeUInt32(default_value=status, runtime_key=f"picker.status_{status}")
-    )
-    only = accesslog_v3.StatusCodeFilter(comparison=compared)
-    return hcm_v3.ResponseMapper(
-        filter=accesslog_v3.AccessLogFilter(status_code_filter=only),
-        headers_to_add=[*_added(_RETURNED_ID), *added],
-    )
+    return hcm_v3.ResponseMapper(filter=_status(op, status), headers_to_add=[*_added(_RETURNED_ID), *added])
 
 
 def _routes(
@@ -627,19 +631,25 @@ def _host(settings: Settings, pool: Settings, domains: Sequence[str], mode: Mode
         if mode == "lean"
         else [],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
-        # `reset` too: an endpoint may die between the request and its first byte. One try for each
-        # endpoint that the picker lists.
-        retry_policy=_other_hosts(f"{_NOT_SENT},reset", pool.scheduling.fallbacks),
+        # What fails before its first byte: the endpoint dies, answers that it cannot, is full, or redirects.
+        # One try for each endpoint that the picker lists.
+        retry_policy=_other_hosts(
+            f"{_NOT_SENT},reset,5xx,retriable-status-codes", pool.scheduling.fallbacks, _RETRIED
+        ),
     )
 
 
 _NOT_SENT = "connect-failure,refused-stream,reset-before-request"
 
 
-def _other_hosts(retry_on: str, tries: int) -> route_v3.RetryPolicy:
+_RETRIED = (300, 301, 302, 303, 307, 308, 429)  # and all from 500 on
+
+
+def _other_hosts(retry_on: str, tries: int, statuses: Sequence[int] = ()) -> route_v3.RetryPolicy:
     """Up to `tries` times to a host that has not been tried."""
     return route_v3.RetryPolicy(
         retry_on=retry_on,
+        retriable_status_codes=list(statuses),
         num_retries=tries,
         retry_host_predicate=[
             route_v3.RetryPolicyRetryHostPredicate(
@@ -733,19 +743,55 @@ def _added(
     ]
 
 
-def _access_log() -> accesslog_v3.AccessLog:
-    """One entry a flush interval during a request and one at its end, to any one replica."""
+def _cut(*more: str) -> accesslog_v3.AccessLogFilter:
+    """Passes answers that the endpoint has cut, and those with the flags `more`."""
+    flags = accesslog_v3.ResponseFlagFilter(flags=["UC", "UR", "UPE", *more])
+    return accesslog_v3.AccessLogFilter(response_flag_filter=flags)
+
+
+def _failed_attempts() -> accesslog_v3.AccessLogFilter:
+    """Passes attempts whose status or end is the endpoint's fault, or says that it is full."""
+    redirects = _and(_status(_GE, 300), _status(_LE, 399))
+    filters = [_status(_GE, 500), _status(_EQ, 429), redirects, _cut("UF")]
+    return accesslog_v3.AccessLogFilter(or_filter=accesslog_v3.OrFilter(filters=filters))
+
+
+_EQ, _GE, _LE = (getattr(accesslog_v3.ComparisonFilterOp, name) for name in ("EQ", "GE", "LE"))
+
+
+def _and(*filters: accesslog_v3.AccessLogFilter) -> accesslog_v3.AccessLogFilter:
+    return accesslog_v3.AccessLogFilter(and_filter=accesslog_v3.AndFilter(filters=list(filters)))
+
+
+def _status(op: accesslog_v3.ComparisonFilterOp, status: int) -> accesslog_v3.AccessLogFilter:
+    value = core_v3.RuntimeUInt32(default_value=status, runtime_key=f"picker.status_{status}")
+    comparison = accesslog_v3.ComparisonFilter(op=op, value=value)
+    return accesslog_v3.AccessLogFilter(
+        status_code_filter=accesslog_v3.StatusCodeFilter(comparison=comparison)
+    )
+
+
+_FAULT = tracing_v3.CustomTagLiteral(value="1")
+
+
+def _access_log(only: accesslog_v3.AccessLogFilter | None = None) -> accesslog_v3.AccessLog:
+    """To any one replica: entries of faults that `only` passes; without it, one a flush interval during a
+    request and one at its end."""
+    marks = [] if only is None else [tracing_v3.CustomTag(tag=FAULT_TAG, literal=_FAULT)]
     return accesslog_v3.AccessLog(
+        filter=only,
         name="envoy.access_loggers.http_grpc",
         typed_config=packed(
             grpc_access_log_v3.HttpGrpcAccessLogConfig(
+                additional_response_headers_to_log=[CONTENT_TYPE if only is None else RETRY_AFTER],
                 common_config=grpc_access_log_v3.CommonGrpcAccessLogConfig(
                     log_name="picker",
                     transport_api_version=core_v3.ApiVersion.V3,
                     buffer_size_bytes=0,  # each entry at once: it frees a place
                     grpc_service=picker_grpc(),
                     grpc_stream_retry_policy=_redrive(),
-                )
+                    custom_tags=marks,
+                ),
             )
         ),
     )
@@ -770,7 +816,7 @@ def admin_listener(listen: tuple[str, int]) -> listener_v3.Listener:
         route_config=route_v3.RouteConfiguration(
             name=_ADMIN, virtual_hosts=[route_v3.VirtualHost(name=_ADMIN, domains=["*"], routes=routes)]
         ),
-        http_filters=[_ROUTER],
+        http_filters=[_named(_ROUTER, router_v3.Router())],
     )
     return _listener(_ADMIN, listen, manager)
 

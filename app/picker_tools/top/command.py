@@ -31,7 +31,7 @@ _LOW_SHARE = 0.8  # a flow below this part of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
     "ready": _GOOD, "live": _GOOD, "draining": _FAIR, "drained": _FAIR, "at its limit": _FAIR,
-    "down": _BAD, "silent": _BAD, "without Redis": _BAD, "refused": _FAIR, "expired": _FAIR,
+    "down": _BAD, "ejected": _BAD, "silent": _BAD, "without Redis": _BAD, "refused": _FAIR, "expired": _FAIR,
     "evicted": _FAIR, "abandoned": _FAIR, "reclaimed": _FAIR, "upstream_failed": _FAIR, "client_gone": _FAIR,
 }  # fmt: skip
 _QUEUE_ROWS = 200
@@ -126,6 +126,7 @@ VIEWS: dict[str, tuple[Column, ...]] = {
         Column("Runs", "running", number), Column("Waits", "waiting", number),
         Column("KV", "kv_utilisation", percent), Column("Latency", "latency_mean_s", seconds),
         Column("±", "latency_std_s", seconds), Column("Adapters", "adapters", ", ".join),
+        Column("Ejected for", "ejected", lambda ejected: ejected.reason if ejected else ""),
     ),
     "replicas": (
         Column("Replica", "id"), Column("Health", "live", lambda live: "live" if live else "silent"),

@@ -115,7 +115,7 @@ function tiles(state, endpoints, replicas, oldest) {
   tile("rate", `${number(state.drain_rate)}/s`, `${number(state.guard_dispatches_total, 0)} by the starvation guard`);
   const count = (list, test) => list.filter(test).length;
   const ready = count(endpoints, (each) => each.status === "ready");
-  const out = ["drained", "draining", "down"].map((status) => [count(endpoints, (each) => each.status === status), status]);
+  const out = ["drained", "draining", "down", "ejected"].map((status) => [count(endpoints, (each) => each.status === status), status]);
   const said = out.filter(([many]) => many).map(([many, status]) => `${many} ${status}`);
   const none = endpoints.length ? "" : "none discovered";
   tile("endpoints", `${ready} of ${endpoints.length}`, said.join(", ") || none || "all take requests", ready ? "" : "bad");

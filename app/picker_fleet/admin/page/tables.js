@@ -52,7 +52,7 @@ const workloads = new Rows(byId("rows-workloads"), (workload) => workload.id, ()
   };
 });
 
-const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad" };
+const STATUS_LEVELS = { ready: "good", draining: "warn", drained: "warn", down: "bad", ejected: "bad" };
 
 const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.address, () => {
   const { tr, cells } = row("addr head", "", "n", "n", "n", "n long", "act");
@@ -71,7 +71,7 @@ const endpoints = new Rows(byId("rows-endpoints"), (endpoint) => endpoint.addres
       const loaded = endpoint.adapters ?? [];
       setText(adapters, loaded.length ? `${loaded.length} of ${number(endpoint.max_adapters, 0)} adapters: ${plain(loaded.join(", "))}` : "");
       adapters.title = plain(loaded.join(", "));
-      setText(status, endpoint.status);
+      setText(status, endpoint.ejected ? `${endpoint.status}: ${plain(endpoint.ejected.reason)}` : endpoint.status);
       setLevel(status, STATUS_LEVELS[endpoint.status] ?? "warn");
       const metrics = endpoint.scrape_fault ?? endpoint.scrape_remark;
       const fault = endpoint.unready ?? (metrics ? `metrics: ${metrics}` : "");

@@ -1,0 +1,202 @@
+-- include: dispatch
+-- Outlier ejection: an endpoint that fails takes nothing new for a while, in the whole fleet; one that answers 429
+-- takes nothing new until it has ended a request. Included by what is told of failures and answers, and by the sweep.
+--
+-- An entry of `outliers`, JSON: by: {id, flow} of its failures since its last answer, oldest first, flow '' of a
+-- request that failed on another endpoint too; at: when the last came, why; times: ejections in a row; until_ms: of
+-- the last one; seen_ms: when a probe last found it unwell; trial: 1 while one request tries it; returned_ms: when it
+-- passed; cap, cap_until: most requests in flight there, and until when; fulls: how often
+-- in a row it was full; stuck_ms, stuck_ended: since when its page
+-- stands still, and how many requests the pool had ended by then.
+
+local outliers = {}
+do
+  local MOST_FAILURES = 8 -- that an entry keeps
+  local MOST_ALONE = 5 -- failures in a row that eject although one flow has them all, if it has the pool to itself
+  local LOOKED_AT = 32 -- requests in flight, to know whether a flow has the pool to itself
+  local TRIAL_MS = 15000 -- after which a trial counts as passed: its request takes long, and has not failed
+  local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long one that says no time is full; bounds
+  local STUCK_MS = 10000 -- how long others must have answered while the page of one stands still
+  local UNSEEN_MS = 10000 -- an ejection that is over, and that no probe has confirmed for so long, ends
+  local KEPT_MS = 60000 -- an entry that says nothing any more is kept for so long
+
+  local function is_on() return (settings.eject_ms or 0) > 0 end
+
+  local function put(address, entry)
+    if not endpoints.outliers[address] then
+      endpoints.outliers[address], pool.outliers = entry, pool.outliers + 1
+    end
+    pool.touched = true
+    defer_write('HSET', key.outliers, address, cjson.encode(entry))
+    endpoints.update_caps()
+  end
+
+  local function entry_of(address) return endpoints.outliers[address] or {by = {}, times = 0, at = now_ms, why = ''} end
+
+  local function drop(address)
+    endpoints.forget_outlier(address)
+    endpoints.update_caps()
+  end
+
+  -- Whether every request in flight is of `flow`, as far as a look at some shows.
+  local function has_pool_alone(flow)
+    local ids = read('ZREVRANGE', key.inflight, 0, LOOKED_AT - 1)
+    record.prefetch(ids, #ids)
+    for _, id in ipairs(ids) do
+      local r = record.read(id)
+      if r and r.flow ~= flow then return false end
+    end
+    return true
+  end
+
+  -- Whether the failures of an endpoint count against it: they are of two flows, so that no client alone can eject it,
+  -- or many of the only flow that there is.
+  local function is_failing(entry)
+    local first, count
+    for _, failure in ipairs(entry.by) do
+      local flow = failure[2]
+      if flow ~= '' then
+        if first and flow ~= first then return true end
+        first, count = flow, (count or 0) + 1
+      end
+    end
+    return first and count >= MOST_ALONE and has_pool_alone(first)
+  end
+
+  -- Eject, unless as many are ejected as may be; one that is ready always stays.
+  local function eject(address, entry, why)
+    local ejected = 0
+    for each in pairs(endpoints.outliers) do
+      if endpoints.is_ejected(each) then ejected = ejected + 1 end
+    end
+    local most = math.floor((pool.ready + ejected) * settings.eject_percent / 100)
+    if pool.ready < 2 or ejected >= most or not endpoints.is_ready(address) then return end
+    local goes_on = entry.trial or now_ms - (entry.returned_ms or 0) < settings.eject_most_ms
+    entry.times = goes_on and entry.times + 1 or 1
+    entry.until_ms = now_ms + math.min(settings.eject_ms * 2 ^ math.min(entry.times - 1, 30), settings.eject_most_ms)
+    entry.why, entry.seen_ms, entry.trial, entry.cap, entry.stuck_ms, entry.fulls = why, nil, nil, nil, nil, nil
+    put(address, entry)
+    endpoints.mark('ejected', true, address)
+    return true
+  end
+
+  -- End an ejection: one request tries the endpoint.
+  local function try(address, entry)
+    entry.trial, entry.cap, entry.cap_until = 1, endpoints.in_flight(address) + 1, now_ms + TRIAL_MS
+    put(address, entry)
+    endpoints.mark('ejected', false, address)
+  end
+
+  -- A request has failed on an endpoint, each counted once. One that fails on two says nothing of either: it may be of
+  -- a kind that makes engines fail. Returns whether that has ejected the endpoint.
+  function outliers.failed(address, id, flow, why)
+    if not (is_on() and endpoints.is_known(address)) then return end
+    for other, entry in pairs(endpoints.outliers) do
+      for _, failure in ipairs(entry.by) do
+        if failure[1] == id then
+          if other == address or failure[2] == '' then return end
+          failure[2] = ''
+          put(other, entry)
+          if endpoints.is_ejected(other) and entry.why ~= 'stuck' and not is_failing(entry) then
+            entry.times = math.max(entry.times - 1, 0)
+            put(other, entry)
+            endpoints.mark('ejected', false, other)
+          end
+          return
+        end
+      end
+    end
+    local entry = entry_of(address)
+    if not endpoints.is_ready(address) then return end -- it began there before
+    table.insert(entry.by, {id, flow})
+    if #entry.by > MOST_FAILURES then
+      local at = 1 -- one whose flow has others in the list
+      for i = #entry.by - 1, 1, -1 do
+        if entry.by[i][2] == '' or entry.by[i][2] == flow then at = i end
+      end
+      table.remove(entry.by, at)
+    end
+    entry.at, entry.why = now_ms, why
+    put(address, entry)
+    return is_failing(entry) and eject(address, entry, why)
+  end
+
+  -- An endpoint has answered a request well. One on trial has passed.
+  function outliers.answered(address)
+    local entry = endpoints.outliers[address]
+    if not entry or endpoints.is_ejected(address) then return end
+    if entry.trial then entry.trial, entry.cap, entry.returned_ms = nil, nil, now_ms end
+    if entry.cap and entry.cap_until <= now_ms then entry.cap = nil end
+    entry.by, entry.stuck_ms, entry.fulls = {}, nil, nil
+    local says_nothing = entry.times == 0 and not entry.cap
+    if says_nothing then drop(address) else put(address, entry) end
+  end
+
+  -- An endpoint is full: it keeps what it has, `mine` of which is ending, and takes no more for `hold_ms` (0: it did
+  -- not say), but one for each that ends. Then one more tries it; the time doubles until it answers one.
+  function outliers.full(address, mine, hold_ms)
+    if not (is_on() and endpoints.is_known(address)) then return end
+    local entry = entry_of(address)
+    local is_new = not (entry.fulls and entry.cap and entry.cap_until > now_ms)
+    if is_new then entry.fulls = (entry.fulls or 0) + 1 end
+    hold_ms = hold_ms > 0 and math.max(LEAST_FULL_MS, math.min(hold_ms, MOST_FULL_MS)) or FULL_MS
+    local longer_ms = math.min(hold_ms * 2 ^ math.min(entry.fulls - 1, 30), math.max(settings.eject_most_ms, hold_ms))
+    entry.cap = math.max(endpoints.in_flight(address) - mine, 0)
+    entry.at, entry.cap_until = now_ms, is_new and now_ms + longer_ms or math.max(entry.cap_until, now_ms + hold_ms)
+    put(address, entry)
+  end
+
+  -- A probe has found an ejected endpoint well or not.
+  function outliers.probed(address, is_well)
+    local entry = endpoints.outliers[address]
+    if not entry or not endpoints.is_ejected(address) then return false end
+    if not is_well then
+      entry.seen_ms = now_ms
+      put(address, entry)
+    elseif now_ms >= entry.until_ms then
+      try(address, entry)
+    end
+    return true
+  end
+
+  -- Requests in flight on an endpoint are old, and its page stands still. If others answer, it is ejected. Returns
+  -- whether it was.
+  function outliers.stuck(address, is_stuck)
+    local entry = entry_of(address)
+    if not (is_stuck and is_on() and endpoints.is_ready(address)) then
+      if entry.stuck_ms then
+        entry.stuck_ms = nil
+        put(address, entry)
+      end
+    elseif not entry.stuck_ms then
+      entry.at, entry.stuck_ms, entry.stuck_ended = now_ms, now_ms, pool.ended
+      put(address, entry)
+    elseif now_ms - entry.stuck_ms >= STUCK_MS and pool.ended > entry.stuck_ended then
+      return eject(address, entry, 'stuck')
+    end
+  end
+
+  -- The sweep's part: end ejections that no probe confirms, and drop entries that say nothing any more.
+  function outliers.sweep()
+    if pool.outliers == 0 then return end
+    local count = 0
+    for address, entry in pairs(endpoints.outliers) do
+      count = count + 1
+      if read('HEXISTS', key.endpoints, address) == 0 then
+        drop(address)
+      elseif endpoints.is_ejected(address) then
+        if not is_on() or now_ms - math.max(entry.until_ms, entry.seen_ms or 0) > UNSEEN_MS then try(address, entry) end
+      else
+        local is_over = not entry.cap or entry.cap_until <= now_ms
+        if entry.cap and is_over and not entry.fulls then
+          if entry.trial then entry.trial, entry.returned_ms = nil, now_ms end
+          entry.cap = nil
+          put(address, entry)
+        end
+        local last_ms = math.max(entry.at, entry.until_ms or 0, entry.returned_ms or 0)
+        if is_over and now_ms - last_ms > KEPT_MS or not is_on() then drop(address) end
+      end
+    end
+    if count == 0 then pool.outliers = 0 end -- the entries were lost
+  end
+end

@@ -1,0 +1,116 @@
+"""Who is ejected, full or on trial: the rules of lua/lib/outliers.lua."""
+
+from dataclasses import dataclass, field
+
+from model_state import Moment
+
+MOST_FAILURES, MOST_ALONE = 8, 5
+TRIAL_MS, FULL_MS, UNSEEN_MS, KEPT_MS = 15_000, 1_000, 10_000, 60_000
+
+
+@dataclass
+class Entry:
+    """What is known of one endpoint. `by`: id and flow of its failures since its last answer, flow '' of a
+    request that failed on another one too."""
+
+    at_ms: int
+    by: list[list[str]] = field(default_factory=list)
+    times: int = 0
+    until_ms: int = 0
+    seen_ms: int = 0
+    returned_ms: int = 0
+    trial: bool = False
+    cap: int | None = None
+    cap_until_ms: int = 0
+    fulls: int = 0  # how often in a row it was full
+
+    def flows(self) -> list[str]:
+        return [flow for _, flow in self.by if flow]
+
+    def forget_one(self) -> None:
+        """The oldest failure whose flow has another in the list, else the oldest."""
+        *former, (_, newest) = self.by
+        alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
+        del self.by[alike[0] if alike else 0]
+
+
+class Outliers(dict[str, Entry]):
+    """By endpoint."""
+
+    def __init__(self, moment: Moment) -> None:
+        super().__init__()
+        self._moment = moment
+
+    def caps(self) -> dict[str, int]:
+        """The limits of endpoints in this call."""
+        caps = dict(self._moment.settings.get("caps") or {})
+        for address, entry in self.items():
+            over = entry.cap_until_ms <= self._moment.now_ms
+            if entry.cap is not None and (not over or entry.fulls):
+                cap = entry.cap + over  # one that was full has to answer first
+                caps[address] = min(cap, caps.get(address, cap))
+        return caps
+
+    def of(self, address: str) -> Entry:
+        return self.setdefault(address, Entry(self._moment.now_ms))
+
+    def told(self, request_id: str) -> tuple[str, list[str]] | None:
+        """The endpoint, and the failure, of a request that has failed before."""
+        return next(
+            (
+                (address, each)
+                for address, entry in self.items()
+                for each in entry.by
+                if each[0] == request_id
+            ),
+            None,
+        )
+
+    def may_eject(self, ready: int, ejected: int) -> bool:
+        return ready >= 2 and ejected < (ready + ejected) * self._moment.settings["eject_percent"] // 100
+
+    def eject(self, entry: Entry) -> None:
+        goes_on = (
+            entry.trial or self._moment.now_ms - entry.returned_ms < self._moment.settings["eject_most_ms"]
+        )
+        entry.times = entry.times + 1 if goes_on else 1
+        longest = self._moment.settings["eject_most_ms"]
+        entry.until_ms = self._moment.now_ms + min(
+            self._moment.settings["eject_ms"] * 2 ** (entry.times - 1), longest
+        )
+        entry.seen_ms, entry.trial, entry.cap, entry.fulls = 0, False, None, 0
+
+    def limit(self, entry: Entry, cap: int, ms: int) -> None:
+        entry.cap, entry.cap_until_ms = cap, self._moment.now_ms + ms
+
+    def full(self, entry: Entry, cap: int, hold_ms: int) -> None:
+        now_ms = self._moment.now_ms
+        is_new = not (entry.fulls and entry.cap is not None and entry.cap_until_ms > now_ms)
+        entry.fulls += is_new
+        longer_ms = min(
+            hold_ms * 2 ** (entry.fulls - 1), max(self._moment.settings["eject_most_ms"], hold_ms)
+        )
+        until_ms = now_ms + longer_ms if is_new else max(entry.cap_until_ms, now_ms + hold_ms)
+        entry.at_ms, entry.cap, entry.cap_until_ms = now_ms, cap, until_ms
+
+    def answered(self, address: str) -> None:
+        entry = self[address]
+        if entry.trial:
+            entry.trial, entry.cap, entry.returned_ms = False, None, self._moment.now_ms
+        if entry.cap is not None and entry.cap_until_ms <= self._moment.now_ms:
+            entry.cap = None
+        entry.by, entry.fulls = [], 0
+        if entry.times == 0 and entry.cap is None:
+            del self[address]
+
+    def expire(self, address: str) -> None:
+        """The sweep's look at one that is not ejected."""
+        entry = self[address]
+        over = entry.cap is None or entry.cap_until_ms <= self._moment.now_ms
+        if entry.cap is not None and over and not entry.fulls:
+            if entry.trial:
+                entry.trial, entry.returned_ms = False, self._moment.now_ms
+            entry.cap = None
+        last_ms = max(entry.at_ms, entry.until_ms, entry.returned_ms)
+        if over and self._moment.now_ms - last_ms > KEPT_MS:
+            del self[address]

@@ -1,0 +1,231 @@
+"""Outlier ejection in the scripts: who is ejected, by what, for how long, and how it comes back."""
+
+import json
+from typing import Any
+
+import pytest
+import redis
+from direct_calls import ClockedPool
+
+E1, E2, E3, E4 = (f"10.0.0.{n}:1" for n in range(1, 5))
+ROOMY = {
+    "upper_per": 9,
+    "live_weight": 0,  # candidates are taken in the order of their scores
+}  # fmt: skip
+
+
+class FailingPool(ClockedPool):
+    """A pool of four endpoints, and what befalls requests there."""
+
+    def __init__(self, client: redis.Redis, pool: str, **settings: Any) -> None:
+        super().__init__(client, pool)
+        self.publish(E1, E2, E3, E4, **ROOMY | settings)
+        self.ids = 0
+
+    def place(self, *where: str, flow: str = "x") -> str:
+        """A new request on the first of `where`; its id."""
+        self.ids += 1
+        scored = ",".join(f"{address}={1 - at / 10}" for at, address in enumerate(where))
+        reply = self.admit(f"r{self.ids}", flow=flow, candidates=scored)
+        assert reply[:2] == ["placed", ",".join(where)], reply
+        return f"r{self.ids}"
+
+    def fault(self, request_id: str, address: str, why: str = "500", hold_ms: int = 0, flow: str = "") -> str:
+        reply = self.call("report_fault", "a", request_id, address, flow, why, hold_ms)
+        return bytes(reply[4]).decode()
+
+    def fails(self, address: str, flow: str, why: str = "500") -> str:
+        """A request of `flow` fails there, and ends."""
+        request_id = self.place(address, flow=flow)
+        said = self.fault(request_id, address, why)
+        self.call("settle", "a", request_id, "upstream_failed", "", "")
+        return said
+
+    def answers(self, address: str) -> None:
+        self.call("settle", "a", self.place(address, flow="well"), "answered", "", "")
+
+    def probed(self, address: str, well: bool) -> None:
+        self.call("mark_endpoint", "a", address, "ejected", int(not well))
+
+    @property
+    def ejected(self) -> set[str]:
+        marks = self.client.hkeys(f"{self.prefix}marks")
+        return {mark.decode().split("\x1f")[1] for mark in marks if mark.startswith(b"ejected")}
+
+    def takes(self, address: str) -> bool:
+        """Whether a request may go there, which then leaves."""
+        self.ids += 1
+        reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
+        self.call("settle", "a", f"t{self.ids}", "client_gone", "", "")
+        return address in reply[1].split(",")
+
+
+@pytest.fixture
+def it(client: redis.Redis, pool: str) -> FailingPool:
+    return FailingPool(client, pool)
+
+
+def test_failures_of_two_flows_eject_an_endpoint_at_once_and_everywhere(it: FailingPool) -> None:
+    assert it.fails(E1, "x") == "noted"
+    assert it.fails(E1, "y") == "ejected"
+    assert it.ejected == {E1}
+    assert not it.takes(E1)
+    # What only it could serve is tried there all the same.
+    assert it.admit("only", candidates=E1)[:2] == ["placed", E1]
+
+
+def test_failures_of_one_flow_alone_eject_nobody_while_others_run(it: FailingPool) -> None:
+    it.place(E4, flow="other")
+    assert {it.fails(E1, "x") for _ in range(50)} == {"noted"}
+    assert it.ejected == set()
+
+
+def test_the_only_flow_of_a_pool_ejects_by_five_failures_in_a_row(it: FailingPool) -> None:
+    assert [it.fails(E1, "x") for _ in range(5)] == [*["noted"] * 4, "ejected"]
+
+
+def test_an_answer_forgets_the_failures_before_it(it: FailingPool) -> None:
+    it.fails(E1, "x")
+    it.answers(E1)
+    assert it.fails(E1, "y") == "noted"
+    it.answers(E1)
+    assert it.client.exists(f"{it.prefix}outliers") == 0
+
+
+def test_a_request_that_fails_on_two_endpoints_counts_against_neither(it: FailingPool) -> None:
+    # Envoy tries the next one each time; the request is counted where it is.
+    for flow in "xyz":
+        request_id = it.place(E1, E2, E3, flow=flow)
+        it.fault(request_id, E1)
+        assert it.loads()[E2] % 1e9 == 1
+        it.fault(request_id, E2)
+        it.fault(request_id, E3)
+        it.fault(request_id, E1, flow=flow)  # told twice
+        it.call("settle", "a", request_id, "upstream_failed", "", "")
+        assert it.ejected == set()
+    # Even if it has ejected one before the second failure is known.
+    it.fails(E1, "x")
+    last = it.place(E1, E2, flow="y")
+    assert it.fault(last, E1) == "ejected"
+    it.fault(last, E2)
+    assert it.ejected == set()
+
+
+def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(it: FailingPool) -> None:
+    it.fails(E1, "x")
+    it.fails(E1, "y")
+    for seconds in (1, 2, 4, 8, 8):
+        # Probes from before the time is over do nothing; one that finds it unwell keeps it out.
+        it.passes(seconds * 1000 - 1)
+        it.probed(E1, well=True)
+        assert it.ejected == {E1}
+        it.passes(1)
+        it.probed(E1, well=False)
+        assert it.ejected == {E1}
+        it.probed(E1, well=True)
+        assert it.ejected == set()
+        # One request tries it, and no second one beside it.
+        trial = it.place(E1, E2, flow="z")
+        assert not it.takes(E1)
+        assert it.fault(trial, E1) == "ejected"
+        it.call("settle", "a", trial, "answered", "", "")
+    it.passes(8000)
+    it.probed(E1, well=True)
+    it.answers(E1)
+    assert all(it.place(E1) for _ in range(3))
+    # Long after its return it begins at one second again.
+    it.passes(9000)
+    it.fails(E1, "x")
+    assert it.fails(E1, "y") == "ejected"
+    entry = json.loads(it.client.hget(f"{it.prefix}outliers", E1))
+    assert entry["times"] == 1
+
+
+@pytest.mark.parametrize(
+    ("percent", "endpoints", "most"), [(50, 4, 2), (50, 3, 1), (50, 2, 1), (50, 1, 0), (100, 4, 3), (0, 4, 0)]
+)
+def test_at_most_a_part_of_the_pool_is_ejected(
+    it: FailingPool, percent: int, endpoints: int, most: int
+) -> None:
+    listed = (E1, E2, E3, E4)[:endpoints]
+    it.publish(*listed, **ROOMY | {"eject_percent": percent})
+    for address in listed:
+        for flow in "xy":
+            request_id = f"{flow}{address}"
+            it.admit(request_id, flow=flow, candidates=address)
+            it.fault(request_id, address)
+    assert len(it.ejected) == most
+    # Whatever fails, the pool goes on.
+    assert it.admit("goes on")[0] == "placed"
+
+
+def test_ejected_endpoints_are_tried_where_no_other_is_ready(it: FailingPool) -> None:
+    for flow in "xy":
+        it.fails(E1, flow)
+    for address in (E2, E3, E4):
+        it.call("mark_endpoint", "a", address, "down", 1)
+    assert it.admit("r")[:2] == ["placed", E1]
+
+
+def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_over(it: FailingPool) -> None:
+    running = [it.place(E1) for _ in range(2)]
+    refused = it.place(E1, E2)
+    it.fault(refused, E1, "full", 3000)
+    assert not it.takes(E1)
+    assert it.ejected == set()
+    it.call("settle", "a", running[0], "answered", "", "")
+    running.append(it.place(E1, E2))
+    assert not it.takes(E1)
+    it.passes(3000)
+    assert it.takes(E1)
+    # Whoever is full again without an answer between is so for twice as long, and one request tries it.
+    it.call("settle", "a", running.pop(), "client_gone", "", "")
+    for hold_ms in (1000, 2000, 4000, 8000, 8000):
+        it.fault(it.place(E2, E1, flow="y"), E2, "full")
+        it.passes(hold_ms - 1)
+        assert not it.takes(E2)
+        it.passes(1)
+        one = it.place(E2)
+        assert not it.takes(E2)
+        it.call("settle", "a", one, "client_gone", "", "")
+    # In a pool that is full altogether requests wait.
+    for address in (E1, E2, E3, E4):
+        it.fault(it.place(address, flow=address), address, "full")
+    assert it.admit("waits", flow="w")[0] == "queued"
+
+
+def test_an_ejection_that_no_probe_confirms_ends_by_the_sweep(it: FailingPool) -> None:
+    for flow in "xy":
+        it.fails(E1, flow)
+    sweep = ("a", 0, 3000, 60_000, 6000)
+    for _ in range(30):
+        it.passes(1000)
+        it.probed(E1, well=False)
+        it.call("sweep", *sweep)
+    assert it.ejected == {E1}
+    it.passes(10_001)
+    it.call("sweep", *sweep)
+    assert it.ejected == set()
+
+
+def test_an_endpoint_that_stands_still_while_others_answer_is_ejected(it: FailingPool) -> None:
+    def stuck(seconds: int, *, others_answer: bool) -> str:
+        it.call("mark_endpoint", "a", E1, "stuck", 1)
+        it.passes(seconds * 1000)
+        if others_answer:
+            it.answers(E2)
+        return bytes(it.call("mark_endpoint", "a", E1, "stuck", 1)[4]).decode()
+
+    assert stuck(60, others_answer=False) == "marked"
+    assert stuck(0, others_answer=True) == "ejected"
+
+
+def test_the_counter_of_outliers_is_set_right_when_they_are_lost(it: FailingPool) -> None:
+    for flow in "xy":
+        it.fails(E1, flow)
+    it.client.delete(f"{it.prefix}outliers")
+    for _ in range(2):
+        it.passes(1000)
+        it.call("sweep", "a", 0, 3000, 60_000, 6000)
+    assert it.ejected == set()
+    assert it.takes(E1)
