@@ -8,7 +8,8 @@
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each attempt: request id, endpoint, flow ('' unknown: the attempt counts only
 --   if the request has a record), why (`full`: the endpoint takes no more for now; `connect`: it cannot be connected
---   to; else the reason of a failure), how long it is full, ms (0: it did not say)
+--   to; `retried`: another endpoint has served; else the reason of a failure), how long it is full, ms (0: it did not
+--   say)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' | 'down' (by this one) | 'noted' |
 --   'unknown'
@@ -20,6 +21,7 @@ local function report_fault(args)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
+    if why == 'retried' and not is_here then return 'noted' end -- Envoy has told of the attempt, or it is over
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if following then move_placed(r, endpoints.first(following), following) end
     if why == 'full' then

@@ -5,9 +5,8 @@
 -- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, outcome (answered: completed, and its
---   endpoint is well; completed, client_gone, upstream_failed), its real cost ('' unknown), its answer's tokens
---   ('' unknown)
+-- args[1] the calling replica; then for each request: id, outcome (completed, answered: completed, and its
+--   endpoint is well, client_gone, upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 
@@ -53,7 +52,9 @@ local function settle(args)
     if answer_tokens ~= '' then answers.learn(r.flow, tonumber(answer_tokens)) end
     if outcome == 'answered' then
       outcome = 'completed'
-      if pool.outliers > 0 and r.state == STATE_PLACED then outliers.answered(endpoints.first(r.endpoints)) end
+      if pool.outliers > 0 and r.state == STATE_PLACED then
+        outliers.answered(endpoints.first(r.endpoints), r.flow)
+      end
     end
     finish_request(r, outcome)
     return 'settled ' .. r.model

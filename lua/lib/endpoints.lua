@@ -369,7 +369,7 @@ do -- a chunk may have 200 locals
     local found = redis.call('HGETALL', key.outliers)
     for i = 1, #found, 2 do
       local known, entry = pcall(cjson.decode, found[i + 1])
-      if known and type(entry) == 'table' then endpoints.outliers[found[i]] = entry end
+      if known and type(entry) == 'table' and type(entry.by) == 'table' then endpoints.outliers[found[i]] = entry end
     end
     endpoints.update_caps()
   end

@@ -3,18 +3,20 @@
 -- takes nothing new until it has ended a request. Included by what is told of failures and answers, and by the sweep.
 --
 -- An entry of `outliers`, JSON: by: {id, flow} of its failures since its last answer, oldest first, flow '' of a
--- request that failed on another endpoint too; at: when the last came, why; times: ejections in a row; until_ms: of
--- the last one; seen_ms: when a probe last found it unwell; trial: 1 while one request tries it; returned_ms: when it
--- passed; cap, cap_until: most requests in flight there, and until when; fulls: how often
--- in a row it was full; stuck_ms, stuck_ended: since when its page
+-- request that failed on another endpoint too; elsewhere: 1 once another endpoint has answered one of those flows
+-- since; at: when the last came, why; times: ejections in a row; until_ms: of the last one; seen_ms: when a probe last
+-- found it unwell; trial: 1 while one request tries it; returned_ms: when it passed; cap, cap_until: most requests in
+-- flight there, and until when; fulls: how often in a row it was full; stuck_ms, stuck_ended: since when its page
 -- stands still, and how many requests the pool had ended by then.
 
 local outliers = {}
 do
   local MOST_FAILURES = 8 -- that an entry keeps
-  local MOST_ALONE = 5 -- failures in a row that eject although one flow has them all, if it has the pool to itself
+  -- Failures in a row that eject although one flow has them all, if it has the pool to itself and others answer it.
+  local MOST_ALONE = 5
   local LOOKED_AT = 32 -- requests in flight, to know whether a flow has the pool to itself
-  local TRIAL_MS = 15000 -- after which a trial counts as passed: its request takes long, and has not failed
+  -- After which a trial counts as passed: its request takes long, and has not failed. One that was stuck must answer.
+  local TRIAL_MS, STUCK_TRIAL_MS = 15000, 3600000
   local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long one that says no time is full; bounds
   local STUCK_MS = 10000 -- how long others must have answered while the page of one stands still
   local UNSEEN_MS = 10000 -- an ejection that is over, and that no probe has confirmed for so long, ends
@@ -60,7 +62,13 @@ do
         first, count = flow, (count or 0) + 1
       end
     end
-    return first and count >= MOST_ALONE and has_pool_alone(first)
+    return first and count >= MOST_ALONE and entry.elsewhere and has_pool_alone(first)
+  end
+
+  local function has_failed(entry, flow)
+    for _, failure in ipairs(entry.by) do
+      if failure[2] == flow then return true end
+    end
   end
 
   -- Eject, unless as many are ejected as may be; one that is ready always stays.
@@ -82,7 +90,8 @@ do
 
   -- End an ejection: one request tries the endpoint.
   local function try(address, entry)
-    entry.trial, entry.cap, entry.cap_until = 1, endpoints.in_flight(address) + 1, now_ms + TRIAL_MS
+    entry.trial, entry.cap = 1, endpoints.in_flight(address) + 1
+    entry.cap_until = now_ms + (entry.why == 'stuck' and STUCK_TRIAL_MS or TRIAL_MS)
     put(address, entry)
     endpoints.mark('ejected', false, address)
   end
@@ -121,13 +130,19 @@ do
     return is_failing(entry) and eject(address, entry, why)
   end
 
-  -- An endpoint has answered a request well. One on trial has passed.
-  function outliers.answered(address)
+  -- An endpoint has answered a request of `flow` well. One on trial has passed.
+  function outliers.answered(address, flow)
+    for other, entry in pairs(endpoints.outliers) do
+      if other ~= address and not entry.elsewhere and has_failed(entry, flow) then
+        entry.elsewhere = 1
+        put(other, entry)
+      end
+    end
     local entry = endpoints.outliers[address]
     if not entry or endpoints.is_ejected(address) then return end
     if entry.trial then entry.trial, entry.cap, entry.returned_ms = nil, nil, now_ms end
     if entry.cap and entry.cap_until <= now_ms then entry.cap = nil end
-    entry.by, entry.stuck_ms, entry.fulls = {}, nil, nil
+    entry.by, entry.elsewhere, entry.stuck_ms, entry.fulls = {}, nil, nil, nil
     local says_nothing = entry.times == 0 and not entry.cap
     if says_nothing then drop(address) else put(address, entry) end
   end

@@ -23,6 +23,7 @@ class Entry:
     cap: int | None = None
     cap_until_ms: int = 0
     fulls: int = 0  # how often in a row it was full
+    elsewhere: bool = False  # another endpoint has answered one of its flows since
 
     def flows(self) -> list[str]:
         return [flow for _, flow in self.by if flow]
@@ -93,13 +94,18 @@ class Outliers(dict[str, Entry]):
         until_ms = now_ms + longer_ms if is_new else max(entry.cap_until_ms, now_ms + hold_ms)
         entry.at_ms, entry.cap, entry.cap_until_ms = now_ms, cap, until_ms
 
+    def answered_elsewhere(self, address: str, flow: str) -> None:
+        for other, entry in self.items():
+            if other != address and flow in entry.flows():
+                entry.elsewhere = True
+
     def answered(self, address: str) -> None:
         entry = self[address]
         if entry.trial:
             entry.trial, entry.cap, entry.returned_ms = False, None, self._moment.now_ms
         if entry.cap is not None and entry.cap_until_ms <= self._moment.now_ms:
             entry.cap = None
-        entry.by, entry.fulls = [], 0
+        entry.by, entry.elsewhere, entry.fulls = [], False, 0
         if entry.times == 0 and entry.cap is None:
             del self[address]
 

@@ -378,7 +378,7 @@ class PoolModel:
     def _is_failing(self, entry: Entry) -> bool:
         flows = entry.flows()
         alone = all(r.flow == flow for r in self.in_flight() for flow in flows[:1])
-        return len(set(flows)) > 1 or (len(flows) >= MOST_ALONE and alone)
+        return len(set(flows)) > 1 or (len(flows) >= MOST_ALONE and entry.elsewhere and alone)
 
     def _failed(self, address: str, request_id: str, flow: str) -> str:
         if address not in self.endpoints.counts:

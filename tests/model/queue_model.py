@@ -89,8 +89,10 @@ class QueueModel(PoolModel):
         self._correct(r, actual)
         if outcome == "answered":
             outcome, address = "completed", first(r.endpoints)
-            if r.state == "placed" and address in self.outliers and address not in self.endpoints.ejected:
-                self.outliers.answered(address)
+            if r.state == "placed":
+                self.outliers.answered_elsewhere(address, r.flow)
+                if address in self.outliers and address not in self.endpoints.ejected:
+                    self.outliers.answered(address)
         if answer_tokens is not None:
             self._learn(r.flow, answer_tokens)
         self._finish(r, outcome)
@@ -103,6 +105,8 @@ class QueueModel(PoolModel):
         if r is None and not flow:
             return "unknown"
         is_here = r is not None and first(r.endpoints) == address
+        if why == "retried" and not is_here:
+            return "noted"
         _, _, following = r.endpoints.partition(",") if r is not None and is_here else ("", "", "")
         if r is not None and following:
             self._move(r, following)

@@ -83,7 +83,7 @@ class Pool:
         self.counted[request_id] = True
         return self._answer("renew", args, "restored")
 
-    def settle(self, request_id: str, outcome: Outcome, *_: float | None, urgent: bool = False) -> Done:
+    def settle(self, request_id: str, outcome: Outcome, *_: float | None, **how: bool) -> Done:
         known = self.counted.pop(request_id, None) is not None
         return self._answer("settle", (request_id, outcome.value), "settled" if known else "unknown")
 

@@ -41,8 +41,8 @@ class FailingPool(ClockedPool):
         self.call("settle", "a", request_id, "upstream_failed", "", "")
         return said
 
-    def answers(self, address: str) -> None:
-        self.call("settle", "a", self.place(address, flow="well"), "answered", "", "")
+    def answers(self, address: str, flow: str = "well") -> None:
+        self.call("settle", "a", self.place(address, flow=flow), "answered", "", "")
 
     def probed(self, address: str, well: bool) -> None:
         self.call("mark_endpoint", "a", address, "ejected", int(not well))
@@ -80,8 +80,12 @@ def test_failures_of_one_flow_alone_eject_nobody_while_others_run(it: FailingPoo
     assert it.ejected == set()
 
 
-def test_the_only_flow_of_a_pool_ejects_by_five_failures_in_a_row(it: FailingPool) -> None:
-    assert [it.fails(E1, "x") for _ in range(5)] == [*["noted"] * 4, "ejected"]
+def test_the_only_flow_of_a_pool_ejects_by_five_failures_while_others_answer_it(it: FailingPool) -> None:
+    assert {it.fails(E1, "x") for _ in range(9)} == {"noted"}
+    it.answers(E1)
+    assert it.fails(E1, "x") == "noted"
+    it.answers(E2, flow="x")
+    assert [it.fails(E1, "x") for _ in range(4)] == [*["noted"] * 3, "ejected"]
 
 
 def test_an_answer_forgets_the_failures_before_it(it: FailingPool) -> None:
@@ -188,6 +192,13 @@ def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_
         one = it.place(E2)
         assert not it.takes(E2)
         it.call("settle", "a", one, "client_gone", "", "")
+    # That another has served such a request says nothing more.
+    for flow in "yz":
+        passed_on = it.place(E3, E4, flow=flow)
+        it.fault(passed_on, E3, "full")
+        it.fault(passed_on, E3, "retried", flow=flow)
+        it.passes(8000)
+    assert it.ejected == set()
     # In a pool that is full altogether requests wait.
     for address in (E1, E2, E3, E4):
         it.fault(it.place(address, flow=address), address, "full")

@@ -71,7 +71,8 @@ class Probes:
             return
         figures = (reading.waiting, reading.running, reading.kv_utilisation)
         former, since_s = self._figures.get(address, ((), now_s))
-        if figures != former or figures == (None, None, None):
+        # Without that of its cache a page may say the same for as long as a request takes.
+        if figures != former or reading.kv_utilisation is None:
             self._moves(address)
             self._figures[address] = figures, now_s
         elif now_s - since_s >= _STANDS_STILL_S:

@@ -4,6 +4,7 @@ Admission, failover, replica/ and admin/ call it. No other code names a script o
 Arguments and replies are those of the files in `lua/`; times are seconds unless named `_ms`."""
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -427,12 +428,13 @@ class Store:
     async def ejections(self) -> Mapping[str, Ejection]:
         """Of the endpoints that are ejected or were lately, by address."""
         flat = await self._client.command("HGETALL", self.keys.outliers)
-        entries = ((address, json.loads(text)) for address, text in zip(flat[::2], flat[1::2], strict=True))
-        return {
-            address: Ejection(str(entry["why"]), int(entry["until_ms"]))
-            for address, entry in entries
-            if "until_ms" in entry
-        }
+        found = {}
+        for address, text in zip(flat[::2], flat[1::2], strict=True):
+            # One that was never ejected has no time; others may be another program's.
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                entry = json.loads(text)
+                found[address] = Ejection(str(entry["why"]), int(entry["until_ms"]))
+        return found
 
     async def marks(self) -> frozenset[tuple[str, str]]:
         """What is marked: `drained`, `down` or `ejected`, and the address."""

@@ -632,17 +632,18 @@ def _host(settings: Settings, pool: Settings, domains: Sequence[str], mode: Mode
         else [],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
         # What fails before its first byte: the endpoint dies, answers that it cannot, is full, or redirects.
-        # One try for each endpoint that the picker lists.
+        # One try for each endpoint that the picker lists. In `standard` the picker sees the last answer
+        # alone, so that one that is full has to reach it.
         retry_policy=_other_hosts(
-            f"{_NOT_SENT},reset,5xx,retriable-status-codes", pool.scheduling.fallbacks, _RETRIED
+            f"{_NOT_SENT},reset,5xx,retriable-status-codes",
+            pool.scheduling.fallbacks,
+            _REDIRECTS if mode == "standard" else (*_REDIRECTS, 429),
         ),
     )
 
 
 _NOT_SENT = "connect-failure,refused-stream,reset-before-request"
-
-
-_RETRIED = (300, 301, 302, 303, 307, 308, 429)  # and all from 500 on
+_REDIRECTS = (300, 301, 302, 303, 307, 308)
 
 
 def _other_hosts(retry_on: str, tries: int, statuses: Sequence[int] = ()) -> route_v3.RetryPolicy:
