@@ -7,6 +7,7 @@ awaited. The replicas run in this process (`picker_fleet.serve`); Envoy's side i
 import asyncio
 import collections
 import contextlib
+import contextvars
 import itertools
 import random
 import selectors
@@ -34,7 +35,7 @@ from picker_fleet.state import batching, subscriptions
 BEGIN_S = 1_800_000_000.0
 _CLOCK = "test-clock"
 _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
-_NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
+NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
 HOUR_S = 3600.0
 SERVICE_S = 2.0  # of a request
@@ -42,20 +43,39 @@ BOUND = 4  # of the two model servers
 
 
 class Server:
-    """A blocking connection to the Valkey whose clock is set."""
+    """A blocking connection to the Valkey whose clock is set.
+
+    While it is `away`, nothing is asked. Its clock is `step_s` ahead of the loop's. While `refuses` names one
+    of its settings, that is 1, for which it refuses writes.
+    """
 
     def __init__(self, host: str, port: int) -> None:
-        self._socket = socket.create_connection((host, port))
+        self._address = host, port
+        self.away, self.step_s, self.refuses = True, 0.0, ""
+        self.connect()
+
+    def connect(self) -> None:
+        self._socket = socket.create_connection(self._address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.away = False
 
     def catch_up(self) -> None:
         """Return when all that was sent before has been answered: it serves its connections in turn."""
-        for _ in range(2):
+        for _ in range(0 if self.away else 2):
             self._ask(b"PING\r\n")
 
     def set_clock(self, now_s: float) -> None:
-        seconds, microseconds = divmod(round((BEGIN_S + now_s) * 1e6), 1_000_000)
+        if self.away:
+            return
+        seconds, microseconds = divmod(round((BEGIN_S + self.step_s + now_s) * 1e6), 1_000_000)
+        if self.refuses:
+            self.set(self.refuses, 0)
         self._ask(f"HSET {_CLOCK} seconds {seconds} microseconds {microseconds}\r\n".encode())
+        if self.refuses:
+            self.set(self.refuses, 1)
+
+    def set(self, setting: str, value: int) -> None:
+        self._ask(f"CONFIG SET {setting} {value}\r\n".encode())
 
     def cut_others(self) -> None:
         """End all connections but this one."""
@@ -64,11 +84,31 @@ class Server:
 
     def close(self) -> None:
         self._socket.close()
+        self.away = True
 
     def _ask(self, command: bytes) -> None:
         self._socket.sendall(command)
         reply = self._socket.recv(256)
         assert reply[:1] in b"+:", reply
+
+
+PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("PROCESS", default="")
+"""The process that a task stands for; tasks inherit it."""
+
+
+class _Ready(collections.deque[asyncio.Handle]):
+    """What a loop runs next; callbacks of a stopped process are kept until it continues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped: dict[str, list[asyncio.Handle]] = {}
+
+    def process(self, handle: asyncio.Handle | None) -> str:
+        return handle._context.get(PROCESS, "") if handle is not None else ""  # type: ignore[attr-defined]
+
+    def append(self, handle: asyncio.Handle) -> None:
+        kept = self.stopped.get(self.process(handle)) if self.stopped else None
+        (super() if kept is None else kept).append(handle)
 
 
 class _JumpingSelector(selectors.EpollSelector):
@@ -78,15 +118,24 @@ class _JumpingSelector(selectors.EpollSelector):
         super().__init__()
         self.now_s = 0.0
         self._server = server
+        self.ready = _Ready()
+
+    def _events(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+        found, stopped = sorted(super().select(timeout), key=lambda event: event[0].fd), self.ready.stopped
+        if not stopped:
+            return found
+        # A descriptor is of the process that reads it, or else writes it.
+        return [
+            each for each in found if self.ready.process(each[0].data[0] or each[0].data[1]) not in stopped
+        ]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
+        self._server.catch_up()  # what is found, and in which order, depends on no speed
+        found = self._events(0)
         if found or (timeout is not None and timeout <= 0):
             return found
-        self._server.catch_up()
-        found = super().select(0)
-        if found or timeout is None:
-            return found or super().select(0.001)
+        if timeout is None:
+            return self._events(0.001)
         self.now_s += max(timeout, _LEAST_JUMP_S)
         self._server.set_clock(self.now_s)
         return []
@@ -97,6 +146,14 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
         self.server = server
         self._jumping = _JumpingSelector(server)
         super().__init__(self._jumping)
+        self._ready = self._jumping.ready  # as the base class calls it
+
+    def stop_process(self, name: str) -> None:
+        """Nothing that stands for the process `name` runs until `continue_process`, as after SIGSTOP."""
+        self._jumping.ready.stopped[name] = []
+
+    def continue_process(self, name: str) -> None:
+        self._jumping.ready.extend(self._jumping.ready.stopped.pop(name, ()))
 
     def time(self) -> float:
         return self._jumping.now_s
@@ -225,7 +282,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
         async with contextlib.AsyncExitStack() as stack:
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
-                page.answer = answered(_NO_LOAD)
+                page.answer = answered(NO_LOAD)
                 page.requests = collections.deque(maxlen=1)  # it would keep those of a week
             tree = {
                 "extproc": {"drain_grace": "0s"},
@@ -248,9 +305,9 @@ async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-async def at_rest(some: Fleet, client: redis.Redis) -> None:
-    """Nothing is counted that is not there, and every figure is within its range."""
-    await asyncio.sleep(60.0)
+async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None:
+    """After so long nothing is counted that is not there, and every figure is within its range."""
+    await asyncio.sleep(lasts_s)
     for replica in some.replicas:
         parts = replica.pool.parts
         assert parts.failover.outage is None

@@ -1,0 +1,625 @@
+"""Clients of whole replicas under random faults, judged by the promises (docs/guarantees.md).
+
+A seed makes a schedule: faults, each with its time, its length and the replica that it meets. The replicas
+and their Valkey live on a clock that jumps (time_lapse.py), so a schedule takes seconds, on a busy machine as
+well. `failure` runs one; `smallest` leaves out every fault that its failure does not need.
+"""
+
+import asyncio
+import collections
+import contextlib
+import contextvars
+import random
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import audited_log
+import pytest
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from extproc_client import body, converse, headers, response_body, response_headers
+from page_server import PageServer, answered, serving
+from proxy import Proxy, proxy
+from redis_servers import Server, redis_server
+from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, time_lapse
+
+from picker_fleet import serve
+from picker_fleet.config import parse
+from picker_fleet.extproc import accesslog, budget_transfer
+from picker_fleet.extproc.exchange import Exchange
+from picker_fleet.pool import Pool
+from picker_fleet.state import connection
+
+REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
+LEASE_S, REPORT_S, SILENCE_S, TTL_S = 12.0, 3.0, 3.0, 30.0
+_CLIENTS, _FLOWS = 12, 3
+_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # of the faults, and until all counts must be 0
+_ANSWERED_S = TTL_S + 1.0  # G5
+_RUN_S = 400.0
+_CONFIG: dict[str, Any] = {
+    "request_queue_controller": {
+        f"{bound}_per_backend": BOUND / ENDPOINTS for bound in ("lower_bound", "watermark", "upper_bound")
+    },
+    "fair_request_queue": {"queue_ttl": TTL_S},
+    "leases": {"inflight": LEASE_S, "access_log_interval": REPORT_S, "replica_silence": SILENCE_S},
+    "decision_log": {"enabled": True, "max_entries": 1_000_000},
+    "extproc": {"drain_grace": "0s", "listen": "127.0.0.1:0"},
+    "admin": {"listen": "127.0.0.1:0"},
+    "http": {"listen": None},
+}
+
+
+class Fault(NamedTuple):
+    at_s: float
+    kind: str
+    replica: int
+    lasts_s: float
+
+
+class Schedule(NamedTuple):
+    seed: int
+    mode: str
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> "Schedule":
+        dice = random.Random(seed)
+        kinds = dice.sample(sorted(KINDS), dice.randint(1, 3))
+        faults = sorted(
+            Fault(
+                round(dice.uniform(_BEGIN_S, _END_S), 2),
+                dice.choice(kinds),
+                dice.randrange(REPLICAS),
+                round(dice.choice((0.3, 1.5, 5.0)) * dice.uniform(0.6, 1.4), 2),
+            )
+            for _ in range(dice.randint(1, 6))
+        )
+        return cls(seed, dice.choice(("lean", "lean", "standard")), tuple(faults))
+
+    @property
+    def kinds(self) -> set[str]:
+        return {fault.kind for fault in self.faults}
+
+    @property
+    def most_running(self) -> int:
+        """The bound; where writes are lost or one replica alone leaves Redis, twice as much (G1, G8)."""
+        return BOUND * (2 if self.kinds & TWICE else 1)
+
+
+class Node:
+    """A replica as a process of its own: what runs in its context stops and dies with it."""
+
+    def __init__(self, name: str, between: Proxy) -> None:
+        self.name, self.between = name, between
+        self.context = contextvars.copy_context()
+        self.context.run(PROCESS.set, name)
+        self.context.run(_NODE.set, self)
+        self.bound: asyncio.Future[serve.Bound] = asyncio.get_running_loop().create_future()
+        self.dead, self.stopped = asyncio.Event(), 0
+        self.pool: Pool
+
+    def start(self, tree: dict[str, Any]) -> None:
+        whole = {**tree, "redis": {"url": self.between.url}}
+        self._serving = self.task(serve.serve(parse(whole), self.name, self.bound.set_result))
+
+    async def ready(self) -> None:
+        await self.bound
+        self.log = accesslog.Collector([self.pool.account])
+        self.services = self.pool.services()
+
+    def task(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        return asyncio.create_task(work, context=self.context)
+
+    async def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work` in this process; ConnectionError if the process dies first."""
+        doing, dying = self.task(work), asyncio.create_task(self.dead.wait())
+        try:
+            await asyncio.wait((doing, dying), return_when=asyncio.FIRST_COMPLETED)
+            if self.dead.is_set():
+                raise ConnectionError(f"{self.name} died")
+            return await doing
+        finally:
+            doing.cancel()
+            dying.cancel()
+
+    async def kill(self) -> None:
+        """As SIGKILL: nothing that it still does reaches Redis."""
+        self.dead.set()
+        self.between.refusing = self.between.vanished = True
+        self.between.cut()
+        self._serving.cancel()
+        await asyncio.wait((self._serving,))
+
+
+_NODE: contextvars.ContextVar[Node | None] = contextvars.ContextVar("_NODE", default=None)
+
+
+@dataclass(slots=True)
+class Record:
+    """What one client saw. `status` 0: it left."""
+
+    id: str
+    flow: str
+    asked_s: float
+    honest: bool = True
+    answers: list[int] = field(default_factory=list)
+    answered_s: float = 0.0
+    tries: int = 1
+
+
+class World:
+    """The replicas, their Redis and their clients. As `Fleet` of time_lapse.py for `at_rest`."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        loop: TimeLapseLoop,
+        valkey: Server,
+        tree: dict[str, Any],
+        pages: Sequence[PageServer],
+    ) -> None:
+        self.schedule, self.loop, self.valkey, self.pages = schedule, loop, valkey, pages
+        self.dice = random.Random(schedule.seed)
+        self.nodes: list[Node] = []
+        self.history: list[Record] = []
+        self.running: dict[str, tuple[float, PageServer]] = {}  # since when, and where
+        self.unseen: set[str] = set()
+        self.most = 0
+        self.wrong: list[str] = []
+        self._tree = tree
+        self._started = 0
+        self._stack = contextlib.AsyncExitStack()
+        self._show()
+
+    @property
+    def replicas(self) -> Sequence[Node]:
+        return self.nodes
+
+    async def started(self) -> Node:
+        self._started += 1
+        between = await self._stack.enter_async_context(proxy(self.valkey.port))
+        node = Node(f"replica-{self._started}", between)
+        node.start(self._tree)
+        await node.ready()
+        return node
+
+    @contextlib.asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        async with self._stack:
+            self.nodes = [await self.started() for _ in range(REPLICAS)]
+            for node in self.nodes:
+                await node.pool.parts.membership.known()
+            try:
+                yield
+            finally:
+                for node in self.nodes:
+                    await node.kill()
+
+    def at(self, address: str) -> Node | None:
+        return next(
+            (each for each in self.nodes if each.bound.done() and each.bound.result().grpc == address), None
+        )
+
+    def any_node(self) -> Node:
+        """A replica that is not known to be dead, as Envoy chooses."""
+        return self.dice.choice([each for each in self.nodes if not each.dead.is_set()])
+
+    # Clients.
+
+    async def clients(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(_CLIENTS):
+                tasks.create_task(self._client(number))
+
+    async def _client(self, number: int) -> None:
+        dice = random.Random(f"{self.schedule.seed} {number}")
+        flow = f"flow-{number % _FLOWS}"
+        count = 0
+        while self.loop.time() < _END_S + 5:
+            count += 1
+            record = Record(f"{number}.{count}", flow, self.loop.time())
+            await self.ask(
+                record,
+                seconds=dice.choice((0.3, 1.0, 1.0, 3.0, 3.0, 20.0)) * dice.uniform(0.8, 1.2),
+                leaves_s=dice.uniform(0.0, 1.0) if dice.random() < 0.1 else None,
+            )
+            await asyncio.sleep(dice.uniform(0.0, 0.4) if record.answers == [200] else 0.5)
+
+    async def ask(
+        self, record: Record, seconds: float, leaves_s: float | None = None, said: bytes = b""
+    ) -> None:
+        """One request, which Envoy brings to another replica while the one that has it dies."""
+        self.history.append(record)
+        while True:
+            node = self.any_node()
+            exchange = Exchange(node.pool.context)
+            try:
+                async with asyncio.timeout(leaves_s):
+                    answers = await node.do(self._decided(exchange, record, said))
+            except ConnectionError:
+                record.tries += 1
+                continue
+            except TimeoutError:
+                node.task(self._close(exchange))
+                return
+            break
+        record.answered_s = self.loop.time()
+        last = answers[-1]
+        if last.HasField("immediate_response"):
+            record.answers.append(last.immediate_response.status.code)
+            exchange.close()
+            return
+        record.answers.append(200)
+        if record.honest:
+            self._begin(record.id, answers)
+        if self.schedule.mode == "standard":
+            await self._streams(node, exchange, record, seconds)
+        else:
+            exchange.close()
+            await self._logs(answers, record, seconds)
+
+    async def _decided(self, exchange: Exchange, record: Record, said: bytes) -> list[Any]:
+        named = {"x-request-id": record.id, "x-llm-d-inference-fairness-id": record.flow}
+        prompt = said or b'{"model": "llama", "prompt": "%s"}' % record.id.encode()
+        return await converse(exchange, headers(self.schedule.mode, named), body(prompt))
+
+    async def _close(self, exchange: Exchange) -> None:
+        exchange.close()
+
+    async def _streams(self, node: Node, exchange: Exchange, record: Record, seconds: float) -> None:
+        """The replica holds the stream, and its death ends it."""
+        try:
+            await self._until_dead(node, seconds)
+            self._end(record.id)
+            await node.do(converse(exchange, response_headers(200), response_body(b"{}", ended=True)))
+            await node.do(self._close(exchange))
+        except ConnectionError:
+            self._end(record.id)
+
+    async def _until_dead(self, node: Node, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await node.dead.wait()
+                raise ConnectionError
+
+    async def _logs(self, answers: Sequence[Any], record: Record, seconds: float) -> None:
+        """Envoy's access log of a request, whose entries go to any replica."""
+        metadata = next(answer.dynamic_metadata for answer in answers if answer.HasField("dynamic_metadata"))
+        entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": record.id})
+        for name, value in metadata.fields.items():
+            entry.common_properties.metadata.filter_metadata[name].CopyFrom(value.struct_value)
+        while seconds > REPORT_S:
+            await asyncio.sleep(REPORT_S)
+            seconds -= REPORT_S
+            self._report(entry, "DownstreamPeriodic")
+        await asyncio.sleep(seconds)
+        self._end(record.id)
+        entry.response.response_code.value = 200
+        self._report(entry, "DownstreamEnd")
+        if "hostile" in self.schedule.kinds:  # repeats its end
+            self._report(entry, "DownstreamEnd")
+
+    def _report(self, entry: Any, kind: str) -> None:
+        entry.common_properties.access_log_type = kind
+        data = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]}).SerializeToString()
+        node = self.any_node()
+
+        async def received() -> None:
+            node.log.on_message(data)
+
+        node.task(received())
+
+    def _begin(self, request_id: str, answers: Sequence[Any]) -> None:
+        if request_id in self.running:
+            self.wrong.append(f"G6: {request_id} runs twice")
+        text = "".join(map(str, answers))
+        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow
+        self.running[request_id] = self.loop.time(), picked
+        self._show()
+        count = len(self.running.keys() - self.unseen)
+        if count > self.schedule.most_running:
+            self.wrong.append(
+                f"G1, G8: {count} run at {self.loop.time():.2f} s, of {self.schedule.most_running}"
+            )
+
+    def _end(self, request_id: str) -> None:
+        self.running.pop(request_id, None)
+        self._show()
+
+    def _show(self) -> None:
+        """Each model server's page has what it runs."""
+        for page in self.pages:
+            count = sum(at is page for _, at in self.running.values())
+            page.answer = answered(
+                NO_LOAD.replace(b'running{model_name="m"} 0', b'running{model_name="m"} %d' % count)
+            )
+
+    # Faults.
+
+    async def faults(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for fault in self.schedule.faults:
+                tasks.create_task(self._fault(fault))
+
+    async def _fault(self, fault: Fault) -> None:
+        await asyncio.sleep(max(fault.at_s - self.loop.time(), 0.0))
+        if fault.kind not in HARMLESS:
+            # A replica that loses Redis knows the stock as of its last heartbeat (docs/redis.md, limits).
+            second_ago_s = self.loop.time() - 1.0
+            self.unseen |= {name for name, (began_s, _) in self.running.items() if began_s > second_ago_s}
+        begin_and_end = KINDS[fault.kind](self, self.nodes[fault.replica], fault)
+        async with contextlib.aclosing(begin_and_end):
+            async for _ in begin_and_end:
+                await asyncio.sleep(fault.lasts_s)
+
+    # Judgement.
+
+    def judge(self) -> None:
+        """Add to `wrong` what the history shows."""
+        undisturbed = self.schedule.kinds <= HARMLESS
+        for each in self.history:
+            if len(each.answers) > 1:
+                self.wrong.append(f"G6: {each}: more than one answer")
+            if not each.answers or not each.honest:
+                continue
+            if each.answers[0] not in (200, 503):
+                self.wrong.append(f"G10: {each}: an error that it did not make")
+            if undisturbed and each.answers != [200]:
+                self.wrong.append(f"G7: {each}: refused")
+            is_late = each.answered_s - each.asked_s > _ANSWERED_S
+            if is_late and each.tries == 1 and "stop" not in self.schedule.kinds:
+                self.wrong.append(f"G5: {each}: answered late")
+
+
+Steps = AsyncIterator[None]
+
+
+async def _kill(world: World, node: Node, fault: Fault) -> Steps:
+    if not node.dead.is_set() and sum(not each.dead.is_set() for each in world.nodes) > 1:
+        await node.kill()
+        yield
+        node_now = world.nodes.index(node)
+        world.nodes[node_now] = await world.started()
+
+
+async def _stop(world: World, node: Node, fault: Fault) -> Steps:
+    if not node.stopped and not node.dead.is_set():
+        node.stopped = 1
+        world.loop.stop_process(node.name)
+        yield
+        world.loop.continue_process(node.name)
+        node.stopped = 0
+
+
+def _toggled(name: str, on: bool | float, *, everybody: bool = False, cuts: bool = False) -> Any:
+    """An attribute of the proxy before one replica's Redis, or all."""
+
+    async def toggle(world: World, node: Node, fault: Fault) -> Steps:
+        chosen = list(world.nodes) if everybody else [node]
+        for each in chosen:
+            setattr(each.between, name, on)
+            if cuts:
+                each.between.cut()
+        yield
+        for each in chosen:
+            if not each.dead.is_set():
+                setattr(each.between, name, type(on)())
+
+    return toggle
+
+
+async def _partition(world: World, node: Node, fault: Fault) -> Steps:
+    node.between.vanished = True
+    yield
+    if not node.dead.is_set():
+        node.between.strand()  # what was swallowed does not come any more
+        node.between.vanished = False
+
+
+async def _cut(world: World, node: Node, fault: Fault) -> Steps:
+    for _ in range(3):
+        node.between.cut()
+        yield
+
+
+async def _lose_replies(world: World, node: Node, fault: Fault) -> Steps:
+    node.between.lose_script_replies += 2
+    yield
+
+
+async def _step_clock(world: World, node: Node, fault: Fault) -> Steps:
+    world.loop.server.step_s += fault.lasts_s * (1 if fault.replica else -1)
+    yield
+
+
+async def _restart(world: World, node: Node, fault: Fault) -> Steps:
+    if not world.loop.server.away:
+        world.loop.server.close()
+        world.valkey.kill()
+        yield
+        world.valkey.revive()
+        world.loop.server.connect()
+        world.loop.server.set_clock(world.loop.time())
+
+
+async def _fail_over(world: World, node: Node, fault: Fault) -> Steps:
+    """Another primary takes over, which lacks the last writes."""
+    if world.loop.server.away:
+        return
+    saved = world.valkey.ask("EVAL", _SAVE, 0)
+    yield
+    if not world.loop.server.away:
+        world.valkey.ask("EVAL", _PUT_BACK, 0, *saved)
+        world.loop.server.cut_others()
+
+
+def _refusing(setting: str) -> Any:
+    async def refuse(world: World, node: Node, fault: Fault) -> Steps:
+        server = world.loop.server
+        if not server.away and not server.refuses:
+            server.refuses = setting
+            server.set(setting, 1)
+            yield
+            server.refuses = ""
+            if not server.away:
+                server.set(setting, 0)
+
+    return refuse
+
+
+async def _hostile(world: World, node: Node, fault: Fault) -> Steps:
+    """Ids of others with other bodies, malformed bodies, ends of requests that are not its own."""
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(30):
+            known = world.dice.choice(world.history).id if world.history else "x"
+            said = world.dice.choice((b"{", b"[]", b'{"model": "llama", "prompt": "mine"}'))
+            record = Record(known, "hostile", world.loop.time(), honest=False)
+            tasks.create_task(
+                world.ask(record, 0.5, leaves_s=world.dice.uniform(0.0, fault.lasts_s), said=said)
+            )
+            entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": known})
+            world._report(entry, world.dice.choice(("DownstreamEnd", "DownstreamPeriodic")))
+    yield
+
+
+_SAVE = """
+local saved = {}
+for _, key in ipairs(redis.call('KEYS', 'epp:*')) do
+  saved[#saved + 1] = key
+  saved[#saved + 1] = redis.call('DUMP', key)
+end
+return saved
+"""
+_PUT_BACK = """
+for _, key in ipairs(redis.call('KEYS', 'epp:*')) do redis.call('DEL', key) end
+for i = 1, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
+"""
+KINDS: dict[str, Callable[[World, Node, Fault], Any]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "hostile": _hostile,
+    "slow": _toggled("delay_s", 0.05, everybody=True),
+    "cut": _cut,
+    "lost replies": _lose_replies,
+    "lost wake-ups": _toggled("drop_messages", True),
+    "partition": _partition,
+    "stall": _toggled("stalled", True),
+    "away": _toggled("refusing", True, everybody=True, cuts=True),
+    "silent": _toggled("stalled", True, everybody=True),
+    "clock": _step_clock,
+    "restart": _restart,
+    "failover": _fail_over,
+    "out of memory": _refusing("maxmemory"),
+    "disk full": _refusing("min-replicas-to-write"),
+}
+HARMLESS = {"kill", "stop", "hostile", "slow", "lost wake-ups"}
+TWICE = {"partition", "stall", "restart", "failover", "cut"}
+
+
+@contextlib.contextmanager
+def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
+    """Pools are known to their nodes; replicas ask each other in this process."""
+
+    class Made(Pool):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            node = _NODE.get()
+            assert node is not None
+            node.pool = self
+
+    class Said:
+        def __init__(self, data: bytes) -> None:
+            self._data = data
+
+        async def read(self) -> bytes:
+            return self._data
+
+    async def send(peers: Any, method: str, address: str, request: bytes) -> bytes:
+        node = world[-1].at(address)
+        if node is None:
+            raise ConnectionError(address)
+        async with asyncio.timeout(peers._timeout_s):
+            answer: bytes = await node.do(node.services[method](Said(request)))  # type: ignore[operator, arg-type]
+            return answer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(serve, "Pool", Made)
+        patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # of the machine that runs the test
+        patched.setattr(budget_transfer.GrpcPeers, "_send", send)
+        yield patched
+
+
+def failure(schedule: Schedule) -> str:
+    """Which promises a run of `schedule` breaks, and how; empty if it keeps them all."""
+    worlds: list[World] = []
+    random.seed(schedule.seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redis_server(Path(folder)) as valkey,
+        _patched(worlds) as patched,
+        time_lapse(valkey.url, patched) as loop,
+    ):
+
+        async def life() -> None:
+            async with contextlib.AsyncExitStack() as stack:
+                pages = [await stack.enter_async_context(serving()) for _ in range(ENDPOINTS)]
+                for page in pages:
+                    page.requests = collections.deque(maxlen=1)
+                static = [{"address": page.address} for page in pages]
+                world = World(schedule, loop, valkey, {**_CONFIG, "discovery": {"static": static}}, pages)
+                worlds.append(world)
+                await stack.enter_async_context(world.alive())
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(world.clients())
+                    tasks.create_task(world.faults())
+                world.judge()
+                with valkey.client() as client:
+                    await at_rest(world, client, lasts_s=_REST_S)
+                audited_log.assert_no_violation(valkey.url, str(schedule))
+
+        try:
+            loop.run_until_complete(asyncio.wait_for(life(), _RUN_S))
+        except Exception as fault:
+            causes: Sequence[BaseException] = [fault]
+            while isinstance(causes[0], BaseExceptionGroup):
+                causes = causes[0].exceptions
+            worlds[-1].wrong += [f"{type(each).__name__}: {each}"[:3000] for each in causes]
+        return "\n".join(worlds[-1].wrong)
+
+
+def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) -> Schedule:
+    """`schedule`, which fails, without the faults that its failure does not need."""
+    for fault in schedule.faults:
+        fewer = schedule._replace(faults=tuple(each for each in schedule.faults if each is not fault))
+        if fails(fewer):
+            schedule = fewer
+    return schedule
+
+
+def report(schedule: Schedule) -> str:
+    """`failure`, with the smallest schedule that fails and what it breaks."""
+    found = failure(schedule)
+    if not found:
+        return ""
+    least = smallest(schedule)
+    return f"{least}\n{failure(least) or 'only with all faults:'}\n{schedule}\n{found}"
+
+
+def main(seeds: list[str]) -> int:
+    """`python schedules.py SEED…` runs one after the other; the number of those that fail."""
+    failed = 0
+    for seed in seeds:
+        found = report(Schedule.of(int(seed)))
+        failed += bool(found)
+        print(f"{seed}: {found or 'holds'}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
