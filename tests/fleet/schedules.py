@@ -518,7 +518,7 @@ KINDS: dict[str, Callable[[World, Node, Fault], Any]] = {
     "disk full": _refusing("min-replicas-to-write"),
 }
 HARMLESS = {"kill", "stop", "hostile", "slow", "lost wake-ups"}
-TWICE = {"partition", "stall", "restart", "failover", "cut"}
+TWICE = {"partition", "stall", "restart", "failover", "cut", "disk full"}
 
 
 @contextlib.contextmanager
