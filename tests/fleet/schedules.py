@@ -1,4 +1,4 @@
-"""Clients of whole replicas under random faults, judged by the promises (docs/guarantees.md).
+"""Clients of whole replicas under random faults, checked against the promises (docs/guarantees.md).
 
 A seed makes a schedule: faults, each with its time, its length and the replica that it meets. The replicas
 and their Valkey live on a clock that jumps (time_lapse.py), so a schedule takes seconds, on a busy machine as
@@ -357,9 +357,9 @@ class World:
             async for _ in begin_and_end:
                 await asyncio.sleep(fault.lasts_s)
 
-    # Judgement.
+    # Checks.
 
-    def judge(self) -> None:
+    def check_history(self) -> None:
         """Add to `wrong` what the history shows."""
         undisturbed = self.schedule.kinds <= HARMLESS
         for each in self.history:
@@ -578,7 +578,7 @@ def failure(schedule: Schedule) -> str:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(world.clients())
                     tasks.create_task(world.faults())
-                world.judge()
+                world.check_history()
                 with valkey.client() as client:
                     await at_rest(world, client, lasts_s=_REST_S)
                 audited_log.assert_no_violation(valkey.url, str(schedule))
