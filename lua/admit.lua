@@ -21,11 +21,9 @@
 
 -- Whether a known id comes with the request that has it. Neither flow, model nor digest can change, whichever stream
 -- brings it. A request without an attempt was restored from an access log: Envoy has its answer and sends it no more.
--- A version before this one writes no digest.
 local function is_same(r, arrival)
-  if r.flow ~= arrival.flow or r.model ~= arrival.model or r.attempt == '' then return false end
-  local digest = string.match(r.attempt, '%..*')
-  return not digest or digest == string.match(arrival.attempt, '%..*')
+  return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
+    and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
 end
 
 local function adopt(r, arrival, turn, picks)

@@ -317,10 +317,8 @@ class QueueModel(PoolModel):
         return f"refused {reason} {retry_after_s}"
 
     def _is_same(self, r: Request, item: Arrival) -> bool:
-        if (r.flow, r.model) != (item.flow, item.model) or not r.attempt:
-            return False
-        _, dot, digest = r.attempt.partition(".")
-        return not dot or digest == item.attempt.partition(".")[2]
+        digests = r.attempt.partition(".")[1:], item.attempt.partition(".")[1:]
+        return r.attempt != "" and (r.flow, r.model, digests[0]) == (item.flow, item.model, digests[1])
 
     def _adopt(self, r: Request, item: Arrival) -> str:
         old_owner, old_attempt = r.owner, r.attempt

@@ -116,6 +116,15 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     assert bench.store.cancelled == []
 
 
+async def test_a_stranger_with_the_id_of_a_granted_request_takes_nothing_from_it(bench: Bench) -> None:
+    task = await bench.queued(GONE)
+    bench.grant()
+    with pytest.raises(errors.RequestIdTaken):  # before the task has run
+        await bench.gate.admit(ask(flow="other"), stream_owned=False)
+    bench.store.admitting = [PLACED]
+    assert (await task).endpoints == (E1,)
+
+
 async def test_an_unknown_notification_of_another_version_is_ignored(bench: Bench) -> None:
     task = await bench.queued(PLACED)
     assert not bench.gate.on_notification("a word that nobody knows", "r")

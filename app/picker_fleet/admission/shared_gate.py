@@ -168,15 +168,16 @@ class SharedGate:
         attempt, notification = self._next_attempt(request), self._loop.create_future()
         waiter = Waiter(request, attempt, wait.arrived_s, notification, task)
         displaced = self._waiting.get(request.id)
-        if displaced is not None and not displaced.notification.done():
+        if displaced is not None:
             # Envoy has sent the request again over a new stream; the old one has no client any more.
             why: RequestError = ClientGone(_TAKEN_OVER)
             if not request.repeats(displaced.request):
                 why = RequestIdTaken()
                 if not displaced.asking:
                     raise why  # else Redis says whose id it is
-            displaced.notification.set_exception(why)
-            displaced.notification.exception()  # its task may not wait for it any more
+            if not displaced.notification.done():
+                displaced.notification.set_exception(why)
+                displaced.notification.exception()  # its task may not wait for it any more
         self._waiting[request.id] = waiter
         verdict: Decision | None = None
         try:

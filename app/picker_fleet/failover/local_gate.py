@@ -124,9 +124,9 @@ class LocalGate:
             RequestIdTaken: another request that waits has its id.
         """
         former = self._waiting.get(request.id)
+        if former is not None and not request.repeats(former.request):
+            raise RequestIdTaken()
         if former is not None and not former.turn.done():
-            if not request.repeats(former.request):
-                raise RequestIdTaken()
             former.turn.set_exception(ClientGone("taken over by a newer stream"))
         if not self._paused and not len(self._queue) and self._budget.acquire(cost):
             if alone and not wait.queued:
