@@ -1,18 +1,24 @@
 """Replicas are killed and started, clients leave, settings change, and the audit of it all finds no fault.
 
 Requests of a killed replica are sent to others, the fleet is paused and requests are evicted. The decision
-log of the run must not show one broken promise.
+log of the run must not show one broken promise. Then whole replicas run under schedules of faults
+(tests/fleet/schedules.py); a failure is shown with its seed and the faults that it needs.
 """
 
 import argparse
 import asyncio
+import logging
+import multiprocessing
+import os
 import random
 import subprocess
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
+from schedules import report_of
 
 from bench.fairness.scenarios import Job
 from bench.rig.child import Child
@@ -38,6 +44,7 @@ _ADOPTED = 0.8  # of a killed replica's requests; the clients of the rest have l
 _CHUNK = 2000
 _LOOK_S = 0.05
 _CALL_S = 5.0
+_SCHEDULES_A_PROCESS = 25  # which keeps what each has left in memory
 _RECORDS = f"epp:{{{POOL}}}:requests"
 
 
@@ -45,9 +52,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--schedules", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
+    if options.requests:
+        _audit_requests(options, findings)
+    if options.schedules:
+        _run_schedules(range(options.first, options.first + options.schedules), findings)
+
+
+def _run_schedules(seeds: range, findings: Findings) -> None:
+    failed = []
+    with ProcessPoolExecutor(
+        os.cpu_count(),
+        multiprocessing.get_context("spawn"),
+        initializer=logging.disable,  # replicas tell of each fault
+        max_tasks_per_child=_SCHEDULES_A_PROCESS,
+    ) as processes:
+        for seed, found in zip(seeds, processes.map(report_of, seeds), strict=True):
+            if found:
+                failed.append(seed)
+                findings.add(f"Schedule {seed}:\n\n```\n{found}\n```")
+                print(f"schedule {seed}: {found}", flush=True)
+    what = f"{len(seeds)} schedules from seed {seeds.start} break no promise"
+    findings.check(what, not failed, ", ".join(map(str, failed)))
+
+
+def _audit_requests(options: argparse.Namespace, findings: Findings) -> None:
     with server() as redis:
         began = time.monotonic()
         actions = asyncio.run(_chaos(redis.port, options))

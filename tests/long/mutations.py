@@ -1,0 +1,192 @@
+"""A test, or a schedule of faults, finds each fault that is put into the scripts and the failover machine.
+
+Each of MUTATIONS is put into a copy of the tree, where its tests run and then, if they pass, schedules by
+seed until one fails (docs/contributing.md has the results).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.rig.report import table
+from long.findings import Findings
+
+ROOT = Path(__file__).parents[2]
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "bench", "deploy")
+_TESTS_S, _SCHEDULE_S = 600.0, 120.0
+
+
+class Mutation(NamedTuple):
+    """`before` occurs once in `file`, and becomes `after`. `tests` are the narrowest that should find it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+_RULES, _LEASES, _IN_FAILOVER = (
+    "tests/model/test_rules.py",
+    "tests/scripts/test_leases.py",
+    "tests/unit/test_failover_gate.py",
+)
+MUTATIONS = (
+    Mutation(
+        "a renewal leaves the lease as it is", "lua/renew.lua",
+        "return 'waiting' end\n    defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)",
+        "return 'waiting' end", _RULES,
+    ),
+    Mutation(
+        "an adoption places a waiting request beyond the bound", "lua/admit.lua",
+        "  if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then\n    if r.deadline",
+        "  if r.state == STATE_ORPHANED then\n    if r.deadline", _RULES,
+    ),
+    Mutation(
+        "an end gives back its stock twice", "lua/settle.lua",
+        "    finish_request(r, outcome)\n", "    finish_request(r, outcome)\n    pool.release(r.taken)\n",
+        _RULES,
+    ),
+    Mutation(
+        "a tombstone is not stored", "lua/tombstone.lua",
+        "    tombstones.put(id, now_ms - tonumber(ago_ms))\n", "", _LEASES,
+    ),
+    Mutation(
+        "a grant takes no stock", "lua/lib/dispatch.lua",
+        "counters.dispatches = counters.stock + take,", "counters.dispatches = counters.stock,", _RULES,
+    ),
+    Mutation(
+        "a bypass passes the bound", "lua/admit.lua",
+        "if (take > 0 and pool.stock + take > pool.upper) or endpoints", "if endpoints", _RULES,
+    ),
+    Mutation(
+        "a grant passes the bound", "lua/lib/dispatch.lua",
+        "      if upper <= 0 or (take > 0 and counters.stock + take > upper) then break end\n", "", _RULES,
+    ),
+    Mutation(
+        "a request past its time is granted", "lua/lib/dispatch.lua",
+        "    elseif r.deadline_ms <= now_ms then\n      end_and_notify(r, NOTIFY_EXPIRED)\n    elseif not (",
+        "    elseif not (", _RULES,
+    ),
+    Mutation(
+        "a request of a silent replica is granted", "lua/lib/dispatch.lua",
+        "elseif not (live[r.owner] or is_live(r.owner)) then", "elseif false then", _RULES,
+    ),
+    Mutation(
+        "a stream that was given up cancels the one that took over", "lua/cancel.lua",
+        "elseif r.owner ~= notifications.caller or r.attempt ~= attempt then",
+        "elseif r.owner ~= notifications.caller then", "tests/scripts/test_gate.py",
+    ),
+    Mutation(
+        "another body takes over a known id", "lua/admit.lua",
+        "\n    and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')", "",
+        "tests/scripts/test_adoption.py",
+    ),
+    Mutation(
+        "a restored request takes no stock", "lua/renew.lua",
+        "  pool.stock = pool.stock + r.taken\n", "", _LEASES,
+    ),
+    Mutation(
+        "a grant is in one heartbeat only", "lua/heartbeat.lua",
+        "left[#left + 1] = 'granted ' .. id -- it", "notifications.withdraw(owner, id) -- it",
+        "tests/scripts/test_gate.py",
+    ),
+    Mutation(
+        "each replica uses all that is free", "app/picker_fleet/failover/local_gate.py",
+        "return float(each + (rank < remainder))", "return float(math.floor(free + RESIDUE))",
+        "tests/unit/test_local_admission.py",
+    ),
+    Mutation(
+        "what was placed since the heartbeat counts as free", "app/picker_fleet/failover/gate.py",
+        "return max(part - stock.placed, 0.0)", "return part", _IN_FAILOVER,
+    ),
+    Mutation(
+        "an end releases budget each time it is reported", "app/picker_fleet/failover/outage.py",
+        "        if self._ended.get(completion.id) is not None:\n            return None\n        withdrawn",
+        "        withdrawn", "tests/unit/test_local_admission.py",
+    ),
+    Mutation(
+        "a resync does not wait for the ends of others", "app/picker_fleet/failover/gate.py",
+        "            await self.tombstones.wait_for_peers(self._peers.live)\n", "",
+        "tests/scripts/test_failover.py",
+    ),
+    Mutation(
+        "the first replica that resyncs shares at once", "app/picker_fleet/failover/gate.py",
+        "        waited_s, straggles =", "        return True\n        waited_s, straggles =",
+        "tests/scripts/test_failover.py",
+    ),
+    Mutation(
+        "a resync that fails keeps what its ends released", "app/picker_fleet/failover/gate.py",
+        "outage.gate.limit_budget(outage.gate.free - resync.released)", "pass", _IN_FAILOVER,
+    ),
+    Mutation(
+        "ends are dropped with the connection", "app/picker_fleet/state/batching.py",
+        "[item for item in call.items if item.durable and not item.answer.done()]", "[]",
+        "tests/scripts/test_link.py",
+    ),
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schedules", type=int, default=50, help="tried where the tests find nothing")
+    parser.add_argument("--only", default="", help="mutations whose name contains this")
+    parser.add_argument("--without-tests", action="store_true", help="try the schedules alone")
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    chosen = [each for each in MUTATIONS if options.only in each.name]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
+        if not options.without_tests:
+            found = _by_test(tree, sorted({each.tests for each in chosen}))
+            findings.check("without a mutation the tests pass", not found, found)
+        for mutation in chosen:
+            file = tree / mutation.file
+            whole = file.read_text(encoding="utf-8")
+            file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
+            found = "" if options.without_tests else _by_test(tree, [mutation.tests])
+            found = found or _by_schedule(tree, options.schedules)
+            file.write_text(whole, encoding="utf-8")
+            findings.check(mutation.name, bool(found), found)
+            rows.append([mutation.name, f"`{mutation.file}`", found or "**nothing**"])
+    findings.add(table(["mutation", "file", "found by"], rows))
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    paths = ("app", ".", *(f"tests/{name}" for name in ("scripts", "unit", "fleet", "faults")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / path) for path in paths)}
+
+
+def _by_test(tree: Path, tests: list[str]) -> str:
+    """The first test that fails; '' if all pass."""
+    command = (sys.executable, "-m", "pytest", "-x", "-n0", "--timeout=60", *tests)
+    ran = subprocess.run(
+        command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False,
+        timeout=_TESTS_S,
+    )  # fmt: skip
+    if not ran.returncode:
+        return ""
+    failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", ran.stdout)
+    return f"`{failed[1]}`" if failed else f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}"
+
+
+def _by_schedule(tree: Path, count: int) -> str:
+    """The first schedule that fails; '' if all hold."""
+    for seed in range(count):
+        command = (sys.executable, "tests/fleet/schedules.py", "--whole", str(seed))
+        ran = subprocess.run(
+            command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False,
+            timeout=_SCHEDULE_S,
+        )  # fmt: skip
+        if ran.returncode:
+            what = (ran.stdout or ran.stderr).strip().partition(": ")[2][:60]
+            return f"schedule {seed}: {what}"
+    return ""
