@@ -151,6 +151,9 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
         for mutation in chosen:
             file = tree / mutation.file
             whole = file.read_text(encoding="utf-8")
+            if whole.count(mutation.before) != 1:
+                findings.check(mutation.name, False, f"{mutation.file} has changed: write it anew")
+                continue
             file.write_text(whole.replace(mutation.before, mutation.after), encoding="utf-8")
             found = "" if options.without_tests else _by_test(tree, [mutation.tests])
             found = found or _by_schedule(tree, options.schedules)
@@ -174,7 +177,7 @@ def _by_test(tree: Path, tests: list[str]) -> str:
     )  # fmt: skip
     if not ran.returncode:
         return ""
-    failed = re.search(r"(?m)^(?:FAILED|ERROR) (\S+)", ran.stdout)
+    failed = re.search(r"(?m)^(?:FAILED|ERROR) ([^\s[]+)", ran.stdout)
     return f"`{failed[1]}`" if failed else f"pytest ended with {ran.returncode}: {ran.stdout[-300:]}"
 
 
