@@ -591,7 +591,7 @@ def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> 
     pool = full(side)
     # More of them than the timers of one call.
     pool.admit(many("short{n} ttl_ms=50", 30), by="b")
-    pool.admit("late")
+    pool.admit("late flow=short")
     pool.passes(60)
     assert pool.end("runs") == ["late"]
     assert pool.of("short29") == ["queued", "expired"]

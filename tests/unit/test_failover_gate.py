@@ -174,6 +174,18 @@ async def test_nothing_is_recovered_while_what_another_replica_had_placed_may_ru
     assert bench.gate.outage_count() is not None
 
 
+async def test_nothing_is_recovered_until_what_gave_a_sign_of_life_in_a_pause_gives_another() -> None:
+    clock = [1.0]
+    bench = Bench(FULL, clock=lambda: clock[0])
+    clock[0] += 2 * UNSEEN_S
+    bench.stand_still()
+    bench.gate.renew(Alive("runs", E1, "token"))
+    bench.gate.redis_lost("refused", "away")
+    assert bench.gate.outage_count() is None
+    clock[0] += UNSEEN_S
+    assert bench.gate.outage_count() is not None
+
+
 async def test_a_paused_fleet_places_nothing_without_redis() -> None:
     bench = Bench(replace(PULSE, paused=True), away=True)
     task = await bench.wait_here()

@@ -173,6 +173,7 @@ class FailoverGate:
         self._tasks: set[asyncio.Task[None]] = set()  # of the outage
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
+        self._ignored_s = -math.inf  # when a sign of life was last ignored
         self._busy = False  # requests were placed or ended since the last tick
         self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
         self._prepaid = 0.0  # budget of requests that wait in the shared queue while RESYNCING, or since then
@@ -349,7 +350,9 @@ class FailoverGate:
         if alive.id in self._ends:
             alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
         # What was written while this process was paused may have ended long ago.
-        if not self._shared.pause_detector.resumed_recently:
+        if self._shared.pause_detector.resumed_recently:
+            self._ignored_s = self._clock()
+        else:
             self._note_alive(alive)
         if self._state is not _LOCAL:
             self._shared.renew(alive)
@@ -382,8 +385,10 @@ class FailoverGate:
         outage = self._outage
         if outage is None or outage.resync_attempted or self._state is not _LOCAL:
             return None
-        if self._clock() - max(self._peers.left_s, self._joined_s) < unseen_s(self._report_s):
-            return None  # the requests of a replica that left may not have given a sign of life elsewhere yet
+        # What a replica that left had, or gave an ignored sign of life, may not have given another one yet.
+        since_s = max(self._peers.left_s, self._joined_s, self._ignored_s)
+        if self._clock() - since_s < unseen_s(self._report_s):
+            return None
         running = {name: outage.gate.charge(cost) for name, cost in outage.before.items()}
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
