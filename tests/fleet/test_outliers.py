@@ -14,7 +14,7 @@ from failing_servers import KINDS, Clients, FailingServers, failing_servers
 MODES: dict[str, tuple[str, ...]] = {
     "lean": ("reset", "429", "error in a stream"),
     "http": ("307",),
-    "standard": ("503, well by its page", "reset after the head", "429"),
+    "standard": ("503, well by its page", "reset after the head"),
 }
 WATERMARK = {"request_queue_controller": {"watermark_per_backend": 4}}
 SERVICE_S = 0.05

@@ -117,6 +117,8 @@ POLICY = "clusters.pool.loadBalancingPolicy.policies.0.typedExtensionConfig.type
 FORWARDED = "asking.metadataOptions.forwardingNamespaces.untyped"
 TO_CLIENT = "routes.responseHeadersToAdd.*.header.key"
 RETRY, ANSWER = "service.retryPolicy", "service.authorizationResponse"
+RETRIED = "host.retryPolicy.retriableStatusCodes"
+REDIRECTS = [300, 301, 302, 303, 307, 308]
 USAGE_FILTERS = ["sse_to_metadata", "json_to_metadata", "ext_proc", "router"]
 
 
@@ -221,6 +223,8 @@ UNDER_SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"clusters.pool.circuitBreakers.thresholds.0.retryBudget.budgetPercent.value": 35},
     ),
     "whole bodies up to the limit": ("http", {"extproc": {"max_body_bytes": 5000}}, LIMIT),
+    "no other try after a 429": ("standard", {}, {RETRIED: REDIRECTS}),
+    "another try after a 429": ("lean http", {}, {RETRIED: [*REDIRECTS, 429]}),
     **{
         f"a try for each of {n} fallbacks": (
             "lean", {"scheduling": {"fallbacks": n}}, {"host.retryPolicy.numRetries": n}
