@@ -23,6 +23,7 @@ local WALKS = 150 -- calls per interval that continue the scan of waiting reques
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
 local TRANSIT_MS = 1000 -- from the placement of a request until its endpoint's page counts it
 local MOST_RECENT = 1000 -- requests that it counts by endpoint; if there are more, ghosts end with their lease
+local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
 local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
 
 local function is_running(r) return r and (r.state == STATE_PLACED or r.state == STATE_GRANTED) end
@@ -266,6 +267,12 @@ local function sweep(args)
   end
   upkeep.drop_stray_overdue(CHUNK)
   if tombstones.expire(LIGHT) then more = true end
+  if read('HLEN', key.origins) ~= read('ZCARD', key.origin_times) then -- one of the two was lost
+    defer_unlink(key.origins)
+    defer_unlink(key.origin_times)
+  elseif drop_old(key.origin_times, ORIGIN_MS, LIGHT, key.origins) then
+    more = true
+  end
   if pool.pressed == 1 and pool.queued < PRESSED * settings.total_capacity then
     if upkeep.forget_preemptions(LIGHT) then more = true else pool.pressed = 0 end
   end

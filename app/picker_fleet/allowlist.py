@@ -32,6 +32,7 @@ _ENTRY = re.compile(
     r"(/|(?:/(?:[A-Za-z0-9_~:@+=-]|\{[a-z]+\})(?:[A-Za-z0-9._~:@+=-]|\{[a-z]+\})*)+/?)"
 )
 _PLACEHOLDER = re.compile(r"(\{[a-z]+\})")
+_GROUP = re.compile(r"\?P<[a-z]+>")
 ANY_METHOD: Final = "*"
 
 # How a request is served: `inference` is admitted and needs a body, `session` is admitted without one (a
@@ -42,7 +43,7 @@ Source = Literal["body", "form", "path", "query"]
 
 class Api(NamedTuple):
     """One method and path of an engine: `path` is the path's end, in whole segments, with `{model}` for a
-    model's name and `{id}` for any other.
+    model's name, `{ref}` for an id that one server has the state of, and `{id}` for any other.
 
     `source` is where the model is named: the JSON body (then the path), a form's field, the path alone, or
     the query. `is_whole`: the path has no more segments, since its name says too little.
@@ -74,7 +75,7 @@ class Api(NamedTuple):
 
 
 def _placeholder(name: str, *, is_last: bool) -> str:
-    name = "model" if name == "model" else ""
+    name = name if name in ("model", "ref") else ""
     return f"({f'?P<{name}>' if name else '?:'}{_NAMES if is_last else _NAME})"
 
 
@@ -125,11 +126,11 @@ APIS: Final = (
         " model/{model}/invoke-with-response-stream model/{model}/converse model/{model}/converse-stream",
         source="path",
     ),
-    *_apis("read", _READS, "models models/{model} responses/{id}/input_items tokenizer_info get_model_info"),
-    *_apis("read", "GET,HEAD,DELETE", "responses/{id}"),
-    *_apis("read", "POST", "responses/{id}/cancel conversations api/show"),
-    *_apis("read", "GET,HEAD,POST,DELETE", "conversations/{id} conversations/{id}/items"),
-    *_apis("read", "GET,HEAD,DELETE", "conversations/{id}/items/{id}"),
+    *_apis("read", _READS, "models models/{model} responses/{ref}/input_items tokenizer_info get_model_info"),
+    *_apis("read", "GET,HEAD,DELETE", "responses/{ref}"),
+    *_apis("read", "POST", "responses/{ref}/cancel conversations api/show"),
+    *_apis("read", "GET,HEAD,POST,DELETE", "conversations/{ref} conversations/{ref}/items"),
+    *_apis("read", "GET,HEAD,DELETE", "conversations/{ref}/items/{id}"),
     *_apis("read", _READS, "api/tags api/version api/ps v2/health/live v2/health/ready"),
     *_apis("read", _READS, "v2/models/{model}/ready v2/models/{model}/config"),
     *_apis("read", _READS, "load info version model_info", whole=True),
@@ -188,12 +189,23 @@ def administers(method: str, path: str) -> bool:
 
 class Way(NamedTuple):
     """How a request is served, by its method and path. `model` is named in the path, '' if it is not there;
-    `is_known` is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`)."""
+    `is_known` is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`).
+    `has_state`: servers keep what this API makes, under ids. `ref` is the id that the path names, or ''."""
 
     kind: Kind
     source: Source = "body"
     model: str = ""
     is_known: bool = True
+    has_state: bool = False
+    ref: str = ""
+
+
+_OF_STATE: Final = ("responses", "conversations")  # segments of the paths of the Responses API
+
+
+def has_state(path: str) -> bool:
+    """Whether `path` may be one of the Responses API."""
+    return _OF_STATE[0] in path or _OF_STATE[1] in path
 
 
 def api_of(text: object) -> Api:
@@ -209,16 +221,27 @@ def api_of(text: object) -> Api:
     match = _ENTRY.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{str(text)[:60]!r} is no method and path; write POST /v1/classify or GET /version")
-    methods, path = match[1], match[2].rstrip("/") or "/"
+    methods, path = match[1], match[2].rstrip("/").replace("{ref}", "{id}") or "/"
     example = _PLACEHOLDER.sub("x", path)
     if any(administers(method, example) for method in methods.split(",")):
         raise ValueError(f"{text!r} administers the model server, which no client may do")
     for api in _longest_first(APIS):
         alike = methods == ANY_METHOD or any(api.takes(method) for method in methods.split(","))
         if alike and re.fullmatch(_PREFIX + api.end, example):
-            return api._replace(methods=methods, path=path, is_whole=True)
+            return api._replace(methods=methods, path=_with_ref(path, api.path), is_whole=True)
     is_read = methods != ANY_METHOD and _SAFE_METHODS.issuperset(methods.split(","))
     return Api(methods, path, "read" if is_read else "inference", is_whole=True)
+
+
+def _with_ref(path: str, like: str) -> str:
+    """`path`, whose end is that of `like`, with the same placeholder as `{ref}`."""
+    ends = like.split("/")
+    if "{ref}" not in ends:
+        return path
+    segments, at = path.split("/"), ends.index("{ref}") - len(ends)
+    if _PLACEHOLDER.fullmatch(segments[at]):
+        segments[at] = "{ref}"
+    return "/".join(segments)
 
 
 def _longest_first(apis: Iterable[Api]) -> list[Api]:
@@ -254,7 +277,9 @@ class Paths:
             for api, pattern in self._by_end.get(end, ()):
                 if (api.takes(method) or method == "OPTIONS") and (match := pattern.fullmatch(path)):
                     kind = "read" if method == "OPTIONS" else api.kind
-                    return Way(kind, api.source, unquote(match.groupdict().get("model", "")))
+                    named = match.groupdict()
+                    model, ref = (unquote(named.get(each) or "") for each in ("model", "ref"))
+                    return Way(kind, api.source, model, has_state=has_state(api.path), ref=ref)
         return None
 
     @property
@@ -265,7 +290,7 @@ class Paths:
         for api in self.apis:
             methods = api.methods if api.methods == ANY_METHOD else f"{api.methods},OPTIONS"
             whole, ends = ways.setdefault((methods, api.kind == "session"), ([], []))
-            (whole if api.is_whole else ends).append(api.end.replace("?P<model>", "?:"))
+            (whole if api.is_whole else ends).append(_GROUP.sub("?:", api.end))
         return {
             way: "|".join([*whole, f"{_PREFIX}(?:{'|'.join(ends)})"] if ends else whole)
             for way, (whole, ends) in ways.items()

@@ -25,7 +25,7 @@ from picker_fleet.bands import Band, Bands, Criticality
 from picker_fleet.bodies import OtherBody, as_utf8, is_form, read_form
 from picker_fleet.config import Settings
 from picker_fleet.errors import BadRequest
-from picker_fleet.request import InferenceRequest, Workload, finite_number
+from picker_fleet.request import KEY_MARK, InferenceRequest, Workload, finite_number
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 from picker_fleet.scheduling.chooser import session_token_of
 from picker_fleet.scheduling.endpoint_history import PROMPT_MEMBERS, block_hashes, prompt_bytes
@@ -47,6 +47,7 @@ GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
 DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = ("x-workload-context",)
+SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
 TRACE = "traceparent"
 TEST_SELECTION = "test-epp-endpoint-selection"  # of the conformance suite
 HEADERS = frozenset(
@@ -93,6 +94,7 @@ _FEW_MARKS = 32  # quotation marks that are looked at in any body
 _BYTES_A_MARK = 512  # how far apart further ones must be on average
 _PLACEHOLDER = b"x" * (_LONGEST_NAME + 1)  # no name is so long, so what is replaced is none, and stays none
 _SMALL_BYTES = 4096  # a decoded body may take thirty times its size
+_MOST_KEY_CHARS = 512  # of a key of a session, or an id of state
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
@@ -117,7 +119,7 @@ class Ask(NamedTuple):
 
     `model` is '' if it names none; `needs_model` is False where it need not. `read` is the parsed body, or
     its bytes if it is a simple one. `body_bytes` is its length, `file_bytes` that of files in it; `members`
-    say what it costs, those of a simple body decoded.
+    say what it costs, those of a simple body decoded. `refers` are ids of state that it goes on with.
     """
 
     model: str
@@ -127,6 +129,7 @@ class Ask(NamedTuple):
     members: cost.Members = _NO_MEMBERS
     file_bytes: int = 0
     needs_model: bool = True
+    refers: tuple[str, ...] = ()
 
     @property
     def body(self) -> "Body | OtherBody":
@@ -165,9 +168,32 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
         ask = _read_object(text)
     except BadRequest as fault:
         ask = _read_otherwise(text, way, content_type, fault)
+    if way.has_state:
+        ask = ask._replace(refers=_refers(ask.members))
     if way.model and (way.source == "path" or not ask.model):
         ask = ask._replace(model=_model(way.model))
     return ask if way.is_known else ask._replace(needs_model=False)
+
+
+def _refers(members: cost.Members) -> tuple[str, ...]:
+    """The ids of state that a request of the Responses API goes on with: a conversation may be an object."""
+    found = (_text_at(members, path) for path in ("previous_response_id", "conversation", "conversation.id"))
+    return tuple(filter(None, found))
+
+
+def _text_at(members: cost.Members, path: str) -> str:
+    """The short string at `path`, a member or one of a member; '' if there is none. Members are decoded, or
+    JSON texts."""
+    name, _, inner = path.partition(".")
+    value: Any = members.get(name, "")
+    if not isinstance(value, str | dict):
+        try:
+            value = orjson.loads(memoryview(value)) if len(value) <= _SMALL_BYTES else ""
+        except (TypeError, orjson.JSONDecodeError):
+            return ""
+    if inner:
+        value = value.get(inner) if isinstance(value, dict) else ""
+    return value if isinstance(value, str) and len(value) <= _MOST_KEY_CHARS else ""
 
 
 def bodiless(way: Way) -> Ask:
@@ -269,7 +295,8 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
     """The headers (lower-case) that requests are read for under `settings`."""
     traces = {TRACE} if settings.tracing.enabled else frozenset()
     tests = {TEST_SELECTION} if settings.extproc.conformance else frozenset()
-    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | traces | tests
+    keys = {key for key in settings.scheduling.session_keys if key in SESSION_HEADERS}
+    return HEADERS | allowlist.trusted(settings.extproc.trusted_headers) | keys | traces | tests
 
 
 class PrefixReader(Protocol):
@@ -323,6 +350,7 @@ class Intake:
             model.name: dict(model.endpoint_labels) for model in settings.models if model.endpoint_labels
         }
         self._prefixes = prefixes
+        self._session_keys = settings.scheduling.session_keys
         self._default_model = settings.default_model or ""
         self._only_model = settings.models[0].name if len(settings.models) == 1 else ""
         self._served_models = served_models
@@ -390,6 +418,8 @@ class Intake:
                 workload = _short_context(context) if short else _workload(context)
             session = session_token_of(headers)
             trace = headers.get(TRACE, b"").decode("latin-1")
+        if self._session_keys and not session:
+            session = self._session_key(headers, ask.members)
         model = rewrite or ask.model or self._model_of_unnamed(ask)  # and with it what the request may use
         settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
         target, band, weight, limit, selector = settings
@@ -403,8 +433,23 @@ class Intake:
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
-            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS],
+            xxh3_64_hexdigest(ask.text)[:_DIGEST_CHARS], ask.refers,
         )  # fmt: skip
+
+    def session_of(self, headers: Mapping[str, bytes]) -> str:
+        """The session of a request without a body that is read."""
+        return session_token_of(headers) or self._session_key(headers, _NO_MEMBERS)
+
+    def _session_key(self, headers: Mapping[str, bytes], members: cost.Members) -> str:
+        """The first configured key that the request has, marked as one; '' without any."""
+        for name in self._session_keys:
+            if name in SESSION_HEADERS:
+                key = headers.get(name, b"")[: _MOST_KEY_CHARS + 1].decode(errors="replace")
+            else:
+                key = _text_at(members, name)
+            if 0 < len(key) <= _MOST_KEY_CHARS:
+                return KEY_MARK + key
+        return ""
 
     @property
     def default_model(self) -> str:

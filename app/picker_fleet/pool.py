@@ -21,6 +21,7 @@ from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.origins import Origins
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
 from picker_fleet.config import Settings
@@ -112,6 +113,7 @@ class Pool:
                 served_models=lambda: parts.scraping.readings.snapshot().models(),
             ),
             gate=parts.gate,
+            origins=parts.origins,
             drain_gate=DrainGate(parts.gate),
             open_requests=open_requests,
             metrics=parts.metrics,
@@ -147,7 +149,7 @@ class Pool:
     @property
     def account(self) -> Account:
         """Where the ends of its requests are accounted for."""
-        return Account(self.parts.gate, self.parts.metrics, self.parts.signing)
+        return Account(self.parts.gate, self.parts.metrics, self.parts.signing, self.parts.origins)
 
     def services(self) -> Mapping[str, Handler]:
         """What the replica's gRPC server serves for it besides exchanges and access logs, by path."""
@@ -240,6 +242,7 @@ class Parts:
     replica_info: ReplicaInfo
     membership: Membership
     signing: Keyring
+    origins: Origins
 
     async def follow_routes(self) -> None:
         """Share routes with the other replicas, from when the chooser first needs them, until cancelled."""
@@ -385,6 +388,7 @@ def assemble(
     return Parts(
         metrics, traces, endpoints, store, scraping, latencies, routes, chooser, shared, failover,
         traced_gate(failover) if traced_gate else failover, replica_info, membership, signing,
+        Origins(store, signing, clock),
     )  # fmt: skip
 
 

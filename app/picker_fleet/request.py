@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from picker_fleet.bands import Band
 
+KEY_MARK: Final = "="  # begins a session that is a key of the client's own; no token has it
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -28,13 +29,14 @@ class InferenceRequest(NamedTuple):
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
     `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
     `selector` holds labels that an endpoint must have to be picked.
-    `session` is the token of the client's last answer, unchecked, '' for none; `prefix` the hashes of the
-    prompt's blocks, empty where nobody asks for them. `limit` is how many requests of the flow may be in
-    flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's part, for which the
-    flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none or where nobody
-    asks for it. `by_client` says that `ttl_s` is a deadline of the client's own. `body_bytes` is the length
-    of its body, 0 if unknown, and `digest` tells its body from others. It is never shown: who knows it could
-    pass for the request.
+    `session` is the token of the client's last answer, unchecked, or KEY_MARK and a key, '' for none;
+    `prefix` the hashes of the prompt's blocks, empty where nobody asks for them. `limit` is how many requests
+    of the flow may be in flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's
+    part, for which the flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none
+    or where nobody asks for it. `by_client` says that `ttl_s` is a deadline of the client's own. `body_bytes`
+    is the length of its body, 0 if unknown, and `digest` tells its body from others. It is never shown: who
+    knows it could pass for the request. `refers` are ids of state that it goes on with (a response, a
+    conversation), and `origin` is the endpoint that has the state, '' if that is not known.
     """
 
     id: str
@@ -57,6 +59,8 @@ class InferenceRequest(NamedTuple):
     by_client: bool = False
     body_bytes: int = 0
     digest: str = ""
+    refers: tuple[str, ...] = ()
+    origin: str = ""
 
     def repeats(self, other: "InferenceRequest") -> bool:
         """Whether this is `other`, whose id it has, sent again."""

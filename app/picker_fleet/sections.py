@@ -467,14 +467,25 @@ class Latency(Section):
         return self
 
 
+# Headers and members of bodies that name a client's session.
+SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
+
+
 class Scheduling(Section):
     """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
+    session_keys: tuple[SessionKey, ...] = ()  # what the scorer session-affinity goes by besides tokens
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
     adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
     endpoint_labels: Mapping[Name, str] = Field(default={})  # that endpoints need to get any request
+
+    @model_validator(mode="after")
+    def _keys_are_scored(self) -> Self:
+        if self.session_keys and "session-affinity" not in self.scorers:
+            raise ValueError("session_keys needs the scorer session-affinity, by which they count")
+        return self
 
 
 class Series(NamedTuple):

@@ -114,17 +114,20 @@ do -- a chunk may have 200 locals
 end
 
 -- Drop ids from a set that has their times: those older than `life_ms`, and those not among the latest LIMIT; at most
--- `most`. Returns whether there may be more.
+-- `most`. `hash` has a field for each of them, which goes, too. Returns whether there may be more.
 local drop_old
 do
   local LIMIT = 100000
-  function drop_old(set, life_ms, most)
+  function drop_old(set, life_ms, most, hash)
     local count = read('ZCARD', set)
     if count == 0 then return false end
     local over = read('ZCOUNT', set, '-inf', now_ms - life_ms)
     local leaving = math.min(math.max(over, count - LIMIT), most)
     if leaving > 0 then
-      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do defer_write('ZREM', set, id) end
+      for _, id in ipairs(read('ZRANGE', set, 0, leaving - 1)) do
+        defer_write('ZREM', set, id)
+        if hash then defer_write('HDEL', hash, id) end
+      end
     end
     return leaving == most
   end

@@ -47,6 +47,8 @@ end
 -- metrics       hash    endpoint -> JSON of its last scrape; and its channel      scraping
 -- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
 -- routes        stream  what was routed where, and completed (scheduling)         its own cap
+-- origins       hash    id of the Responses API -> the endpoint that has its state sweep
+-- origin_times  zset    the same id -> when it was last noted, ms                 sweep
 -- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
 -- flow_workloads hash   flow\31workload id -> the same, under workload-aware     sweep, when idle
 -- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
@@ -99,7 +101,7 @@ do -- a chunk may have 200 locals
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'flow_workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard',
-      'suspects', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot'}) do
+      'suspects', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins', 'origin_times'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do

@@ -1,6 +1,7 @@
 """When an end reaches Redis: with the next admission, ahead of it, or at the end of the event loop's turn."""
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 from decision_ledger import events_of
@@ -31,7 +32,8 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
     )
     entry.common_properties.metadata.filter_metadata["picker"].update({"token": placement.accounting_token})
     message = als_pb2.StreamAccessLogsMessage(http_logs={"log_entry": [entry]})
-    Collector([Account(replica.gate, replica.metrics, replica.keys)]).on_message(message.SerializeToString())
+    account = Account(replica.gate, replica.metrics, replica.keys, Mock())
+    Collector([account]).on_message(message.SerializeToString())
 
 
 async def test_a_client_that_asks_again_at_once_finds_its_last_request_ended(fleet: OpenFleet) -> None:

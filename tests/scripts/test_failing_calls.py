@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
     "cancel": ("a", "p3", "1", "withdrawn", "q3", "1", "cancelled"),
     "renew": ("a", "p1", "", "e3:1", "", 0, "gone", "", "", TOKEN, 0, "p2", "1", "", "", 0),
     "tombstone": ("a", "x", 0, "y", 0),
+    "note_origin": ("a", "resp_1", "e1:1", "resp_2", "e2:1", "resp_1", "e3:1"),
     "mark_endpoint": ("a", "e1:1", "drained", "1"),
     "evict": ("a", "q2"),
     "heartbeat": ("a", "{}", 5000, "fresh old", "1:first"),

@@ -57,6 +57,7 @@ def test_a_library_that_has_used_a_pool_refuses_it_once_it_has_another_format(di
 DRAINING = json.dumps({"labels": {}, "draining": True})
 WRITING: dict[str, tuple[Any, ...]] = {
     "tombstone": ("a", "gone", 0),
+    "note_origin": ("a", "resp_1", "b:1"),
     "renew": ("a", "runs", "", "b:1", "", 0),
     "report_client_gone": ("a", "runs"),
     "report_fault": ("a", "runs", "a:1", "", "500", 0),

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,8 @@ from picker_fleet.extproc.native import NativeTransport
 from picker_fleet.extproc.transport import GrpcioTransport, Handler, Transport
 from picker_fleet.intake import Intake
 from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.telemetry.logs import DecisionLines
 
 MODES = {"standard": (4, 4), "lean": (4, 0)}
@@ -37,6 +39,7 @@ class ScriptedGate:
         self.asked = asyncio.Event()
         self.admitted: list[tuple[InferenceRequest, bool]] = []
         self.routed: list[tuple[str, ...] | None] = []
+        self.wanted: list[tuple[str, str]] = []  # origin and session of what was routed
         self.cancelled: list[str] = []
         self.ages_s: list[float] = []  # one for each admitted request
         self.confirmed: list[tuple[str, float]] = []
@@ -62,8 +65,11 @@ class ScriptedGate:
             raise self.error
         return self.placement
 
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
         self.routed.append(subset)
+        self.wanted.append((origin, session))
         if self.error is not None:
             raise self.error
         return Placement(endpoints=self.placement.endpoints, accounting_token="")
@@ -92,6 +98,23 @@ class ScriptedGate:
 
     def suspect(self, request_id: str) -> None:
         self.suspected.append(request_id)
+
+
+class KnownOrigins:
+    """Stands for Origins: `known` is where the state of ids is; `noted` what answers have told."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+        self.noted: list[tuple[tuple[str, ...], str | None]] = []
+
+    async def find(self, ids: Iterable[str], most_s: float = 1.0) -> str:
+        return next((self.known[each] for each in ids if each in self.known), "")
+
+    def note(self, ids: Iterable[str], endpoint: str | None) -> None:
+        self.noted.append((tuple(ids), endpoint))
+
+    def read_token(self, request_id: str) -> str:
+        return accounting_token.of_read(request_id, Keyring())
 
 
 class Counted:
@@ -123,6 +146,7 @@ def exchange_context(
     metrics: Any = None,
     settings: Settings | None = None,
     clock: Callable[[], float] | None = None,
+    origins: KnownOrigins | None = None,
 ) -> ExchangeContext:
     """A replica's context around `gate`; ids are `made-1`, `made-2`, …, times whole seconds by default."""
     settings = settings or parse({})
@@ -136,6 +160,7 @@ def exchange_context(
         new_flows=context.new_flow_limit(settings, lambda: 0.0),
         intake=Intake(settings, new_id=lambda: f"made-{next(ids)}", variant_key=lambda: b"the pool's"),
         gate=gate,
+        origins=origins or KnownOrigins(),  # type: ignore[arg-type]
         drain_gate=context.DrainGate(gate),
         open_requests=context.OpenRequests(),
         metrics=metrics or Counted(),
@@ -257,9 +282,14 @@ def refusal(answers: Sequence[ProcessingResponse]) -> Refusal:
 class Talk:
     """An exchange over a scripted gate, with its context; `settings` is a configuration."""
 
-    def __init__(self, gate: ScriptedGate | None = None, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        gate: ScriptedGate | None = None,
+        settings: Mapping[str, Any] | None = None,
+        origins: KnownOrigins | None = None,
+    ) -> None:
         self.gate, self.metrics = gate or ScriptedGate(), Counted()
-        self.here = exchange_context(self.gate, self.metrics, parse(settings or {}))
+        self.here = exchange_context(self.gate, self.metrics, parse(settings or {}), origins=origins)
         self.exchange = Exchange(self.here)
 
     def another(self) -> "Talk":

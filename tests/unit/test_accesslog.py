@@ -8,7 +8,7 @@ import grpc
 import pytest
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
-from extproc_client import ScriptedGate, serving_on
+from extproc_client import KnownOrigins, ScriptedGate, serving_on
 from metrics_page import page_of
 from tables import cases
 
@@ -79,7 +79,7 @@ def batch(*entries: Entry) -> als_pb2.StreamAccessLogsMessage:
 @asynccontextmanager
 async def serving(gate: ScriptedGate) -> AsyncIterator[grpc.aio.Channel]:
     async with (
-        serving_on(accesslog.handlers([Account(gate, Metrics(), KEYS)])) as address,
+        serving_on(accesslog.handlers([Account(gate, Metrics(), KEYS, KnownOrigins())])) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield channel
@@ -106,7 +106,7 @@ async def ended(message: Entry) -> Completion:
 def taken(*entries: Entry) -> tuple[ScriptedGate, str]:
     """What the gate is told of `entries`, and the page of metrics after it."""
     gate, metrics = ScriptedGate(), Metrics()
-    accesslog.take(entries, [Account(gate, metrics, KEYS)])
+    accesslog.take(entries, [Account(gate, metrics, KEYS, KnownOrigins())])
     return gate, page_of(metrics).decode()
 
 
@@ -361,3 +361,37 @@ def test_a_client_gone_without_an_accounting_token_is_only_suspected() -> None:
     gone = bare(request_id="gone", status=0, flag="downstream_connection_termination")
     gate, _ = taken(gone, bare(request_id="refused", status=503))
     assert (gate.reported, gate.suspected) == ([], ["gone"])
+
+
+def test_ids_of_state_are_noted_with_who_served_but_only_of_answers_that_the_fleet_has_placed() -> None:
+    told = {"response_id": "resp_1", "conversation_id": "conv_1"}
+    read_token = accounting_token.of_read("read", KEYS)
+    entries = []
+    for name, token, path, kind in (
+        ("r-1", signed("r-1"), "/v1/responses", "DownstreamEnd"),
+        ("r-2", signed("r-2"), "/v1/responses?x=1", "DownstreamPeriodic"),
+        ("r-3", signed("r-3"), "/v1/chat/completions", "DownstreamEnd"),
+        ("r-4", signed("r-1"), "/v1/responses", "DownstreamEnd"),
+        ("read", read_token, "/team/v1/conversations", "DownstreamEnd"),
+        ("r-5", read_token, "/v1/conversations", "DownstreamEnd"),
+    ):
+        message = bare(kind, name)
+        message.request.path = path
+        describe(
+            message,
+            {
+                "picker": {"id": name, "token": token},
+                "picker.usage": told,
+                accesslog.NAMESPACE: {accesslog.SERVED_KEY: "10.0.0.1:8000"},
+            },
+        )
+        entries.append(message)
+    gate, origins = ScriptedGate(), KnownOrigins()
+    accesslog.take(entries, [Account(gate, Metrics(), KEYS, origins)])  # type: ignore[arg-type]
+    assert origins.noted == [(("resp_1", "conv_1"), "10.0.0.1:8000")] * 3
+    # But of a server that has not what it was asked for.
+    entries[0].response.response_code.value = 404
+    accesslog.take(entries[:1], [Account(ScriptedGate(), Metrics(), KEYS, origins)])  # type: ignore[arg-type]
+    assert origins.noted[3:] == [((), "10.0.0.1:8000")]
+    # A read is no request that ends.
+    assert [each.id for each in gate.reported] == ["r-1", "r-2", "r-3"]

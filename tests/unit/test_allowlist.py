@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker_fleet.allowlist import FAIRNESS_ID, NEVER_TRUSTED, OBJECTIVE, REWRITE, Paths, trusted, untrusted
+from picker_fleet.allowlist import (
+    FAIRNESS_ID,
+    NEVER_TRUSTED,
+    OBJECTIVE,
+    REWRITE,
+    Paths,
+    api_of,
+    trusted,
+    untrusted,
+)
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.extproc.context import AllowedPaths
@@ -209,3 +218,33 @@ def test_both_spellings_of_a_header_are_trusted_together(named: list[str], expec
     names = parse({"extproc": {"trusted_headers": named}}).extproc.trusted_headers
     assert trusted(names) == expected
     assert set(untrusted(names)) == {*FAIRNESS_ID, *OBJECTIVE, *REWRITE, *NEVER_TRUSTED} - expected
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "ref"),
+    [
+        ("GET", "/v1/responses/resp_1", "resp_1"),
+        ("POST", "/a/v1/responses/resp_1/cancel/", "resp_1"),
+        ("GET", "/v1/responses/resp%3A1/input_items?limit=1", "resp:1"),
+        ("POST", "/v1/conversations/conv_1/items", "conv_1"),
+        ("DELETE", "/v1/conversations/conv_1/items/msg_1", "conv_1"),
+        ("POST", "/v1/responses", ""),
+        ("POST", "/v1/responses/compact", ""),
+        ("POST", "/v1/conversations", ""),
+    ],
+)
+def test_paths_of_the_responses_api_have_state_and_name_it(method: str, path: str, ref: str) -> None:
+    way = PATHS.way(method.encode(), path.encode())
+    assert way is not None
+    assert (way.has_state, way.ref) == (True, ref)
+    # A path of the configuration that ends so is no other API.
+    configured = AllowedPaths(
+        [api_of("GET /t/{ref}/responses/{ref}"), api_of("DELETE /c/conversations/{x}/items/{id}")]
+    )
+    for asked in ((b"GET", b"/t/a/responses/made"), (b"DELETE", b"/c/conversations/made/items/m")):
+        way = configured.way(*asked)
+        assert way is not None
+        assert (way.has_state, way.ref) == (True, "made")
+    plain = PATHS.way(b"POST", b"/v1/chat/completions")
+    assert plain is not None
+    assert (plain.has_state, plain.ref) == (False, "")

@@ -1,5 +1,6 @@
 """What a replica proposes to the script: candidates by score, from what it knows of the endpoints."""
 
+from collections import Counter
 from collections.abc import Mapping
 from unittest.mock import Mock
 
@@ -326,6 +327,47 @@ def test_a_session_goes_where_its_token_was_given_and_by_no_other() -> None:
     assert bench.asked_by(tokens[addresses[2]]) == ""
     # Where no scorer asks for it clients are told no session.
     assert Knowledge(Endpoint(A), queue_depth=1).chooser.session_token(A) == ""
+
+
+def test_a_key_of_a_session_leads_to_one_endpoint_and_only_a_change_of_that_moves_it() -> None:
+    bench = Knowledge(*many()[:50], session_affinity=4)
+    keys = [f"=user-{number}" for number in range(2000)]
+    before = {key: bench.chooser.session_endpoint(key, None) for key in keys}
+    counts = Counter(before.values())
+    assert len(counts) == 50
+    assert max(counts.values()) < 2.5 * min(counts.values())
+    assert bench.asked_by(keys[0]) == before[keys[0]]
+    gone = MANY[7]
+    bench.cell.publish(Snapshot("2", many(at_7=Endpoint(gone, draining=True))[:50]))
+    after = {key: bench.chooser.session_endpoint(key, None) for key in keys}
+    assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == gone}
+    # Among those of a hint, each key has one, too.
+    hinted = {bench.chooser.session_endpoint(key, (MANY[1], MANY[2], "9.9.9.9:1")) for key in keys}
+    assert hinted == {MANY[1], MANY[2]}
+    assert bench.chooser.session_endpoint(keys[0], ()) == ""
+
+
+@pytest.mark.parametrize("scorers", [{}, {"queue_depth": 3.0}])
+def test_a_request_goes_where_its_state_is_while_that_endpoint_takes_requests(
+    scorers: dict[str, float],
+) -> None:
+    known = Knowledge(Endpoint(A), Endpoint(B, labels={"gpu": "l4"}), Endpoint(C, down=True), **scorers)
+    known.waiting(0.0, 9.0, 0.0)
+    if not scorers:
+        known.chooser.use_scheduler(None)
+    choose = known.chooser.choose
+    assert choose(ask(origin=B)).candidates == choose(ask(origin=B, selector={"gpu": "l4"})).candidates == B
+    # Elsewhere, if it is down, has left, or may not serve it; or if the script knows better.
+    for request in (ask(origin=C), ask(origin="9.9.9.9:1"), ask(origin=B, subset=(A, C))):
+        plain = choose(request._replace(origin="")).candidates.split("=")[0]
+        assert choose(request).candidates.split("=")[0] == plain
+        assert plain != B
+    assert known.chooser.unscored(ask(origin=B)).candidates == "*"
+    known.chooser.placed(ask("r"), choose(ask("r", origin=B)), (B,), "3")
+    why = known.chooser.explain("r")
+    assert why is not None
+    assert ([each.address for each in why.candidates], set(why.excluded)) == ([B], {A, C})
+    assert "state" in why.rule
 
 
 STEADY, QUICK = A, B

@@ -19,6 +19,7 @@ from picker_fleet.errors import ExpiredTtl, RequestError, StateUnavailable
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.codec import WHOLE_BYTES
 from picker_fleet.request import Outcome
+from picker_fleet.state import accounting_token
 
 ASK = b'{"model": "m", "prompt": "p"}'
 BIG = json.dumps({"model": "m", "prompt": "x" * 600_000}).encode()
@@ -660,3 +661,35 @@ async def test_a_gateway_s_own_namespace_has_the_destination_and_names_who_serve
     envoy.describe(answer, {"gateway.lb": {"x-gateway-destination-endpoint-served": "10.0.0.9:8000"}})
     await talk.say(answer)
     assert [each.served for each in talk.gate.settled] == ["10.0.0.9:8000"]
+
+
+@every_mode
+async def test_a_request_that_names_state_goes_to_the_endpoint_that_has_it(mode: str) -> None:
+    origins = envoy.KnownOrigins()
+    origins.known = {"resp_1": "10.0.0.2:8000", "conv_1": "10.0.0.3:8000"}
+    talk = Talk(origins=origins)
+    ask = b'{"model": "m", "previous_response_id": "resp_0", "conversation": {"id": "conv_1"}}'
+    await talk.say(headers(mode, ask=("POST", "/v1/responses")), body(ask))
+    assert talk.gate.admitted[0][0].origin == "10.0.0.3:8000"
+    talk = Talk(origins=origins)
+    token = "s" * 28
+    await talk.say(headers(mode, {"x-session-token": token}, ended=True, ask=("GET", "/v1/responses/resp_1")))
+    await Talk(gate=talk.gate).say(headers(mode, {"x-session-token": token}, ended=True))
+    assert talk.gate.wanted == [("10.0.0.2:8000", token), ("", token)]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/conversations", "/v1/chat/completions"])
+async def test_ids_in_an_answer_are_noted_in_standard_and_signed_for_the_access_log_in_lean(
+    path: str,
+) -> None:
+    origins = envoy.KnownOrigins()
+    talk = Talk(origins=origins)
+    await talk.say(headers("standard", ask=("POST", path)), body(ASK))
+    served = envoy.response_headers(200)
+    envoy.describe(served, {"envoy.lb": {"x-gateway-destination-endpoint-served": "10.0.0.9:8000"}})
+    await talk.say(served, envoy.response_body(b'{"id": "made_1"}', ended=True))
+    assert origins.noted == ([] if "chat" in path else [(("made_1",), "10.0.0.9:8000")])
+    answers = await Talk().say(headers("lean", {"x-request-id": "r-1"}, ask=("POST", path)), body(ASK))
+    told = answers[0].dynamic_metadata["picker"]
+    assert told["id"] == "r-1"
+    assert accounting_token.is_read(told["token"]) == (path == "/v1/conversations")

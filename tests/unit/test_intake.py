@@ -757,3 +757,56 @@ def test_a_malformed_request_id_is_replaced(sent: str | bytes) -> None:
 })  # fmt: skip
 def test_a_subset_hint_lists_endpoints(hint: object, expected: tuple[str, ...]) -> None:
     assert read_subset(hint) == expected
+
+
+STATE = Way("inference", has_state=True)
+REFERRING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a response": ({"previous_response_id": "resp_1"}, ("resp_1",)),
+    "a conversation": ({"conversation": "conv_1"}, ("conv_1",)),
+    "its object": ({"conversation": {"id": "conv_1", "x": 1}}, ("conv_1",)),
+    "byte for byte": ({"previous_response_id": 'é"\\ '}, ('é"\\ ',)),
+    "none": ({"previous_response_id": None, "conversation": None}, ()),
+    "no ids": ({"previous_response_id": 7, "conversation": ["c"]}, ()),
+    "too long": ({"previous_response_id": "x" * 600, "conversation": {"id": "y" * 9000}}, ()),
+}
+
+
+@pytest.mark.parametrize("prompt", ["p", "p" * 9000, "\u1234\\u0041" * 900], ids=["small", "long", "escaped"])
+@cases("members, expected", REFERRING)
+def test_a_request_of_the_responses_api_names_what_it_goes_on_with(
+    members: dict[str, Any], expected: tuple[str, ...], prompt: str
+) -> None:
+    text = json.dumps({"model": "m", "input": prompt, **members}).encode()
+    assert read_body(text, STATE).refers == expected
+    assert read_body(text).refers == ()
+
+
+KEYED = ["session-id", "prompt_cache_key", "metadata.user_id", "user"]
+SESSIONS: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
+    "a header": ({"session-id": "s 1"}, {"user": "u"}, "=s 1"),
+    "not configured": ({"x-session-affinity": "s"}, {}, ""),
+    "the first of two": ({}, {"user": "u", "prompt_cache_key": "k"}, "=k"),
+    "a nested one": ({}, {"metadata": {"user_id": "é"}, "user": "u"}, "=é"),
+    "no text": ({}, {"metadata": [1], "user": 7, "prompt_cache_key": None}, ""),
+    "too long": ({"session-id": "s" * 513}, {"user": "u" * 9000}, ""),
+    "a token comes first": ({"x-session-token": "a" * 28, "session-id": "s"}, {}, "a" * 28),
+}
+
+
+@pytest.mark.parametrize("prompt", ["p", "p" * 9000, "\u1234\\u0041" * 900], ids=["small", "long", "escaped"])
+@cases("headers, members, session", SESSIONS)
+def test_a_configured_key_names_a_session(
+    headers: dict[str, str | bytes], members: dict[str, Any], session: str, prompt: str
+) -> None:
+    scheduling = {"scorers": {"session-affinity": 1}, "session_keys": KEYED}
+    settings = parse({"scheduling": scheduling})
+    assert {"session-id"} == wanted_headers(settings) - wanted_headers(parse({}))
+    raw = {name: value.encode() if isinstance(value, str) else value for name, value in headers.items()}
+    read = read_body(json.dumps({"model": "m", "prompt": prompt, **members}).encode())
+    intake = Intake(settings, new_id=lambda: "made", variant_key=lambda: b"")
+    assert intake.request(read, raw, subset=None, trusted=False).session == session
+    if headers:
+        assert intake.session_of(raw) == session
+    plain = Intake(parse({}), new_id=lambda: "made", variant_key=lambda: b"")
+    raw.pop("x-session-token", None)
+    assert plain.request(read, raw, subset=None, trusted=False).session == ""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import cases
 
-from picker_fleet.extproc.response import ModelRename, UsageReader
+from picker_fleet.extproc.response import ModelRename, StateIds, UsageReader
 
 Counts = tuple[int | None, int | None]
 
@@ -173,3 +173,37 @@ def test_an_answer_is_renamed_as_a_reader_of_json_would(
         if isinstance(inner, dict) and inner.get("model") == "m-v2":
             inner["model"] = "m"
     assert got == answer
+
+
+MADE = {"id": "resp_1", "object": "response", "output": [{"id": "msg_1"}]}
+CREATED = {"type": "response.created", "response": MADE}
+STATES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "an answer": (json.dumps(MADE, indent=1).encode(), ("resp_1",)),
+    "behind long members": (json.dumps({"instructions": LONG, **MADE}).encode(), ("resp_1",)),
+    "of a conversation": (json.dumps({**MADE, "conversation": {"id": "c"}}).encode(), ("resp_1", "c")),
+    "its id alone": (json.dumps({**MADE, "conversation": "c"}).encode(), ("resp_1", "c")),
+    "escaped": (b' {"id": "resp_\\u00e4"}', ("resp_ä",)),
+    "events": (events(CREATED, TEXT, TEXT), ("resp_1",)),
+    "a long first event": (events({**CREATED, "response": {"instructions": LONG, **MADE}}), ("resp_1",)),
+    "events without a blank": (b"data:%s\r\n\r\n" % json.dumps(CREATED).encode(), ("resp_1",)),
+    "a last event without its end": (events(TEXT) + b"data: %s" % json.dumps(CREATED).encode(), ("resp_1",)),
+    "no id among the first events": (events(*[TEXT] * 9, CREATED), ()),
+    "an error": (b'{"error": {"message": "no"}}', ()),
+    "an id that is none": (b'{"id": 7}', ()),
+    "no JSON": (b"x" * 5000, ()),
+    "nothing": (b"", ()),
+    "too long": (json.dumps({"instructions": LONG * 12, **MADE}).encode(), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 1000, 10**7])
+@cases("answer, expected", STATES)
+def test_the_ids_of_an_answers_state_are_read_however_it_is_cut(
+    answer: bytes, expected: tuple[str, ...], size: int
+) -> None:
+    if size == 1 and len(answer) > 10_000:
+        pytest.skip("too many pieces")
+    reader = StateIds()
+    parts = [answer[at : at + size] for at in range(0, len(answer), size)]
+    found = [reader.add(part, ended=False) for part in parts] + [reader.add(b"", ended=True)]
+    assert [each for each in found if each] == ([expected] if expected else [])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -243,7 +244,7 @@ def test_an_entry_is_one_of_the_pool_that_has_signed_its_token() -> None:
     gates = [ScriptedGate(), ScriptedGate()]
     keys = [Keyring(), Keyring()]
     metrics = [Metrics(), Metrics()]
-    accounts = [Account(*each) for each in zip(gates, metrics, keys, strict=True)]
+    accounts = [Account(*each, Mock()) for each in zip(gates, metrics, keys, strict=True)]
     gone = bare(request_id="gone", status=0)
     gone.common_properties.response_flags.downstream_connection_termination = True
     entries = [

@@ -51,8 +51,11 @@ class Gate(Protocol):
         """
         ...
 
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        """Endpoints without admission, for a request that ends with its headers (GET).
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
+        """Endpoints without admission, for a request that ends with its headers (GET). First comes `origin`,
+        though it takes nothing new, or the endpoint of the `session`.
 
         Raises:
             NoEndpoints: none is ready, or none of the subset.

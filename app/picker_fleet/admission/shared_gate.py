@@ -348,13 +348,19 @@ class SharedGate:
             return "expired"  # its time is up all the same
         return "granted" if answer == "granted" else "expired"
 
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        ready = [e.address for e in self._endpoints.current.endpoints if e.ready]
-        if subset is not None:
-            ready = [address for address in ready if address in subset]
-        if not ready:
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
+        allowed = [e for e in self._endpoints.current.endpoints if subset is None or e.address in subset]
+        ready = [e.address for e in allowed if e.ready]
+        first = [e.address for e in allowed if e.address == origin and not e.down]
+        if session and not first:
+            preferred = self._chooser.session_endpoint(session, subset)
+            first = [address for address in ready if address == preferred]
+        if not ready and not first:
             raise NoEndpoints("no endpoint is ready that may serve this request", retry_after_s=1)
-        return Placement(tuple(random.sample(ready, min(len(ready), 1 + self._fallbacks))), "")
+        others = random.sample(ready, min(len(ready), 1 + self._fallbacks))
+        return Placement(tuple(dict.fromkeys((*first, *others)))[: 1 + self._fallbacks], "")
 
     def on_dequeued(self, attempts: int, successes: int) -> None:
         """A call of this replica has tried to dispatch requests that wait, of any replica."""

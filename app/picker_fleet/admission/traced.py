@@ -47,8 +47,10 @@ class TracedGate:
             accounting_token=accounting_token.with_trace(placement.accounting_token, parent)
         )
 
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        return await self._gate.route(subset)
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
+        return await self._gate.route(subset, origin=origin, session=session)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         own, _ = accounting_token.split_trace(placement.accounting_token)

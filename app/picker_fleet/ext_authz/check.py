@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
+from picker_fleet.allowlist import Way
 from picker_fleet.errors import RequestError, Unsupported
 from picker_fleet.extproc import codec
 from picker_fleet.extproc.accesslog import ID_HEADER, TARGET_HEADER, TOKEN_HEADER, TOKEN_MARK, WAITED_HEADER
@@ -84,7 +85,7 @@ class Check:
         try:
             way = context.way(method, path, has_body=body.size_bytes > 0)
             if way.kind == "read":
-                answer = await self._route(headers)
+                answer = await self._route(way, headers)
             else:
                 decoded = None
                 if not body.size_bytes:
@@ -131,11 +132,11 @@ class Check:
         lines = "".join([f"{name}: {value}\r\n" for name, value in refusal.headers.items()])
         return Answer(context, CARRIED.get(refusal.status, refusal.status), lines, refusal.body)
 
-    async def _route(self, headers: Mapping[str, bytes]) -> Answer:
+    async def _route(self, way: Way, headers: Mapping[str, bytes]) -> Answer:
         """Endpoints without admission, for a request that has no body."""
         context = self._context
-        placement = await context.gate.route(_subset(headers))
-        return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0))
+        request_id, placement = await context.route(way, headers, _subset(headers))
+        return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0), request_id)
 
     def _take(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
         self._model = ask.model
@@ -155,16 +156,20 @@ class Check:
             context.lines.placed(request, placement.endpoints, MODE, self._seconds())
         return self._placed(request, placement, codec.pressure(context.fill(), waited_s, request.ttl_s))
 
-    def _placed(self, request: InferenceRequest | None, placement: Placement, pressure: str) -> Answer:
+    def _placed(
+        self, request: InferenceRequest | None, placement: Placement, pressure: str, read_id: str = ""
+    ) -> Answer:
         tries = self._context.tries(None if request is None else request.subset, request)
         endpoints = codec.destinations(placement, tries)
         lines = f"{codec.DESTINATION}: {endpoints}\r\n{codec.PRESSURE}: {pressure}\r\n"
+        if request is not None or read_id:
+            request_id = read_id if request is None else request.id
+            token = TOKEN_MARK + placement.accounting_token
+            lines += f"{ID_HEADER}: {request_id}\r\n{TOKEN_HEADER}: {token}\r\n"
         if request is None:
             return Answer(self._context, 200, lines)
         if placement.session:
             lines += f"{SESSION_HEADER}: {placement.session}\r\n"
-        token = placement.accounting_token
-        lines += f"{ID_HEADER}: {request.id}\r\n{TOKEN_HEADER}: {TOKEN_MARK}{token}\r\n"
         if placement.waited_s is not None:
             target = TOKEN_MARK + request.target_model
             lines += f"{WAITED_HEADER}: {placement.waited_s:.6f}\r\n{TARGET_HEADER}: {target}\r\n"

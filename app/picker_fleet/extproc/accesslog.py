@@ -19,6 +19,8 @@ from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped, unused-ignore]
 
 from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.origins import Origins
+from picker_fleet.allowlist import has_state
 from picker_fleet.extproc.transport import Handler, Stream
 from picker_fleet.request import CONNECT, FULL, Alive, Completion, Fault, Outcome, fault_of, hold_of
 from picker_fleet.state import accounting_token
@@ -74,6 +76,7 @@ PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
     for when in ("", "first_")
 )
+STATE_IDS: Final = ("response_id", "conversation_id")  # of the Responses API
 _MOST_TOKENS = 1e9
 
 
@@ -83,6 +86,7 @@ class Account(NamedTuple):
     gate: Gate
     metrics: Metrics
     keys: Keyring
+    origins: Origins
 
 
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
@@ -149,7 +153,11 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
                     each.gate.suspect(item.id)
             account.metrics.access_log("ignored")
             continue
-        if isinstance(item, Completion):
+        if has_state(entry.request.path) and not isinstance(item, Fault):
+            account.origins.note(_ids(entry), item.served)
+        if accounting_token.is_read(item.accounting_token):
+            account.metrics.access_log("ignored")
+        elif isinstance(item, Completion):
             account.gate.settle(item)
             account.metrics.access_log("ended")
         elif isinstance(item, Fault):
@@ -247,6 +255,14 @@ def _tells_error(usage: Any) -> bool:
     if not usage or "error" not in usage:
         return False
     return not 400 <= usage["error_code"].number_value < 500 if "error_code" in usage else True
+
+
+def _ids(entry: Any) -> tuple[str, ...]:
+    """Ids of state that a good answer has, as far as Envoy has read it."""
+    if not 200 <= entry.response.response_code.value < 300:
+        return ()
+    usage = _fields(entry.common_properties.metadata.filter_metadata, "picker.usage")
+    return tuple(filter(None, (_text(usage, key) for key in STATE_IDS)))
 
 
 def _message(data: bytes) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.origins import Origins
 from picker_fleet.allowlist import NOT_LISTED, Api, Paths, Way, model_in_query
 from picker_fleet.bodies import decode
 from picker_fleet.config import Settings
@@ -27,7 +28,7 @@ from picker_fleet.errors import (
     UnknownPath,
     UnknownPool,
 )
-from picker_fleet.intake import CONTENT_ENCODING, CONTENT_TYPE, Ask, Intake, read_body
+from picker_fleet.intake import CONTENT_ENCODING, CONTENT_TYPE, REQUEST_ID, Ask, Intake, read_body
 from picker_fleet.rates import Rates, retry_after_s
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.sections import ExtProc
@@ -502,6 +503,7 @@ class ExchangeContext:
     new_flows: NewFlowLimit
     intake: Intake
     gate: Gate
+    origins: Origins
     drain_gate: DrainGate
     open_requests: OpenRequests
     metrics: Metrics
@@ -559,12 +561,29 @@ class ExchangeContext:
     async def admit(
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0
     ) -> tuple[InferenceRequest, Placement]:
-        """As `DrainGate.admit`. If another request has the id, this one is placed under a new id."""
+        """As `DrainGate.admit`. If another request has the id, this one is placed under a new id. One that
+        goes on with state goes to the endpoint that has it."""
+        if request.refers:
+            origin = await self.origins.find(request.refers, request.ttl_s)
+            request = request._replace(refers=(), origin=origin)
         try:
             return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
         except RequestIdTaken:
             request = request._replace(id=self.intake.new_id())
         return request, await self.drain_gate.admit(request, stream_owned=stream_owned, age_s=age_s)
+
+    async def route(
+        self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None
+    ) -> tuple[str, Placement]:
+        """Endpoints for a request that is not admitted: that which has the state it names, or its session's.
+        And the id under which the access log tells of ids in its answer, '' for none."""
+        origin = await self.origins.find((way.ref,)) if way.ref else ""
+        session = self.intake.session_of(headers)
+        placement = await self.gate.route(subset, origin=origin, session=session)
+        if not way.has_state:
+            return "", placement
+        request_id = headers.get(REQUEST_ID, b"").decode("latin-1") or self.intake.new_id()
+        return request_id, placement._replace(accounting_token=self.origins.read_token(request_id))
 
     def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
         """How many endpoints an answer names: as many as Envoy tries if only some may serve it, else 0 for as

@@ -347,12 +347,13 @@ class Exchange:
 
     async def _place_read(self, body: bytes) -> _PlacedBody:
         """Place a request that is not admitted."""
-        placement = await self._context.gate.route(self._subset)
+        request_id, placement = await self._context.route(self._way, self._headers, self._subset)
         self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
         if self._mode == "standard":
-            self._response = self._own_response("", None)
+            request_id, self._response = "", self._own_response("", None, placement)
         now_s = self._context.clock()
-        return _PlacedBody(self._answer_to(placement), body, None, placement, None, now_s, now_s)
+        answer = self._answer_to(placement, read_id=request_id)
+        return _PlacedBody(answer, body, None, placement, None, now_s, now_s)
 
     async def _place_early(self) -> bool:
         """Place the request of a body whose end is not signalled yet; whether that is to be answered at once.
@@ -471,12 +472,14 @@ class Exchange:
         length: int | None = None,
         *,
         is_decoded: bool = False,
+        read_id: str = "",
     ) -> codec.Placed:
-        """The answer that sends the request to `placement`; without `request`, one that was not admitted."""
+        """The answer that sends the request to `placement`; without `request`, one that was not admitted,
+        which the access log knows by `read_id`."""
         context = self._context
         return codec.placed(
             placement,
-            "" if request is None else request.id,
+            read_id if request is None else request.id,
             length,
             context.tries(self._subset, request),
             "" if request is None else request.target_model,
@@ -528,6 +531,7 @@ class Exchange:
             target_model=self._target_model,
             picked=placement.endpoints[0] if placement is not None else "",
             tells_served=context.settings.extproc.conformance,
+            note_ids=context.origins.note if self._way.has_state else None,
         )
 
     def _refuse(self, error: RequestError) -> bytes:

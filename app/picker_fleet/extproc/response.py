@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
 import msgspec
@@ -224,7 +224,8 @@ class UsageReader:
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes) -> bytes:
+        """Take the next chunk; returns it decoded."""
         self.total += len(chunk)
         if self._inflate is not None:
             chunk = self._inflated(chunk)
@@ -242,6 +243,7 @@ class UsageReader:
                 window = passed + self._chunks[0][:_USAGE_BYTES]
                 if (at := window.rfind(_MARKS[0])) >= 0:
                     self._between = window[at : at + _USAGE_BYTES]
+        return chunk
 
     def tells_error(self) -> bool:
         """Whether an answer without usage says that the server, not its client, has failed."""
@@ -382,14 +384,81 @@ def _count(digits: bytes) -> int | None:
     )
 
 
+class _Named(msgspec.Struct):
+    id: str = ""
+
+
+class _State(msgspec.Struct):
+    """Members of an answer of the Responses API, or of one of its events."""
+
+    id: str = ""
+    conversation: _Named | str | None = None
+    response: "_State | None" = None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        if self.response is not None:
+            return self.response.ids
+        conversation = self.conversation.id if isinstance(self.conversation, _Named) else self.conversation
+        return tuple(filter(None, (self.id, conversation)))
+
+
+_state = msgspec.json.Decoder(_State)
+_MOST_STATE_BYTES = 1024 * 1024  # of a whole answer, or of its first events
+_FIRST_EVENTS = 8
+
+
+class StateIds:
+    """Reads the ids of state that an answer has: of JSON at its end, of events in one of the first."""
+
+    __slots__ = ("_events", "_is_json", "_kept", "_size")
+
+    def __init__(self) -> None:
+        self._kept: list[bytes] | None = []  # None: nothing more is read
+        self._is_json: bool | None = None
+        self._size = self._events = 0
+
+    def add(self, chunk: bytes, *, ended: bool) -> tuple[str, ...]:
+        """Take the next chunk; the ids, once they are known."""
+        if self._kept is None:
+            return ()
+        self._kept.append(chunk)
+        self._size += len(chunk)
+        if self._is_json is None and (begun := chunk.lstrip()):
+            self._is_json = begun[:1] == b"{"
+        if self._size > _MOST_STATE_BYTES:
+            self._kept = None
+            return ()
+        if not ended and (self._is_json or b"\n" not in chunk):
+            return ()
+        text = b"".join(self._kept)
+        lines = [text] if self._is_json else text.split(b"\n")
+        self._kept = None if ended else [lines.pop()]
+        for line in lines:
+            if self._is_json or line[:5] == b"data:":
+                self._events += 1
+                ids = _ids_of(line.removeprefix(b"data:"))
+                if ids or self._events == _FIRST_EVENTS:
+                    self._kept = None
+                    return ids
+        return ()
+
+
+def _ids_of(text: bytes) -> tuple[str, ...]:
+    try:
+        return _state.decode(text).ids
+    except _MALFORMED:
+        return ()
+
+
 class Response:
     """A model server's answer on its way back; settles its request exactly once (G6).
 
     `request_id` is '' if nothing was admitted, and then nothing is settled. `rename` restores the client's
     model name; None if it was not changed. `client_headers` are added for the client. Times are counted
     from `started_s`. The metadata `namespace` says who served; `tells_served` passes it on to the client, as
-    the conformance suite wants it. `waited_s` and `target_model` are the completion's; `picked` is
-    the endpoint that was chosen.
+    the conformance suite wants it. `waited_s` and `target_model` are the completion's; `picked` is the
+    endpoint that was chosen. `note_ids` gets the ids of state in the answer, and the endpoint that served.
     """
 
     __slots__ = (
@@ -399,7 +468,9 @@ class Response:
         "_ends",
         "_first_byte_s",
         "_hold_s",
+        "_ids",
         "_namespace",
+        "_note_ids",
         "_picked",
         "_placed_s",
         "_rename",
@@ -431,6 +502,7 @@ class Response:
         target_model: str = "",
         picked: str = "",
         tells_served: bool = False,
+        note_ids: Callable[[Sequence[str], str], object] | None = None,
     ) -> None:
         self.ended = self.streaming = False
         self._tells_served = tells_served
@@ -450,6 +522,8 @@ class Response:
         self._served: str | None = None
         self._first_byte_s: float | None = None
         self._usage = UsageReader()
+        self._note_ids = note_ids
+        self._ids = StateIds() if note_ids is not None else None
 
     def pass_on(self, part: str, message: Any) -> list[bytes]:
         """What goes back for one message of the response; `part` says which it is."""
@@ -490,7 +564,10 @@ class Response:
 
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
-        self._usage.add(body)
+        decoded = self._usage.add(body)
+        if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
+            assert self._note_ids is not None
+            self._note_ids(ids, self._served or self._picked)
         if self._rename is not None:
             body = self._rename.push(body, ended=ended)
         if ended:

@@ -287,8 +287,10 @@ class FailoverGate:
         if self._outage is not None:
             self._outage.gate.release(cost)
 
-    async def route(self, subset: tuple[str, ...] | None) -> Placement:
-        return await self._shared.route(subset)
+    async def route(
+        self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
+    ) -> Placement:
+        return await self._shared.route(subset, origin=origin, session=session)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         # No other replica can have the request before its lease has run out, nor where this replica's own

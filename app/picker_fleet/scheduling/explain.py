@@ -13,6 +13,7 @@ from picker_fleet.scheduling.scorers import EndpointState, PickRequest
 
 ANY_ENDPOINT: Final = "*"
 _BY_SCORE = "highest `final`: the score with the live load in place of the load as last known; equals in turn"
+_BY_STATE = "the request names an id whose state this endpoint has"
 _BY_LOAD = (
     "no scorers: the fewest in flight (`live`), equals in turn; who has null had no fewer, or was not asked"
 )
@@ -27,6 +28,7 @@ class LeastLoadedPick(NamedTuple):
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
+    has_state: bool = False  # the only candidate has the state that the request goes on with
 
 
 PickBasis = Ranking | LeastLoadedPick
@@ -146,7 +148,10 @@ def _explain_by_load(
             row.in_flight if row.live is None else row.live,
         )
     )
-    return Explanation(request_id, chosen, tuple(rows), filtered.excluded, filtered.waived, {}, _BY_LOAD)
+    rule, excluded = _BY_LOAD, filtered.excluded
+    if basis.has_state:
+        rule, excluded = _BY_STATE, dict.fromkeys(excluded, "has not the state that the request names")
+    return Explanation(request_id, chosen, tuple(rows), excluded, filtered.waived, {}, rule)
 
 
 def _loads(addresses: Sequence[str], live: str) -> dict[str, float]:

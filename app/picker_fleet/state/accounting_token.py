@@ -135,6 +135,16 @@ def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
     return f"{token_fields}\t{signature}"
 
 
+def of_read(request_id: str, keys: Keyring) -> str:
+    """The token of a request that is not admitted: without any field."""
+    return signed("\t" * (_FIELDS - 1), request_id, keys)
+
+
+def is_read(token: str) -> bool:
+    """Whether it is a token of `of_read`; any other begins with a flow."""
+    return token[:1] == "\t"
+
+
 def fault_of(token: str, request_id: str, keys: Keyring) -> str:
     """What is wrong with the token: '' if it is the fleet's own for `request_id`."""
     own, _ = split_trace(token)

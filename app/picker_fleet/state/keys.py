@@ -20,6 +20,7 @@ class Keys:
         self.replicas = self.prefix + "replicas"
         self.queue_snapshot = self.prefix + "queue_snapshot"
         self.routes = self.prefix + "routes"
+        self.origins = self.prefix + "origins"
         self.log = self.prefix + "log"
         self.operator_changes = self.prefix + "operator_changes"
         self.metrics = self.prefix + "metrics"  # a hash, and a channel (endpoints/metrics_channel.py)

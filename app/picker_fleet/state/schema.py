@@ -73,6 +73,7 @@ COUNTERS = (
 # The arguments of each item of a batch.
 ITEMS = {
     "tombstone": ("id", "ago_ms"),
+    "note_origin": ("id", "endpoint"),
     "renew": ("id", "attempt", "serving_endpoint", "accounting_token", "ago_ms"),
     "report_client_gone": ("id",),
     "report_fault": ("id", "endpoint", "flow", "why", "hold_ms"),

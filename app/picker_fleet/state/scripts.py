@@ -24,7 +24,8 @@ _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua
 
 # In the order in which a message carries them (state/batching.py).
 NAMES = (
-    "tombstone", "renew", "report_client_gone", "report_fault", "settle", "admit", "place", "acknowledge",
+    "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "settle", "admit", "place",
+    "acknowledge",
     "cancel", "mark_endpoint", "evict", "heartbeat", "publish",
     "publish_changes", "tune", "sweep", "claim_queue_snapshot", "state",
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
@@ -33,7 +34,7 @@ NAMES = (
 ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
 _READING = ("state", "view_")  # prefixes of scripts that also run on a Redis that takes no writes
 # What adds to what Redis holds is refused while that is out of memory. All else goes on: the fleet empties.
-_ADDING = ("admit", "publish", "publish_changes", "claim_queue_snapshot")
+_ADDING = ("note_origin", "admit", "publish", "publish_changes", "claim_queue_snapshot")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
     "  callback=function(keys, args) return run(%s, keys, args) end}"

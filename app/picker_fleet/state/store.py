@@ -251,6 +251,15 @@ class Store:
         which was `ago_s` ago, restores the request."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
+    def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
+        """noted: `endpoint` has the state of an id of the Responses API. Kept until taken."""
+        return self._client.submit("note_origin", (state_id, endpoint), durable=True)
+
+    async def origins(self, ids: Sequence[str]) -> list[str | None]:
+        """The endpoints that have the state of `ids`, in their order; None for one that is not known."""
+        found: list[str | None] = await self._client.command("HMGET", self.keys.origins, *ids)
+        return found
+
     def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
         """suspected | waiting | unknown: the client may have gone. Of a request that is placed the endpoint's
         next metrics pages decide."""

@@ -17,7 +17,7 @@ from picker_fleet.allowlist import ADMINISTRATION, ANY_METHOD, NOT_LISTED, STEER
 from picker_fleet.config import Settings, pools_of
 from picker_fleet.ext_authz.check import CARRIED, CLIENT_HEADERS, REFUSAL_HEADERS
 from picker_fleet.ext_authz.server import PREFIX
-from picker_fleet.extproc.accesslog import CONTENT_TYPE, FAULT_TAG, METADATA_HEADERS, RETRY_AFTER
+from picker_fleet.extproc.accesslog import CONTENT_TYPE, FAULT_TAG, METADATA_HEADERS, RETRY_AFTER, STATE_IDS
 from picker_fleet.extproc.codec import LENGTH_HEADER, SUBSET
 from picker_fleet.extproc.codec import PRESSURE as PRESSURE_HEADER
 from picker_fleet.extproc.context import POOL_HEADER
@@ -121,6 +121,10 @@ _USAGE_IN_EVENTS = {
     "first_cache_read_tokens": ("message.usage.cache_read_input_tokens",),
     "first_cache_creation_tokens": ("message.usage.cache_creation_input_tokens",),
 }
+
+# Ids of the Responses API (picker_fleet/admission/origins.py): of a response or a conversation.
+_IDS_IN_ANSWER = dict(zip(STATE_IDS, (("id",), ("conversation.id",)), strict=True))
+_IDS_IN_EVENTS = dict(zip(STATE_IDS, (("response.id",), ("response.conversation.id",)), strict=True))
 
 
 def _longest_wait_s(settings: Settings) -> float:
@@ -332,7 +336,8 @@ def _redrive(retry_on: str = _GRPC_FAILURES) -> core_v3.RetryPolicy:
 
 
 def _sse_usage() -> sse_rules_v3.SseToMetadata:
-    rules = [json_parser_v3.JsonContentParserRuleConfig(rule=rule) for rule in _usage_rules(_USAGE_IN_EVENTS)]
+    told = _rules(_USAGE_IN_EVENTS, _IDS_IN_EVENTS)
+    rules = [json_parser_v3.JsonContentParserRuleConfig(rule=rule) for rule in told]
     return sse_rules_v3.SseToMetadata(
         response_rules=sse_rules_v3.SseToMetadataProcessingRules(
             content_parser=extension(
@@ -345,32 +350,38 @@ def _sse_usage() -> sse_rules_v3.SseToMetadata:
 
 def _json_usage() -> json_rules_v3.JsonToMetadata:
     answer = json_rules_v3.JsonToMetadataMatchRules(
-        rules=_usage_rules(_USAGE_IN_ANSWER),
+        rules=_rules(_USAGE_IN_ANSWER, _IDS_IN_ANSWER),
         allow_content_types_regex=matcher_v3.RegexMatcher(regex=r"(?i)application/json\s*(;.*)?"),
     )
     return json_rules_v3.JsonToMetadata(response_rules=answer)
 
 
-def _usage_rules(paths: Mapping[str, Sequence[str]]) -> list[json_rules_v3.JsonToMetadataRule]:
-    kept = {**paths, "error_code": ("error.code",)}
-    rules = [_usage_rule(path, key) for key, ways in kept.items() for path in ways]
+_NUMBER, _STRING = json_rules_v3.JsonToMetadataValueType.NUMBER, json_rules_v3.JsonToMetadataValueType.STRING
+
+
+def _rules(
+    usage: Mapping[str, Sequence[str]], ids: Mapping[str, Sequence[str]]
+) -> list[json_rules_v3.JsonToMetadataRule]:
+    numbers = {**usage, "error_code": ("error.code",)}
+    rules = [_rule(path, key, _NUMBER) for key, ways in numbers.items() for path in ways]
+    rules += [_rule(path, key, _STRING) for key, ways in ids.items() for path in ways]
     # That the answer is an error; its text may be long, and is not kept.
     told = protobuf.Value(bool_value=True)
-    return [*rules, *(_usage_rule(f"error.{field}", "error", told) for field in ("message", "type"))]
+    return [*rules, *(_rule(f"error.{field}", "error", told) for field in ("message", "type"))]
 
 
-def _usage_rule(path: str, key: str, value: protobuf.Value | None = None) -> json_rules_v3.JsonToMetadataRule:
-    """Keeps the number at `path` as `key`; with `value`, that in its place."""
-    kept = json_rules_v3.JsonToMetadataKeyValuePair(
-        metadata_namespace=USAGE_NAMESPACE, key=key, type=json_rules_v3.JsonToMetadataValueType.NUMBER
-    )
-    if value is not None:
-        kept = json_rules_v3.JsonToMetadataKeyValuePair(
-            metadata_namespace=USAGE_NAMESPACE, key=key, value=value
-        )
+def _rule(
+    path: str, key: str, kept: json_rules_v3.JsonToMetadataValueType | protobuf.Value
+) -> json_rules_v3.JsonToMetadataRule:
+    """Keeps what is at `path` as `key`, if it is of that type, or a value in its place."""
+    pair = json_rules_v3.JsonToMetadataKeyValuePair(metadata_namespace=USAGE_NAMESPACE, key=key)
+    if isinstance(kept, protobuf.Value):
+        pair.value = kept
+    else:
+        pair.type = kept
     return json_rules_v3.JsonToMetadataRule(
         selectors=[json_rules_v3.JsonToMetadataSelector(key=step) for step in path.split(".")],
-        on_present=kept,
+        on_present=pair,
     )
 
 

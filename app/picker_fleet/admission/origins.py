@@ -1,0 +1,75 @@
+"""Which endpoint has the state of the Responses API that an id stands for: a response, a conversation.
+
+Servers keep that state in their memory, so a request that goes on with an id, or reads or deletes it, is sent
+to the endpoint that answered with it. The answer names the id in `standard`, Envoy's access log in the other
+modes. A replica notes it in Redis, and any replica reads it there when a request names it.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable
+
+from picker_fleet.admission.shared_gate import Recent
+from picker_fleet.errors import StateFault
+from picker_fleet.state import accounting_token
+from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.store import Store
+from picker_fleet.units import has_control
+
+MAX_ID_BYTES = 256
+KEPT_S = 3600.0  # in a replica's memory, for when Redis is away
+# An access-log entry may come later than the client's next request: pauses before an unknown id is looked up
+# again, and the most that all of it may take.
+_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.12)
+FIND_S = 0.3
+
+
+class Origins:
+    """Of one pool. One event loop. `clock` is in seconds."""
+
+    def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
+        self._store, self._keys = store, keys
+        self._known: Recent[str] = Recent(KEPT_S, clock)
+
+    def note(self, ids: Iterable[str], endpoint: str | None) -> None:
+        """`endpoint` has answered with `ids`. Returns at once."""
+        for state_id in ids:
+            if endpoint and _is_id(state_id):
+                self._known.note(state_id, endpoint)
+                told = self._store.note_origin(state_id, endpoint)
+                told.add_done_callback(lambda done: done.cancelled() or done.exception())  # a hint
+
+    async def find(self, ids: Collection[str], most_s: float = FIND_S) -> str:
+        """The endpoint that has the state of one of `ids`; '' if none is known within `most_s`. While Redis
+        is away: as far as this replica knows."""
+        wanted = [state_id for state_id in ids if _is_id(state_id)]
+        try:
+            async with asyncio.timeout(min(most_s, FIND_S)):
+                for pause_s in (0.0, *_PAUSES_S):
+                    await asyncio.sleep(pause_s)
+                    if self._store.fault is not None or not wanted:
+                        break
+                    for state_id, endpoint in zip(wanted, await self._store.origins(wanted), strict=True):
+                        if endpoint:
+                            self._known.note(state_id, endpoint)
+                            return endpoint
+                    if known := self._known_of(wanted):
+                        return known
+        except (TimeoutError, StateFault):
+            pass
+        return self._known_of(wanted)
+
+    def read_token(self, request_id: str) -> str:
+        """What Envoy returns with the access-log entry of a request that is not admitted, so that the ids of
+        its answer count."""
+        return accounting_token.of_read(request_id, self._keys)
+
+    def _known_of(self, ids: Iterable[str]) -> str:
+        return next((self._known[state_id][1] for state_id in ids if state_id in self._known), "")
+
+
+def _is_id(text: str) -> bool:
+    return (
+        0 < len(text) <= MAX_ID_BYTES
+        and len(text.encode(errors="replace")) <= MAX_ID_BYTES
+        and not has_control(text)
+    )

@@ -1,0 +1,18 @@
+-- include: dispatch
+-- Note which endpoint has the state of an id (of a response or a conversation, in the Responses API), so that requests
+-- that name the id go there. An id that comes again, as after the restart of a server, belongs to its last endpoint.
+--
+-- Guarantees: changes nothing else. The sweep drops what is old.
+--
+-- keys[1] epp:{POOL}:pool
+-- args[1] the calling replica; then for each id: id, endpoint
+--
+-- Returns {epoch, notifications, attempts, served, reply...}: 'noted'
+
+local function note_origin(args)
+  return for_each_item(args, NOTE_ORIGIN_ITEM, function(_, id, endpoint)
+    defer_write('HSET', key.origins, id, endpoint)
+    defer_write('ZADD', key.origin_times, now_ms, id)
+    return 'noted'
+  end)
+end

@@ -1,0 +1,147 @@
+"""State of the Responses API: a request that names an id reaches the server that made it, in every mode."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from counting_servers import read_request
+from fleet_load import at_rest
+from whole_fleet import running
+
+SERVERS, CLIENTS = 3, 12
+NAMED = re.compile("/v1/(responses|conversations)/([^/?]+)(/[a-z_]+)?")
+_numbers = itertools.count(1)
+
+
+class StateServer:
+    """A model server that keeps what it makes, and knows nothing of what others made."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+        self.sessions: list[str] = []  # `user` of each request that had one
+        self.address = ""
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while True:
+                first, _, body = await read_request(reader)
+                method, path, _ = first.split()
+                status, kind, answer = self._answer(method, path, json.loads(body or b"{}"))
+                head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(answer)}\r\n\r\n"
+                writer.write(head.encode() + answer)
+        writer.close()
+
+    def _answer(self, method: str, path: str, asked: dict[str, Any]) -> tuple[int, str, bytes]:
+        if path in ("/metrics", "/health"):
+            return 200, "text/plain", b""
+        self.sessions += [asked["user"]] if "user" in asked else []
+        named = NAMED.fullmatch(path)
+        conversation = asked.get("conversation")
+        conversation = conversation["id"] if isinstance(conversation, dict) else conversation
+        needed = {named[2]} if named else {asked.get("previous_response_id"), conversation} - {None}
+        if not needed <= self.kept:
+            return 404, "application/json", json.dumps({"error": {"message": f"no {needed}"}}).encode()
+        if named:
+            return 200, "application/json", json.dumps({"id": named[2], "object": "response"}).encode()
+        made = f"{'resp' if path.endswith('responses') else 'conv'}_{next(_numbers)}:{id(self):x}"
+        self.kept.add(made)
+        answer: dict[str, Any] = {
+            "id": made,
+            "object": "response",
+            "model": "llama",
+            "usage": {"input_tokens": 1},
+        }
+        if conversation:
+            answer["conversation"] = {"id": conversation}
+        if not asked.get("stream"):
+            return 200, "application/json", json.dumps(answer, indent=1).encode()
+        events = ("response.created", "response.in_progress", "response.completed")
+        lines = (
+            f"event: {each}\ndata: {json.dumps({'type': each, 'response': answer})}\n\n" for each in events
+        )
+        return 200, "text/event-stream", "".join(lines).encode()
+
+
+@dataclass
+class Behind:
+    fleet: Any
+    servers: Sequence[StateServer]
+
+
+@pytest_asyncio.fixture(params=["lean", "standard", "http"], scope="module", loop_scope="module")
+async def behind(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Behind]:
+    servers = [StateServer() for _ in range(SERVERS)]
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            listening: Any = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+            await stack.enter_async_context(listening)
+            server.address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        config = {
+            "discovery": {"static": [{"address": each.address} for each in servers]},
+            "default_model": "llama",
+            "request_queue_controller": {"watermark_per_backend": CLIENTS},
+            "scheduling": {"scorers": {"session-affinity": 12}, "session_keys": ["user"]},
+        }
+        options = ("--mode", request.param, "--endpoints", "0", "--replicas", "2")
+        async with running(tmp_path_factory.mktemp("state"), *options, config=config) as fleet:
+            yield Behind(fleet, servers)
+            await at_rest(fleet)
+
+
+def made_id(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text = answer.text.rpartition("data:")[2]
+    whole = json.loads(text)
+    return str(whole.get("response", whole)["id"])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_request_that_names_an_id_reaches_the_server_that_made_it(
+    behind: Behind, streams: bool
+) -> None:
+    async def talk() -> None:
+        async with behind.fleet.client() as client:
+            ask = {"input": "Hi", "stream": streams}
+            made = made_id(await client.post("/v1/conversations", json={}))
+            for conversation in (made, {"id": made}):
+                made_id(await client.post("/v1/responses", json={**ask, "conversation": conversation}))
+            first = made_id(await client.post("/v1/responses", json=ask))
+            second = made_id(await client.post("/v1/responses", json={**ask, "previous_response_id": first}))
+            assert second != first
+            path = f"/v1/responses/{second}"
+            for method, end in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+                assert made_id(await client.request(method, path + end)) == second
+            assert made_id(await client.get(f"/v1/conversations/{made}")) == made
+
+    await asyncio.gather(*(talk() for _ in range(CLIENTS)))
+    assert all(server.kept for server in behind.servers)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_id_that_nobody_made_is_answered_by_a_server(behind: Behind) -> None:
+    async with behind.fleet.client() as client:
+        for answer in (
+            await client.get("/v1/responses/resp_unknown"),
+            await client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_unknown"}),
+        ):
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no {'resp_unknown'}")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_configured_key_keeps_its_requests_together(behind: Behind) -> None:
+    async with behind.fleet.client() as client:
+        for user in [f"user-{number}" for number in range(8)] * 3:
+            made_id(await client.post("/v1/responses", json={"input": "Hi", "user": user}))
+    for user in {each for server in behind.servers for each in server.sessions}:
+        assert sum(user in server.sessions for server in behind.servers) == 1, user

@@ -1,0 +1,152 @@
+"""Where the state of an id is: noted by one replica, found by another (admission/origins.py)."""
+
+import asyncio
+import time
+
+import pytest
+from script_fleet import OpenFleet, Replica, addresses, ask, ended, until
+
+from picker_fleet.admission.origins import FIND_S, Origins
+from picker_fleet.admission.shared_gate import SharedGate
+from picker_fleet.endpoints.readings import Readings
+from picker_fleet.endpoints.snapshot import Snapshot
+from picker_fleet.request import Endpoint
+from picker_fleet.scheduling.chooser import ScoringChooser
+from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
+from picker_fleet.state.accounting_token import Keyring
+
+E1, E2 = addresses(2)
+MOST = 100_000
+
+
+def origins(replica: Replica) -> Origins:
+    return Origins(replica.store, replica.keys, time.monotonic)
+
+
+async def test_an_id_is_found_at_any_replica_and_belongs_to_the_endpoint_that_was_named_last(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", "b", endpoints=2) as (it, a, b):
+        one, other = origins(a), origins(b)
+        one.note(("resp_1", "conv_1", "", "x\x1fy", "x" * 257), E2)
+        assert await one.find(("resp_1",)) == await other.find(("?", "conv_1")) == E2
+        # A server that has restarted may begin to count anew.
+        other.note(("resp_1",), E1)
+        assert await other.find(("resp_1",)) == await one.find(("resp_1",)) == E1
+        assert await it.redis.hgetall(it.keys.origins) == {"resp_1": E1, "conv_1": E2}
+        assert await it.redis.zcard(it.keys.prefix + "origin_times") == 2
+
+
+async def test_an_id_whose_answer_is_told_late_is_waited_for_and_one_that_nobody_made_not_for_long(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", "b") as (_, a, b):
+        finding = asyncio.create_task(origins(b).find(("resp_1",)))
+        await asyncio.sleep(0.02)
+        origins(a).note(("resp_1",), E1)
+        assert await finding == E1
+        began_s = time.monotonic()
+        assert await origins(b).find(("resp_2",)) == ""
+        assert await origins(b).find(("resp_2",), 0.01) == ""
+        assert time.monotonic() - began_s < 10 * FIND_S  # on a busy machine
+        # Nothing is asked for what cannot be an id.
+        assert await origins(b).find(("", "x" * 300)) == ""
+
+
+async def test_ids_are_bounded_in_number_and_time_and_a_lost_part_is_forgotten(fleet: OpenFleet) -> None:
+    async with fleet("a") as (it, a):
+        times = it.keys.prefix + "origin_times"
+        now_ms = int(await it.now_ms())
+        ages_ms = {"old": 86_400_001, "young": 86_000_000, **{f"r{n}": n for n in range(MOST)}}
+        await it.redis.zadd(times, {name: now_ms - age_ms for name, age_ms in ages_ms.items()})
+        names = list(ages_ms)
+        for at in range(0, len(names), 1000):
+            await it.redis.hset(it.keys.origins, mapping=dict.fromkeys(names[at : at + 1000], E1))
+        await a.sweep()
+        assert await it.redis.zcard(times) == await it.redis.hlen(it.keys.origins) == MOST
+        assert await it.redis.hmget(it.keys.origins, "old", "young", "r0") == [None, None, E1]
+        await it.redis.delete(times)
+        await a.sweep()
+        assert not await it.has("origins")
+
+
+async def test_a_request_goes_on_where_its_state_is_while_that_endpoint_takes_requests(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", endpoints=2) as (_, a):
+        # A read, too; of an endpoint that drains as well, since nobody else has what is read.
+        for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
+            await a.publish(*endpoints)
+            assert (await a.gate.route(None, origin=E2)).endpoints == (E2, E1)
+        await a.publish(E1, Endpoint(E2, down=True))
+        assert (await a.gate.route(None, origin=E2)).endpoints == (E1,)
+        assert (await a.gate.route((E1,), origin=E2)).endpoints == (E1,)
+
+
+async def test_a_request_waits_for_the_endpoint_that_has_its_state_until_that_takes_no_requests(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", listening=True, endpoints=2) as (it, a):
+        a.gate = SharedGate(
+            a.store,
+            metrics=a.metrics,
+            endpoints=a.cell,
+            fallbacks=0,
+            on_unknown_pool=lambda: None,
+            chooser=ScoringChooser(
+                None,
+                a.cell,
+                readings=lambda: Readings({}, {}.__getitem__),
+                in_flight=dict,
+                index=PrefixIndex(),
+                latencies=LatencyTracker(),
+                routes=None,
+                clock=time.monotonic,
+            ),
+        )
+
+        async def admitted(name: str) -> tuple[str, ...]:
+            request = ask(name, origin=E1, ttl_s=60.0)
+            return (await a.gate.admit(request, stream_owned=False)).endpoints
+
+        one = Endpoint(E1, max_inflight=1)
+        await a.publish(one, E2, upper_per=9)
+        assert await admitted("first") == (E1,)
+        second, third = (asyncio.create_task(admitted(name)) for name in ("second", "third"))
+        await it.until_queued(2)
+        a.gate.settle(ended("first"))
+        assert await second == (E1,)
+        await it.until_queued(1)
+        await a.store.mark_endpoint(E1, "down", True)
+        a.cell.publish(Snapshot("down", (Endpoint(E1, max_inflight=1, down=True), Endpoint(E2))))
+        await a.sweep()
+        assert await third == (E2,)
+        await it.ends(a, "second", "third")
+
+
+async def test_while_redis_is_away_a_replica_knows_what_it_has_seen_itself() -> None:
+    told: list[tuple[str, str]] = []
+
+    class Away:
+        fault = "away"
+
+        def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
+            told.append((state_id, endpoint))
+            return asyncio.get_running_loop().create_future()
+
+    kept = Origins(Away(), Keyring(), time.monotonic)  # type: ignore[arg-type]
+    kept.note(("resp_1",), E1)
+    assert await kept.find(("resp_2", "resp_1")) == E1
+    assert await kept.find(("resp_2",)) == ""
+    assert told == [("resp_1", E1)]  # which is kept until Redis takes it
+
+
+@pytest.mark.parametrize("lost", ["origins", "origin_times"])
+async def test_a_lost_key_costs_no_more_than_what_it_held(fleet: OpenFleet, lost: str) -> None:
+    async with fleet("a") as (it, a):
+        origins(a).note(("resp_1",), E1)
+        await until(lambda: it.redis.hlen(it.keys.origins))
+        await it.redis.delete(it.keys.prefix + lost)
+        await a.sweep()
+        assert not await it.has("origins")
+        assert not await it.has("origin_times")
