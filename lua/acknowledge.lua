@@ -11,9 +11,9 @@
 
 local function acknowledge(args)
   local inbox, notes = key.inbox[args[1]], {}
-  local ids, count = column(args, ACKNOWLEDGE_ITEM, 1)
+  local ids, count = column(args, ITEM.acknowledge, 1)
   for i, note in ipairs(read('HMGET', inbox, unpack(ids, 1, count))) do notes[ids[i]] = note end
-  return for_each_item(args, ACKNOWLEDGE_ITEM, function(_, id, attempt)
+  return for_each_item(args, ITEM.acknowledge, function(_, id, attempt)
     if notes[id] ~= notifications.placed_for(attempt) then return 'unknown' end
     notifications.withdraw(args[1], id)
     return 'taken'

@@ -14,8 +14,8 @@
 -- Returns {epoch, notifications, attempts, served, reply...}: 'ended' | 'granted' (expiry only) | 'foreign' | 'unknown'
 
 local function cancel(args)
-  record.prefetch(column(args, CANCEL_ITEM, 1))
-  return for_each_item(args, CANCEL_ITEM, function(_, id, attempt, why)
+  record.prefetch(column(args, ITEM.cancel, 1))
+  return for_each_item(args, ITEM.cancel, function(_, id, attempt, why)
     local r = record.read(id)
     if not r then return 'unknown' end
     if why == 'unclaimed' then

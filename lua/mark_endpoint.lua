@@ -11,7 +11,7 @@
 -- endpoint is published, or is ejected)
 
 local function mark_endpoint(args)
-  return for_each_item(args, MARK_ENDPOINT_ITEM, function(_, address, what, on)
+  return for_each_item(args, ITEM.mark_endpoint, function(_, address, what, on)
     local done
     if what == 'ejected' then
       done = outliers.probed(address, on == '0')

@@ -10,7 +10,7 @@
 -- Returns {epoch, notifications, attempts, served, reply...}: 'noted'
 
 local function note_origin(args)
-  return for_each_item(args, NOTE_ORIGIN_ITEM, function(_, id, endpoint)
+  return for_each_item(args, ITEM.note_origin, function(_, id, endpoint)
     defer_write('HSET', key.origins, id, endpoint)
     defer_write('ZADD', key.origin_times, now_ms, id)
     return 'noted'

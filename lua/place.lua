@@ -16,9 +16,9 @@
 --   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
 
 local function place(args)
-  record.prefetch(column(args, PLACE_ITEM, 1))
-  local picks = (#args - 1) / PLACE_ITEM
-  return for_each_item(args, PLACE_ITEM, function(at, id, attempt, candidates)
+  record.prefetch(column(args, ITEM.place, 1))
+  local picks = (#args - 1) / ITEM.place
+  return for_each_item(args, ITEM.place, function(at, id, attempt, candidates)
     local r = record.read(id)
     if not r or r.owner ~= notifications.caller or r.attempt ~= attempt then return 'gone' end
     local turn = now_us + at

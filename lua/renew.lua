@@ -90,8 +90,8 @@ local function move(r, served)
 end
 
 local function renew(args)
-  record.prefetch(column(args, RENEW_ITEM, 1))
-  return for_each_item(args, RENEW_ITEM, function(_, id, attempt, served, token, ago_ms)
+  record.prefetch(column(args, ITEM.renew, 1))
+  return for_each_item(args, ITEM.renew, function(_, id, attempt, served, token, ago_ms)
     local r = record.read(id)
     if not r then return restore(id, attempt, served, token, ago_ms) end
     if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then return 'waiting' end

@@ -12,7 +12,7 @@
 --   again, since its owner may not know yet) | 'unknown'
 
 local function report_client_gone(args)
-  return for_each_item(args, REPORT_CLIENT_GONE_ITEM, function(_, id)
+  return for_each_item(args, ITEM.report_client_gone, function(_, id)
     local r = record.read(id)
     if not r then return 'unknown' end
     if r.state ~= STATE_PLACED then return 'waiting' end

@@ -15,8 +15,8 @@
 --   'unknown'
 
 local function report_fault(args)
-  record.prefetch(column(args, REPORT_FAULT_ITEM, 1))
-  return for_each_item(args, REPORT_FAULT_ITEM, function(_, id, address, flow, why, hold_ms)
+  record.prefetch(column(args, ITEM.report_fault, 1))
+  return for_each_item(args, ITEM.report_fault, function(_, id, address, flow, why, hold_ms)
     local r = record.read(id)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end

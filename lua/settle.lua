@@ -25,7 +25,7 @@ end
 
 local hosts, workload_ids = {}, {} -- reused by each call
 local function settle(args)
-  local ids, count = column(args, SETTLE_ITEM, 1)
+  local ids, count = column(args, ITEM.settle, 1)
   record.prefetch(ids, count)
   local placed, known = 0, 0
   for i = 1, count do
@@ -41,7 +41,7 @@ local function settle(args)
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
-  return for_each_item(args, SETTLE_ITEM, function(_, id, outcome, actual, answer_tokens)
+  return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
     if not r then return 'unknown' end
     if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then

@@ -12,8 +12,8 @@
 --   it was restored)
 
 local function tombstone(args)
-  record.prefetch(column(args, TOMBSTONE_ITEM, 1))
-  return for_each_item(args, TOMBSTONE_ITEM, function(_, id, ago_ms)
+  record.prefetch(column(args, ITEM.tombstone, 1))
+  return for_each_item(args, ITEM.tombstone, function(_, id, ago_ms)
     tombstones.put(id, now_ms - tonumber(ago_ms))
     local r = record.read(id)
     return r and record.is_restored(r) and 'back' or 'stored'

@@ -69,7 +69,7 @@ def test_the_keys_that_python_spells_are_documented() -> None:
     # Every key that the replicas name themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
-    assert len(spelled) == 10
+    assert len(spelled) == 11
     # Each is in the table.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key

@@ -114,8 +114,8 @@ def _constants() -> Iterator[str]:
     for kind, values in words.items():
         for value in values:
             yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"
-    for name, fields in ITEMS.items():
-        yield f"local {name.upper()}_ITEM = {len(fields)}"
+    # In one table: a chunk may have 200 locals.
+    yield f"local ITEM = {_list([f'{name} = {len(fields)}' for name, fields in ITEMS.items()])}"
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"
     yield f"local UNPICKABLE, VIEW_LIMIT = {UNPICKABLE}, {VIEW_LIMIT}"
