@@ -474,6 +474,23 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
             task.cancel()
 
 
+async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_next_outage() -> None:
+    bench = Bench(wait_s=PATIENT_S, away=True)
+    await bench.place("alone")
+    async with resyncing(bench):
+        bench.store.admitting = [QUEUED]
+        waiting = bench.start("waits")
+        await until(lambda: bench.shared.waiting)
+        bench.tell_peers()
+        await until(lambda: bench.gate.state is FailoverState.SHARED)
+        bench.store.placing = [Decision("placed", E1)]
+        bench.shared.on_notification("granted", "waits")
+        await waiting
+        bench.lose_redis()
+        assert bench.gate.outage is not None
+        assert "waits" in bench.gate.outage.before
+
+
 async def test_accounting_token_of_a_local_placement_restores_nothing_once_its_end_is_known() -> None:
     bench = Bench()
     # One is admitted by Redis, one without it.

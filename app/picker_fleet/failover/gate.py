@@ -266,8 +266,10 @@ class FailoverGate:
             self._release(cost)
             raise
         self._ends.pop(request.id, None)
-        if self._outage is not None:  # it may have ended meanwhile
+        if self._outage is not None:
             self._outage.record_placement(request.id, placement, cost)
+        else:  # it ended meanwhile
+            self._recent.note(request.id, cost)
         return placement
 
     async def _admit_prepaid(
