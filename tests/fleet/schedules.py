@@ -29,6 +29,7 @@ from redis_servers import Server, redis_server
 from time_lapse import NO_LOAD, PROCESS, TimeLapseLoop, at_rest, time_lapse
 
 from picker_fleet import serve
+from picker_fleet.allowlist import FAIRNESS_ID
 from picker_fleet.config import parse
 from picker_fleet.extproc import accesslog, budget_transfer
 from picker_fleet.extproc.exchange import Exchange
@@ -48,7 +49,7 @@ _CONFIG: dict[str, Any] = {
     "fair_request_queue": {"queue_ttl": TTL_S},
     "leases": {"inflight": LEASE_S, "access_log_interval": REPORT_S, "replica_silence": SILENCE_S},
     "decision_log": {"enabled": True, "max_entries": 1_000_000},
-    "extproc": {"drain_grace": "0s", "listen": "127.0.0.1:0"},
+    "extproc": {"drain_grace": "0s", "listen": "127.0.0.1:0", "trusted_headers": [FAIRNESS_ID[0]]},
     "admin": {"listen": "127.0.0.1:0"},
     "http": {"listen": None},
 }
@@ -259,7 +260,7 @@ class World:
             await self._logs(answers, record, seconds)
 
     async def _decided(self, exchange: Exchange, record: Record, said: bytes) -> list[Any]:
-        named = {"x-request-id": record.id, "x-llm-d-inference-fairness-id": record.flow}
+        named = {"x-request-id": record.id, FAIRNESS_ID[0]: record.flow}
         prompt = said or b'{"model": "llama", "prompt": "%s"}' % record.id.encode()
         return await converse(exchange, headers(self.schedule.mode, named), body(prompt))
 
