@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a stream that was given up cancels the one that took over", "lua/cancel.lua",
         "elseif r.owner ~= notifications.caller or r.attempt ~= attempt then",
-        "elseif r.owner ~= notifications.caller then", "tests/scripts/test_gate.py",
+        "elseif r.owner ~= notifications.caller then", _RULES,
     ),
     Mutation(
         "another body takes over a known id", "lua/admit.lua",
@@ -108,8 +108,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an end releases budget each time it is reported", "app/picker_fleet/failover/outage.py",
-        "        if self._ended.get(completion.id) is not None:\n            return None\n        withdrawn",
-        "        withdrawn", "tests/unit/test_local_admission.py",
+        "            return None\n        withdrawn = completion.id in self._ended",
+        "            pass\n        withdrawn = self._ended.get(completion.id, completion) is None",
+        "tests/unit/test_local_admission.py",
     ),
     Mutation(
         "a resync does not wait for the ends of others", "app/picker_fleet/failover/gate.py",

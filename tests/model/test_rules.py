@@ -646,6 +646,23 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     assert pool.serve() == ["orphan", "alive"]
 
 
+def test_nothing_is_granted_to_a_silent_replica_before_a_sweep_either(side: ScriptSide) -> None:
+    pool = full(side, lease_ms=900_000)
+    pool.admit("orphan flow=f ttl_ms=900000", by="b")
+    pool.admit("alive flow=f ttl_ms=900000")
+    pool.passes(SILENT_MS)
+    pool.beat()
+    assert pool.serve() == ["alive"]
+    assert pool.of("orphan") == ["queued", "orphaned"]
+
+
+def test_a_stream_that_was_given_up_cancels_nothing_at_its_own_replica_either(side: ScriptSide) -> None:
+    pool = full(side, "q attempt=1.x")
+    pool.admit("q attempt=2.x")
+    assert pool.call("cancel", [("q", "1.x", "cancelled")]).answers == ["foreign"]
+    assert pool.serve() == ["q"]
+
+
 def endpoint_of(pool: Pool, name: str) -> str:
     return pool.model.requests[name].endpoints.split(",")[0]
 
