@@ -474,6 +474,17 @@ async def test_prepaid_requests_in_the_shared_queue_are_not_placed_twice(shared:
             task.cancel()
 
 
+async def test_what_was_seen_alive_in_an_outage_counts_in_the_next() -> None:
+    bench = Bench(away=True)
+    token = (await bench.place("alone")).accounting_token
+    async with returned(bench):
+        bench.gate.renew(Alive("of another", E1, token))
+        await until(lambda: bench.gate.state is FailoverState.SHARED)
+        bench.lose_redis()
+        assert bench.gate.outage is not None
+        assert {"alone", "of another"} <= bench.gate.outage.before.keys()
+
+
 async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_next_outage() -> None:
     bench = Bench(wait_s=PATIENT_S, away=True)
     await bench.place("alone")

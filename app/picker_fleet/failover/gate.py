@@ -641,7 +641,7 @@ class FailoverGate:
         self._failure_detector.record_recovery(self._clock())
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
-        for name, cost in outage.journal.placed_costs():
+        for name, cost in outage.journal.costs():
             self._recent.note(name, cost)
         outage.gate.hand_over_waiting()
         self._cancel_tasks()

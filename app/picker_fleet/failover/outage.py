@@ -129,9 +129,13 @@ class OutageJournal:
                 found.append(Running(name, None, alive.served or "", alive.accounting_token, seen_s))
         return found
 
-    def placed_costs(self) -> list[tuple[str, float]]:
-        """Id and cost of each request that was placed here and has not ended."""
-        return [(name, placement.cost) for name, placement in self._placed.items()]
+    def costs(self) -> list[tuple[str, float]]:
+        """Id and cost of each request that was placed or seen alive here and has not ended."""
+        seen = [
+            (name, accounting_token.cost_of(alive.accounting_token))
+            for name, (alive, _) in self._alive.items()
+        ]
+        return seen + [(name, placement.cost) for name, placement in self._placed.items()]
 
     def ends(self) -> list[Completion]:
         """Every end received, oldest first."""
