@@ -79,7 +79,7 @@ async def test_while_the_collector_is_away_requests_are_served_and_each_decision
     headers = {"x-gateway-inference-fairness-id": "tenant-7", "x-gateway-inference-objective": "batch"}
     async with running.client() as client:
         answers = await asyncio.gather(*(client.post("/v1/completions", json=ASK) for _ in range(10)))
-        refused = await client.post("/v1/completions", content=b"{}")
+        refused = await client.post("/v1/completions", content=b"{")
         served = await client.post("/v1/completions", json=ASK, headers=headers)
     assert {answer.status_code for answer in answers} == {200}
     assert (served.status_code, refused.status_code) == (200, 400)

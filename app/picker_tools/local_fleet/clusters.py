@@ -274,7 +274,8 @@ def _policy(kind: str, message: betterproto2.Message) -> cluster_v3.LoadBalancin
     )
 
 
-_FEW_RETRIES = 3  # at once, however few requests run
+# At once, however few requests run: a small pool may lose half of its endpoints, with all that they had.
+_FEW_RETRIES = 128
 
 
 def _no_circuit_breakers(retry_percent: int | None = None) -> cluster_v3.CircuitBreakers:
