@@ -71,8 +71,10 @@ do -- a chunk may have 200 locals
   -- Whether an endpoint is published, or still runs requests from when it was.
   function endpoints.is_known(address) return load_of(address) >= 0 end
 
+  -- An endpoint begins or ceases to take new requests, so a window may lack it, or have it for nothing.
   local function set_load(address, load)
     loads[address], changed_loads[address] = load, true
+    window, all_counted = nil, nil
   end
 
   function endpoints.reserve(address)
@@ -93,10 +95,7 @@ do -- a chunk may have 200 locals
   function endpoints.add_published(address, draining)
     local load, count = load_of(address), endpoints.in_flight(address)
     local listed_load = draining and count + UNPICKABLE or count
-    if listed_load ~= load then
-      set_load(address, listed_load)
-      window, all_counted = nil, nil -- it may be new
-    end
+    if listed_load ~= load then set_load(address, listed_load) end
   end
 
   -- Whether a description says draining.

@@ -110,3 +110,23 @@ def test_the_next_call_follows_a_setting_that_another_version_changed(server: Ve
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
         # The first one goes by it with its next request.
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
+
+
+def test_an_endpoint_that_takes_requests_again_is_picked(server: Versions) -> None:
+    names = [f"{letter}:1" for letter in "abcdefgh"]
+    server.publish(*names, version="1", upper_per=1, lower_per=1)
+    server.call("heartbeat", "a", "{}", 60_000)
+    running = {server.admit(f"r{number}")[1].split(",")[0]: f"r{number}" for number in range(8)}
+    assert server.admit("waits")[0] == "queued"
+    # A call that ends a request of an endpoint that is down and places another one looks at the others alone.
+    server.call("mark_endpoint", "a", "b:1", "down", "1")
+    for address in ("a:1", "b:1"):
+        server.settle(running.pop(address))
+    assert server.loads()["a:1"] == 1  # the waiting one
+    for name in (*running.values(), "waits"):
+        server.settle(name)
+    # When the endpoint takes requests again, it gets its part of them.
+    server.call("mark_endpoint", "a", "b:1", "down", "")
+    for number in range(8):
+        assert server.admit(f"after-{number}")[0] == "placed"
+    assert server.loads() == dict.fromkeys(names, 1)
