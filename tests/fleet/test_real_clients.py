@@ -44,7 +44,7 @@ class RecordingServer:
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether another may follow."""
         first, headers, body = await read_request(reader)
-        if first.startswith(("GET /metrics", "GET /health")):
+        if first.startswith(("GET /metrics", "GET /prometheus/metrics", "GET /health", "GET /is_sleeping")):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
             return True
         self.last = first, headers, body
