@@ -237,4 +237,4 @@ async def test_a_browsers_preflight_is_answered(behind: Behind, tmp_path: Path) 
             assert "authorization" in answer.headers["access-control-allow-headers"]
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
-    await at_rest(behind.fleet)
+        await at_rest(behind.fleet)  # before this Envoy ends, which tells the request's end
