@@ -84,7 +84,7 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
             for caller in callers:
                 await caller.leave()
             await here.post("resume")
-            await here.until_state(stock=3)
+            await here.until_state(queued=0)
         since = time.monotonic()
         # They are released long before their leases end, since their endpoints do not have them.
         await rests(here, within_s=15.0)
