@@ -80,11 +80,15 @@ _JSON_TYPE = b"application/json"
 _JSON_TYPES = re.compile(
     rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
 )
-# One half of a surrogate pair without the other, which Python's and other readers take.
+# One half of a surrogate pair without the other, which Python's and other readers take. Backslashes that
+# escape each other must be gone.
 _HALF_PAIR = re.compile(
-    rb"((?<!\\)(?:\\\\)*)(?:(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F]))"
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD][c-fC-F]..))",
+    re.DOTALL,
 )
+_MOST_HALF_PAIRS = 64
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
 MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
 MAX_KEY_CHARS = 256
@@ -205,7 +209,7 @@ def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadReques
     """What a body asks for that is no JSON object in UTF-8, for which `fault` is raised unless its model may
     be elsewhere. What may be an object is read as one: a server could take its model from it."""
     plain = as_utf8(text)
-    whole = _HALF_PAIR.sub(rb"\1\\ufffd", plain)  # as long as before
+    whole = _without_half_pairs(plain)
     if whole != text:
         try:
             ask = _read_object(whole)
@@ -227,6 +231,14 @@ def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadReques
             raise fault
         _check_json(text)
     return Ask("", False, OtherBody(text), len(text))
+
+
+def _without_half_pairs(text: bytes) -> bytes:
+    """JSON `text`, as long as before, with U+FFFD for its first halves of surrogate pairs."""
+    if b"\\u" not in text or b"\0" in text:
+        return text
+    plain = text.replace(rb"\\", b"\0\0")
+    return _HALF_PAIR.sub(rb"\\ufffd", plain, _MOST_HALF_PAIRS).replace(b"\0\0", rb"\\")
 
 
 def _check_json(text: bytes) -> None:
@@ -556,8 +568,14 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
-    """The hashes of the prompt's blocks."""
-    members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
+    """The hashes of the prompt's blocks; none of a prompt that is not valid JSON, which its server refuses."""
+    try:
+        members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
+    except _MALFORMED:
+        try:
+            members = _prompt_decoder.decode(_without_half_pairs(ask.text))
+        except _MALFORMED:
+            return ()
     salt = memoryview(members.get("cache_salt", b""))[:_SALT_BYTES]
     return block_hashes(target_model, prompt_bytes(members), salt=bytes(salt))
 

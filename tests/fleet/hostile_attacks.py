@@ -134,6 +134,7 @@ def _bodies() -> tuple[bytes, ...]:
         filled(f'{begin}"messages":[{{}}', ',{"role":"user","content":""}', "]}"),
         filled(f'{begin}"prompt":[0', ",7", "]}"),
         filled(f'{begin}"prompt":"', "\\u0000", '"}'),
+        filled(f'{begin}"prompt":"', "\\ud83d\\ude00", '\\ude00"}'),
         filled(f'{begin}"prompt":"x","z":', "9", "}"),
         filled(f'{begin}"mod\\u0065l":"other","prompt":"', "x", '"}'),
     )

@@ -166,6 +166,12 @@ def test_a_body_with_half_an_emoji_is_renamed_as_it_came() -> None:
     assert read_body(text).renamed("t") == text.replace(b'"m"', b'"t"')
 
 
+def test_a_body_with_many_halves_of_emojis_is_refused() -> None:
+    read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 64))
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        read_body(b'{"prompt": "%s", "model": "m"}' % (b"\\ud83d " * 65))
+
+
 def test_a_body_without_a_model_gets_one_where_it_must_be_named() -> None:
     for text, renamed in (
         (b"{}", b'{"model":"t"}'),
@@ -570,6 +576,21 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
         for each in (simple, simple._replace(read=Body(text)))
     )
     assert small == whole
+
+
+def test_the_prefix_of_a_long_prompt_survives_half_an_emoji() -> None:
+    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=Mock(needs_prefix_hashes=True))
+    same = b"a" * 100_000
+    half, whole, malformed = (
+        intake.request(read_body(text % same), {}, subset=None, trusted=True).prefix
+        for text in (
+            b'{"model": "m", "prompt": "%s\\ud83d"}',
+            b'{"model": "m", "prompt": "%s"}',
+            b'{"model": "m", "prompt": "%s\\q"}',
+        )
+    )
+    assert half[:-1] == whole[: len(half) - 1] != ()
+    assert malformed == ()
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
