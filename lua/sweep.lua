@@ -21,7 +21,9 @@ local REFILED = 16 -- requests that it moves to a new order, which costs a remov
 local LIGHT = 500 -- entries of one kind that it only drops
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
-local TRANSIT_MS = 1000 -- from the placement of a request until its endpoint's page counts it
+-- From the placement of a request until its endpoint's page counts it; shorter for one whose client Envoy reports gone,
+-- since only a forged report is about a request that still comes.
+local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
 local MOST_RECENT = 1000 -- requests that it counts by endpoint; if there are more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
 local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
@@ -54,8 +56,8 @@ local function reclaim_expired_leases(limit)
   return reaped
 end
 
--- The requests that an endpoint reports: the higher count of its last two metrics pages, and the time of the older;
--- nil if it does not report them.
+-- The requests that an endpoint reports: the higher count of its last two metrics pages, and the times of the older and
+-- the newer; nil if it does not report them.
 local function reported_load(text)
   local known, page = pcall(cjson.decode, text)
   if not known or type(page) ~= 'table' then return nil end
@@ -64,7 +66,7 @@ local function reported_load(text)
   if not (at and before and queued and running) then return nil end
   at, before = at + clock_shift_ms, before + clock_shift_ms
   if at > now_ms + 1000 or before > at then return nil end -- scraped before the clock was set
-  return math.max(queued + running, tonumber(page.before_load) or math.huge), before
+  return math.max(queued + running, tonumber(page.before_load) or math.huge), before, at
 end
 
 -- The placed requests of each endpoint that were renewed or placed after `since_ms`; nil if they are too many to count.
@@ -83,9 +85,9 @@ local function count_recent(since_ms)
   return recent
 end
 
--- Placed requests that may have ended without a report, the longest silent first: {id, seen_ms, by_ms}. Those are the
--- ones without a renewal for `unseen_ms`, and the ones whose client an access-log entry reports gone
--- (report_client_gone.lua), if they were not renewed since. Only pages newer than `by_ms` decide about one.
+-- Placed requests that may have ended without a report: {id, seen_ms, is_reported}. Those without a renewal for
+-- `unseen_ms`, the longest silent first, then those whose client an access-log entry reports gone
+-- (report_client_gone.lua), if they were not renewed since.
 local function silent_requests(unseen_ms, limit)
   local found = {}
   local latest = now_ms + settings.lease_ms - unseen_ms
@@ -93,7 +95,7 @@ local function silent_requests(unseen_ms, limit)
     local leases = read('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
     for i = 1, #leases, 2 do
       local seen_ms = tonumber(leases[i + 1]) - settings.lease_ms
-      table.insert(found, {id = leases[i], seen_ms = seen_ms, by_ms = seen_ms})
+      table.insert(found, {id = leases[i], seen_ms = seen_ms, is_reported = false})
     end
   end
   local suspects = read('ZRANGE', key.suspects, 0, limit - 1, 'WITHSCORES')
@@ -101,7 +103,7 @@ local function silent_requests(unseen_ms, limit)
     local id = suspects[i]
     local seen_ms = tonumber(read('ZSCORE', key.inflight, id) or 0) - settings.lease_ms
     if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) and seen_ms > now_ms - unseen_ms then
-      table.insert(found, {id = id, seen_ms = seen_ms, by_ms = seen_ms + TRANSIT_MS})
+      table.insert(found, {id = id, seen_ms = seen_ms, is_reported = true})
     else
       defer_write('ZREM', key.suspects, id) -- it has ended, was renewed, or is found by its silence
     end
@@ -110,8 +112,9 @@ local function silent_requests(unseen_ms, limit)
 end
 
 -- Give up ghosts: placed requests that have ended without a report. Of the silent ones, oldest first, as many are given
--- up as both of the endpoint's last pages lack. Both pages are newer than the last renewal, so a running request is on
--- them. Returns how many were given up, and the endpoints whose pages may show more.
+-- up as the endpoint's last two pages lack; both are newer than the last renewal, so a running request is on them. For
+-- one that is reported the last page decides, if it is newer than its placement and the way to the server. Returns how
+-- many were given up, and the endpoints whose pages may show more.
 local function reclaim_ghosts(unseen_ms, limit)
   local found = silent_requests(unseen_ms, limit)
   if #found == 0 then return 0, {} end
@@ -135,14 +138,18 @@ local function reclaim_ghosts(unseen_ms, limit)
   local ghosts = 0
   local texts = #suspects > 0 and read('HMGET', key.metrics, unpack(suspects)) or {}
   for i, address in ipairs(suspects) do
-    local reported, older_ms
-    if texts[i] then reported, older_ms = reported_load(texts[i]) end
+    local reported, older_ms, newer_ms
+    if texts[i] then reported, older_ms, newer_ms = reported_load(texts[i]) end
     if reported and endpoints.in_flight(address) > reported then
-      local recent = count_recent(older_ms - TRANSIT_MS)
-      local missing = recent and endpoints.in_flight(address) - (recent[address] or 0) - reported or 0
+      local missing, is_reported = 0, nil
       for _, one in ipairs(silent[address]) do
-        if missing < 1 then break end
-        if one.by_ms < older_ms then
+        if one.is_reported ~= is_reported then
+          is_reported = one.is_reported
+          local recent = count_recent(is_reported and newer_ms - REPORTED_TRANSIT_MS or older_ms - TRANSIT_MS)
+          missing = recent and endpoints.in_flight(address) - (recent[address] or 0) - reported or 0
+        end
+        local by_ms = is_reported and newer_ms - REPORTED_TRANSIT_MS or older_ms
+        if missing >= 1 and one.seen_ms < by_ms then
           reclaim(one.r, 'ghost')
           missing, ghosts = missing - 1, ghosts + 1
         end

@@ -568,7 +568,7 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
-    """The hashes of the prompt's blocks; none of a prompt that is not valid JSON, which its server refuses."""
+    """The hashes of the prompt's blocks; none if it is not valid JSON, which its server refuses."""
     try:
         members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
     except _MALFORMED:

@@ -579,7 +579,8 @@ def test_a_small_body_has_the_prompt_hashes_that_it_has_when_it_is_read_whole(
 
 
 def test_the_prefix_of_a_long_prompt_survives_half_an_emoji() -> None:
-    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=Mock(needs_prefix_hashes=True))
+    prefixes = Mock(needs_prefix_hashes=True)
+    intake = Intake(SETTINGS, new_id=lambda: "made", variant_key=bytes, prefixes=prefixes)
     same = b"a" * 100_000
     half, whole, malformed = (
         intake.request(read_body(text % same), {}, subset=None, trusted=True).prefix

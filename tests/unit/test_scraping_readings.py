@@ -278,7 +278,7 @@ def test_a_configured_interval_is_kept_whatever_a_page_costs() -> None:
 
 def test_pages_of_suspects_are_read_sooner_at_the_same_share() -> None:
     unused = IntervalPolicy(None, lambda: False)
-    assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.25
+    assert unused.interval_s(cost(0.001), 1, suspect=True) == 0.1
     assert unused.interval_s(cost(0.008), 1, suspect=True) == pytest.approx(0.8)
 
 

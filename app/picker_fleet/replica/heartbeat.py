@@ -48,7 +48,7 @@ _UNKNOWN = "0"  # the epoch of a pool that nobody has published
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
-_SUSPECTS_S = 0.1  # between two looks for requests that their endpoints do not have, while there are suspects
+_SUSPECTS_S = 0.05  # between two looks for ghosts while there are suspects
 
 
 class Failover(Protocol):
