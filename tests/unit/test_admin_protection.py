@@ -19,12 +19,14 @@ from tls_files import Pair, authority, signed
 from picker_fleet.admin.protection import BURST_S, CHANGE_COST, RateLimit, Refused
 from picker_fleet.admin.server import ConnectionLimits, serving
 from picker_fleet.config import parse
+from picker_fleet.extproc import certificates as tls_port
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.sections import Tls
 from picker_fleet.telemetry.metrics import Metrics
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 CHUNKED = b"PATCH /api/v1/config HTTP/1.1\r\nhost: %b\r\ntransfer-encoding: chunked\r\n\r\n"
+PATIENT_S = 20.0
 STRICT = ConnectionLimits(connections=40, request_s=0.05, stalled_s=0.05, pipelined=4)
 
 
@@ -283,3 +285,23 @@ async def test_the_port_speaks_tls_with_the_certificate_of_now(tmp_path: Path) -
         writer.write(GET)
         assert b"200" not in await read_to_end(reader)
         writer.transport.abort()
+
+
+async def test_unfinished_handshakes_end_when_others_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_port, "_HANDSHAKES", 8)
+    trusted = authority(tmp_path, "ours")
+    pair = signed(tmp_path, "admin", trusted)
+    certificates = Certificates(Tls(cert=pair.cert, key=pair.key), "admin.tls", "http/1.1")
+    context = ssl.create_default_context(cafile=trusted.cert)
+    port = serving(api(), "127.0.0.1:0", certificates=certificates)
+    async with port as address, asyncio.timeout(PATIENT_S):
+        silent = [await asyncio.open_connection(*address.split(":")) for _ in range(20)]
+        for reader, _ in silent[:12]:
+            assert await read_to_end(reader) == b""
+        reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+        writer.write(GET)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        for _, each in [*silent, (reader, writer)]:
+            each.transport.abort()

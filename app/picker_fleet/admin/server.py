@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -17,7 +18,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from picker_fleet.errors import StartupError
-from picker_fleet.extproc.certificates import Certificates
+from picker_fleet.extproc.certificates import Certificates, handshakes
 from picker_fleet.units import split_host_port
 
 _GRACE_S = 2
@@ -49,7 +50,9 @@ class _Config(uvicorn.Config):
 
     def load(self) -> None:
         super().load()
-        self.ssl = self._certificates.context if self._certificates is not None else None
+        if self._certificates is not None:
+            agree = handshakes(self._certificates)
+            self.http_protocol_class: Any = lambda **options: agree(partial(Connection, **options))
 
 
 class Connection(HttpToolsProtocol):

@@ -15,6 +15,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -184,12 +185,15 @@ async def serve(
         OSError: the address cannot be bound.
     """
     host, port = split_host_port(listen)
-    if certificates is not None:
-        context, handshakes = certificates.context, OrderedDict[_Handshake, None]()
-        made: Callable[[], asyncio.Protocol] = lambda: _Handshake(protocol, context, handshakes)  # noqa: E731
-    else:
-        made = protocol
+    made = protocol if certificates is None else partial(handshakes(certificates), protocol)
     return await asyncio.get_running_loop().create_server(made, host.strip("[]"), port, backlog=_BACKLOG)
+
+
+def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
+    """A bounded set of handshakes. Call it for each new connection, with a factory of the protocol that takes
+    the connection once its TLS is agreed."""
+    context, under_way = certificates.context, OrderedDict[_Handshake, None]()
+    return lambda protocol: _Handshake(protocol, context, under_way)
 
 
 class _Handshake(asyncio.Protocol):
