@@ -26,9 +26,9 @@ from picker_tools.load.generator import Client, Request, flow_header
 from picker_tools.local_fleet.parts import MODES
 
 _PLACES = 4
-_WAITING = 48  # connections beside those that are served
-_SERVED_S = (0.03, 0.07)  # of an answer, so that ends do not come together
-_PAUSE_S = (0.005, 0.02)  # of a client before its next request, so that it meets no refill
+_WAITING = 48  # connections in addition to those being served
+_SERVED_S = (0.03, 0.07)  # duration of an answer, random so that answers end at different times
+_PAUSE_S = (0.005, 0.02)  # a client's pause before its next request, so that it does not disturb a refill
 _UNQUEUED = 400
 _REFILLS = 500
 _WARM_UP = 40
@@ -38,8 +38,8 @@ _P50_LIMIT, _P99_LIMIT = 1.5, 3.0
 
 @dataclass(slots=True)
 class Times:
-    """When requests were sent, arrived and ended, in µs of one clock. `served_s` is how long an answer
-    takes."""
+    """Times at which requests were sent, arrived and ended, in µs of one clock. `served_s`: the range of the
+    duration of an answer."""
 
     served_s: tuple[float, float] = (0.0, 0.0)
     sent_us: dict[bytes, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Times:
 
 
 class _ModelServer(ModelServer):
-    """Notes when requests come and end."""
+    """A model server that records when requests arrive and end."""
 
     def __init__(self, times: Times) -> None:
         super().__init__(lambda: random.uniform(*times.served_s))
@@ -73,7 +73,7 @@ class _ModelServer(ModelServer):
 
 
 async def _ask_on(client: Client, times: Times, number: int, stop: asyncio.Event) -> None:
-    """Send one request after the other until `stop`. ConnectionError if one is not served."""
+    """Send one request after the other until `stop`. ConnectionError if a request is not served."""
     for count in itertools.count():
         name = f"{number}-{count}"
         times.sent_us[name.encode()] = _now_us()
@@ -91,7 +91,7 @@ def _now_us() -> int:
 
 
 async def _load(url: str, times: Times, connections: int, requests: int) -> None:
-    """Send until `requests` more have ended."""
+    """Send requests until `requests` more have ended."""
     target, stop = len(times.ended_us) + requests, asyncio.Event()
     with Client(url) as client:
         async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
@@ -104,7 +104,7 @@ async def _load(url: str, times: Times, connections: int, requests: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Microseconds: how long requests were on the way from client to server, and places stayed empty."""
+    """In µs: the times of requests from client to server, and the times that freed places stayed empty."""
 
     way_us: list[int]
     refill_us: list[int]
@@ -121,14 +121,14 @@ async def _reading(url: str, times: Times, *, refill: bool) -> Reading:
         times.arrived_us.clear()
         times.ended_us.clear()
         await _load(url, times, _PLACES + _WAITING, _REFILLS)
-        # The server is full but for the gaps to be measured: end n makes place for arrival n + places.
+        # The server is full except during the measured gaps: end n frees the place for arrival n + places.
         pairs = zip(times.ended_us[: _REFILLS - _PLACES], times.arrived_us[_PLACES:], strict=False)
         refill_us = [arrived - ended for ended, arrived in pairs][_WARM_UP:]
     return Reading(way_us, refill_us)
 
 
 async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) -> dict[str, list[Reading]]:
-    """A reading of each variant in each round, by name; `none` is without a picker."""
+    """Measure each variant in each round. Returns the readings by variant; `none`: without a picker."""
     variants = [(mode, count) for mode in MODES if mode in modes for count in replicas]
     found: dict[str, list[Reading]] = {"none": [], **{f"{mode}, {count}": [] for mode, count in variants}}
     for number in range(rounds):
@@ -151,7 +151,7 @@ async def measure(rounds: int, modes: Sequence[str], replicas: Sequence[int]) ->
 
 
 def rows(found: dict[str, list[Reading]]) -> list[list[str]]:
-    """A row a variant: medians over the rounds, in ms, and ratios within a round."""
+    """The table's rows, one per variant: medians over the rounds, in ms, and ratios within a round."""
 
     def of(values: list[int], share: float) -> float:
         return percentile(values, share) / 1000

@@ -1,8 +1,8 @@
 -- include: dispatch
--- The caller knows where these requests are, which were placed when they were granted (lib/dispatch.lua), so the
--- notifications leave its inbox.
+-- Remove the notifications of requests that their grants have placed (lib/dispatch.lua) from the caller's inbox: the
+-- caller knows their endpoints.
 --
--- Guarantees: takes out no notification of another attempt. Repeating a call changes nothing.
+-- Guarantees: keeps notifications of other attempts. Repeating a call changes nothing.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt

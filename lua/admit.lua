@@ -1,26 +1,26 @@
 -- include: dispatch
--- Admit a batch of arrivals: place at once (bypass), queue or refuse; adopt what is already known.
+-- Admit a batch of arrivals: place each at once (bypass), queue or refuse it; adopt requests that are already known.
 --
--- Guarantees: the stock never passes the upper bound (G1). A known id keeps its place in the queue, its grant or its
--- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). Only who brings the same flow, model
--- and body is taken for the same request: an id alone opens nothing. A request that is refused or expired leaves
--- nothing under its id: sent twice, it counts twice among the arrivals of its workload.
+-- Guarantees: the stock never exceeds the upper bound (G1). A request with a known id keeps its position, grant or
+-- endpoint and changes its owner, so repeating a call changes nothing (G6, G7). An arrival is adopted only if flow,
+-- model and body are the same too: the id alone is no proof. A refused or expired request leaves nothing under its id:
+-- sent twice, it counts twice among the arrivals of its workload.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then each request, packed (picker_fleet/state/schema.py): texts, each ended by byte 0:
---   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates (as place has them);
+--   id, attempt (NUMBER.DIGEST of its body), flow, workload ('' anonymous), model, candidates (as in place.lua);
 --   then doubles: priority, weight, cost, ttl_ms, age_ms, criticality, limit (of the flow on each endpoint; 0 none),
---   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). One
---   that is queued with candidates '*' is placed by the call that grants it.
+--   learn (1: cost lacks the answer's part, which is estimated by the flow's mean), bytes (of its body; 0 unknown). A
+--   request that is queued with candidates '*' is placed by the call that grants it.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
---   'placed a,b,c LOADS' (as place has them) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
+--   'placed a,b,c LOADS' (as in place.lua) | 'queued TTL_LEFT_MS', both followed by ' adopted' for a known id
 --   | 'refused REASON RETRY_AFTER_S', REASON one of no-endpoints, saturated, insufficient-flow-capacity,
 --     too-many-flows, band-capacity, band-bytes, total-capacity
 --   | 'expired' | 'unknown-pool' (publish first) | 'foreign' (another request has this id; nothing was done)
 
--- Whether a known id comes with the request that has it. Neither flow, model nor digest can change, whichever stream
--- brings it. A request without an attempt was restored from an access log: Envoy has its answer and sends it no more.
+-- Whether an arrival with a known id is the same request r: flow, model and body digest are equal, whichever stream
+-- brings it. An r without an attempt was restored from an access log: Envoy has its answer and does not send r again.
 local function is_same(r, arrival)
   return r.flow == arrival.flow and r.model == arrival.model and r.attempt ~= ''
     and string.match(r.attempt, '%..*') == string.match(arrival.attempt, '%..*')
@@ -40,7 +40,7 @@ local function adopt(r, arrival, turn, picks)
       tag = queue.insert(r)
     end
     r.any_endpoint = arrival.candidates == endpoints.ANY
-    notifications.withdraw(r.owner, r.id) -- an earlier request of this id may have left one
+    notifications.withdraw(r.owner, r.id) -- drop the notification of an earlier request
     record.put(r)
     log_event('adopted', r, tag)
     return 'queued ' .. (r.deadline_ms - now_ms) .. ' adopted'
@@ -48,12 +48,12 @@ local function adopt(r, arrival, turn, picks)
   log_event('adopted', r)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
   if r.state == STATE_PLACED then
-    -- Two streams know its endpoint, and the pool cannot tell which of them Envoy still uses: a suspended replica may
-    -- send a request again that Envoy gave up long ago. So neither stream can cancel it. Its end or its lease ends it.
+    -- Two streams know the endpoint of r, and the pool cannot tell which of them Envoy still uses: a suspended replica
+    -- may resend a request that Envoy gave up long ago. So neither stream can cancel r. Only its end or its lease does.
     if old_owner ~= notifications.caller or old_attempt ~= attempt then
       r.attempt = string.match(attempt, '%..*') or ''
     end
-    notifications.withdraw(old_owner, r.id) -- this reply says it
+    notifications.withdraw(old_owner, r.id) -- this reply names the endpoint
     record.put(r)
     return 'placed ' .. r.endpoints .. ' adopted'
   end
@@ -68,8 +68,8 @@ local function refuse(r, reason)
   return 'refused ' .. reason .. ' ' .. retry_after_s
 end
 
--- Make room for a request of a higher band: preempt the newest request of the least recently preempted flow queue of
--- the lowest preemptible band below (spec 003). Returns whether there was one.
+-- Make room for r: preempt the newest request of the least recently preempted flow queue of the lowest preemptible band
+-- below r's band (spec 003). Return whether a request was preempted.
 local function preempt_for(r)
   for i = #BANDS, RANK[r.band] + 1, -1 do
     local band = BANDS[i]
@@ -89,7 +89,7 @@ local function preempt_for(r)
   return false
 end
 
--- Place r at once. Returns its reply; nil if it must queue.
+-- Place r at once. Return the reply, which may refuse r; nil if r must queue.
 local function bypass(r, turn, picks)
   if settings.paused == 1 then return nil end
   local take = pool.stock_for(r.cost, pool.upper)
@@ -109,13 +109,13 @@ local function bypass(r, turn, picks)
   return reply
 end
 
-local last_left_ms, last_queued -- most requests have the same TTL, and to write a number takes as long as a command
+local last_left_ms, last_queued -- most TTLs are equal, and to format a number takes as long as a command
 local function queued_for(left_ms)
   if left_ms ~= last_left_ms then last_left_ms, last_queued = left_ms, 'queued ' .. left_ms end
   return last_queued
 end
 
--- Decide about a request that is not known.
+-- Decide about an arrival whose id is unknown. Return the reply.
 local function arrive(r, turn, picks)
   local left_ms = r.ttl_ms - r.age_ms
   if left_ms <= 0 then return 'expired' end
@@ -136,7 +136,7 @@ local function arrive(r, turn, picks)
     return refuse(r, REFUSED_INSUFFICIENT_FLOW_CAPACITY)
   end
 
-  -- No more flows than requests can wait, so flows are counted only when the queue is that long.
+  -- There are at most as many flows as queued requests, so a queue shorter than max_flows needs no count of flows.
   if pool.queued >= (settings.max_flows or math.huge) and not GUARANTEED[band]
     and queue.count_flow_queues() >= settings.max_flows and queue.length(band, queue.flow_queue(r)) == 0 then
     return refuse(r, REFUSED_TOO_MANY_FLOWS)
@@ -178,14 +178,14 @@ local function admit(args)
     if known then
       replies[i] = is_same(known, r) and adopt(known, r, turn, count) or 'foreign'
     else
-      -- The workload counts it before the decision, so the rate includes refused requests (specs 000, 001).
+      -- Count the arrival in its workload before the decision, so the rate includes refused requests (specs 000, 001).
       r.state, r.owner, r.workload, r.arrived, r.deadline_ms, r.endpoints, r.taken, r.tag = 'new', args[1],
         workloads.arrived(r.flow, r.workload), pool.next_arrival_us(r.age_ms), 0, '', 0, -1
       r.age_ms = math.floor(r.age_ms)
       if r.learn == 1 then r.cost = r.cost + answers.mean(r.flow) end
       r.cost = queue.clamp_cost(r.cost)
       replies[i] = arrive(r, turn, count)
-      if r.state == 'new' then -- refused, expired
+      if r.state == 'new' then -- refused or expired
         workloads.refused(r.flow, r.workload)
       elseif r.band > LAST_NAMED then
         bands.count_request(r.band, 1)

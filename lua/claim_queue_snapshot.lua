@@ -1,13 +1,13 @@
 -- include: storage
--- Get the snapshot of all flow queues that one replica reads for the fleet, or the right to read it.
+-- Return the snapshot of all flow queues that one replica makes for the fleet, or let the caller claim to make it.
 --
--- Guarantees: while the claim of one replica is valid, no other gets the right to read.
+-- Guarantees: while the claim of one replica is valid, no other replica gets a claim.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] how long a claim is valid, ms
 --
--- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica reads, and has that long
---   left; {'', 0}: the caller reads, and stores the snapshot
+-- Returns {text, ms}: the snapshot, and how long it is still valid; {'', ms}: another replica has a claim for so long;
+--   {'', 0}: the caller has the claim, reads the flow queues and stores the snapshot
 
 local function claim_queue_snapshot(args)
   if redis.call('SET', key.queue_snapshot, '', 'NX', 'PX', args[1]) then return {'', 0} end

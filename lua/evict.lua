@@ -1,5 +1,5 @@
 -- include: dispatch
--- An operator takes a request out of the queue. The replica that owns it answers its client.
+-- End a waiting request at an operator's demand. The replica that owns the request answers the client.
 --
 -- Guarantees: a granted or placed request is not ended.
 --

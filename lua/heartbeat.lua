@@ -1,26 +1,25 @@
 -- include: dispatch
--- A replica reports that it lives, and learns what it must know: whether the pool is the one it knew, who publishes,
--- the bounds, and the notifications that a lost wake-up has left in its inbox.
+-- A replica reports that it is alive, and reads the state of the fleet: the pool's epoch, which replica publishes, the
+-- bounds, and the notifications that a lost wake-up has left in its inbox.
 --
 -- Guarantees: a notification other than a grant is in the reply of exactly one heartbeat, even if a wake-up or another
--- reply brought it before; in none if a new request has its id. A grant is repeated until it is placed; one that was
--- placed at once, until its replica acknowledges it.
+-- reply brought it before; but in none if a new request has its id. A grant is repeated until its request is placed; if
+-- the grant itself placed the request, until the replica acknowledges the endpoint.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] its replica info, JSON; '': as in its last heartbeat
 -- args[3] silence_ms: a replica that is silent for so long counts as gone
--- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new one, then those it holds
--- args[5] the key for variants that it knows, '' for none
+-- args[4] signing keys it offers (state/accounting_token.py), separated by blanks: a new key, then the keys it holds
+-- args[5] the variant key that it knows, '' for none
 -- args[6] and args[7] epoch and now_us of its last heartbeat, with the time since then added to now_us (us, by its
 --   monotonic clock); none: unknown
 --
--- Returns {epoch, notifications, attempts, served, was_known (0: it was away, is new, or its info was lost), leader (1:
---   it publishes), live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks), tuned
---   version, stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the key for
---   variants};
---   numbers that may have fractions are strings. As every function, it fails with 'FORMAT N' (N: 'none' without a
---   number) on a pool of another format, and changes nothing.
+-- Returns {epoch, notifications, attempts, served, was_known (0: the replica was silent, is new, or its info was lost),
+--   leader (1: it publishes), live replicas, config version, endpoints version ('VERSION+MARKS' once there were marks),
+--   tuned version, stock, queued, upper, lower, ready, paused (0 or 1), the fleet's signing keys, now_us, the variant
+--   key}; numbers that may have fractions are strings. Like every function, it fails with 'FORMAT N' (N: 'none' without
+--   a number) on a pool of another format, and changes nothing.
 
 -- Notifications that one reply carries; the rest come with the next heartbeats.
 local INBOX_LIMIT = 256
@@ -31,8 +30,8 @@ local function read_inbox(inbox)
   return read('HRANDFIELD', inbox, INBOX_LIMIT, 'WITHVALUES')
 end
 
--- Returns the fleet's signing keys, newest first; a new one is added each day. Replicas keep and offer them, so a pool
--- that was lost gets them back. A signature is valid for at least six days.
+-- Return the fleet's signing keys, newest first; a new key is added each day. Replicas keep and offer the keys, so a
+-- pool that was lost gets its keys back. A signature is valid for at least six days.
 local KEY_LIFE_MS = 86400000
 local KEYS_KEPT = 8
 local function merge_signing_keys(kept, offered)
@@ -58,9 +57,9 @@ local function merge_signing_keys(kept, offered)
   return text
 end
 
--- Returns the key that chooses variants of models (app/picker_fleet/traffic_split.py): the first signing key that was
--- offered, with the time of the offer before it. It never changes while the pool lives. Replicas keep and offer it, and
--- the oldest key wins, so a pool that was lost gets its own key back even if a new replica reports first.
+-- Return the key that chooses variants of models (app/picker_fleet/traffic_split.py): 'TIME:KEY', the first signing key
+-- ever offered and the time of the offer. Replicas keep and offer the variant key, and the oldest one wins, so a pool
+-- that was lost gets its own key back even if a new replica reports first.
 local function merge_variant_key(kept, known, fresh)
   local oldest = kept or fresh and exact(now_ms) .. ':' .. fresh
   if known ~= '' and (not kept or known < kept) then oldest = known end
@@ -68,8 +67,8 @@ local function merge_variant_key(kept, known, fresh)
   return oldest or ''
 end
 
--- Returns how many replicas are live, and the least of their ids. The list is read when the number has changed, when a
--- replica joins, and once a second, since another version's library may have let a replica join. The other
+-- Return {count, least}: the number of live replicas and the least of their ids. The list is read if the number has
+-- changed, if a replica joins, and once a second, since another version's library may have let a replica join. Other
 -- heartbeats only count, so their cost does not grow with the fleet.
 local READ_AFTER_MS = 1000
 local function live_replicas(joins, silence_ms)
@@ -100,10 +99,10 @@ local function heartbeat(args)
   local was_known = (was_silent or is_info_lost) and 0 or 1
   write_now('ZADD', key.replicas, now_ms, owner)
   if replica_info ~= '' then defer_write('HSET', key.replica_info, owner, replica_info) end
-  -- A sweep may have begun to scan its requests; the next silence is scanned from the start.
+  -- A sweep may have begun to scan the replica's requests; after the next silence the scan restarts.
   if was_silent then
     defer_write('HDEL', key.orphan_cursors, owner)
-    if args[6] then pool.note_possible_loss() end -- it was away; a new replica has nothing to restore
+    if args[6] then pool.note_possible_loss() end -- not a new replica: it may know lost records
   end
   local members = live_replicas(was_silent, silence_ms)
   local versions = read('HMGET', key.pool, 'config_version', 'endpoints_version', 'tuned_version',
@@ -115,7 +114,7 @@ local function heartbeat(args)
     local r, note = record.read(id), inbox[2 * i]
     local is_grant = note == NOTIFY_GRANTED or string.sub(note, 1, #NOTIFY_PLACED) == NOTIFY_PLACED
     if is_grant and r and r.owner == owner and notifications.is_untaken(r, note) then
-      left[#left + 1] = 'granted ' .. id -- it stays until place takes it
+      left[#left + 1] = 'granted ' .. id -- the notification stays until place takes it
     else
       if note == NOTIFY_GRANTED then strays = strays + 1 end
       if not is_grant and not r then left[#left + 1] = note .. ' ' .. id end

@@ -1,14 +1,14 @@
 -- include: outliers
--- Mark endpoints as drained or down, or remove the mark; what now fits is dispatched.
+-- Mark endpoints as drained or down, or remove the mark; then dispatch.
 --
--- Guarantees: nothing new goes to a marked endpoint from now on, whichever replica chooses; what runs there ends there.
+-- Guarantees: no replica places new requests on a marked endpoint; requests that run there continue.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each endpoint: address, mark, on (1 or 0). The mark: drained, down; ejected: an
---   ejected endpoint was probed, and is not (1) or is (0) well; stuck: its page stands still while requests run there
---
--- Returns {epoch, notifications, attempts, served, reply...}: 'marked' | 'ejected' (stuck) | 'unknown' (no such
--- endpoint is published, or is ejected)
+-- args[1] the calling replica; then for each endpoint: address, mark, on (1 or 0). Marks: drained; down; ejected: a
+--   probe of an ejected endpoint has failed (1) or succeeded (0); stuck: the endpoint's requests in flight are old and
+--   its metrics page is unchanged (1), or not (0)
+-- Returns {epoch, notifications, attempts, served, reply...}: 'marked' | 'ejected' (it was stuck) | 'unknown' (no such
+-- endpoint is published; for the mark `ejected`: or it is not ejected)
 
 local function mark_endpoint(args)
   return for_each_item(args, ITEM.mark_endpoint, function(_, address, what, on)

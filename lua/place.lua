@@ -1,19 +1,19 @@
 -- include: dispatch
--- Choose and reserve an endpoint for each granted request of a batch. One that was placed when it was granted keeps its
--- endpoint, unless that stopped taking new requests before its replica knew, and another takes it.
+-- Choose and reserve an endpoint for each granted request of a batch. A request that its grant has placed keeps its
+-- endpoint; it moves only if the endpoint stopped taking new requests before the replica knew, and another takes it.
 --
--- Guarantees: the load is read and reserved in one step, so two replicas never both take an endpoint for idle (G1).
--- Repeating a call returns the same endpoint (G6). The lease begins anew: the caller may have been stopped since the
--- grant, and the sweep must not give up what runs from now on.
+-- Guarantees: the load is read and reserved in one step, so two replicas never both take the same idle endpoint (G1).
+-- Repeating a call returns the same endpoint (G6). The lease restarts: the caller may have been suspended since the
+-- grant, and the sweep must not reclaim a request that starts now.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt, candidates ('*', 'a,b,c' or 'a=0.7,b=0.5')
 --
 -- Returns {epoch, notifications, attempts, served, reply...}, one reply per request:
---   'placed a,b,c LOADS' (LOADS: requests in flight before; of the named candidates, '' where one was not eligible; for
---     '*', of a,b,c; missing if it was placed before)
---   | 'queued TTL_LEFT_MS' (back in the queue: wherever it may go, a limit of its flow or the endpoint is reached)
---   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (and ended) | 'gone' (no grant of this owner)
+--   'placed a,b,c LOADS' (LOADS: requests in flight before the choice, of each named candidate, '' if not eligible; for
+--     '*', of a, b and c; missing if the request was placed before)
+--   | 'queued TTL_LEFT_MS' (back in the queue: each candidate has reached its own limit or the flow's limit)
+--   | 'refused no-endpoints RETRY_AFTER_S' or 'expired' (both end the request) | 'gone' (the caller has no such grant)
 
 local function place(args)
   record.prefetch(column(args, ITEM.place, 1))

@@ -1,8 +1,8 @@
 -- include: dispatch upkeep
--- Set the settings and the endpoints of the pool. The first call creates the pool, or rebuilds it from the records of
--- its requests if a key of it was lost (lib/upkeep.lua). What now fits is dispatched.
+-- Set the settings and the endpoints of the pool, then dispatch. The first call creates the pool; the first after
+-- a key was lost rebuilds the pool from the records of its requests (lib/upkeep.lua).
 --
--- Guarantees: an endpoint that leaves keeps its count until its last request ends.
+-- Guarantees: an endpoint that is no longer published keeps its load until its last request ends.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
@@ -10,8 +10,8 @@
 -- args[4] settings: JSON, named as in docs/redis-schema.md
 -- then pairs: endpoint, JSON {labels, draining}
 --
--- Returns {epoch, notifications, attempts, served, upper, lower, ready, records filed anew (-1: it was known), the
---   key that was lost ('' if that was `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
+-- Returns {epoch, notifications, attempts, served, upper, lower, ready, records from which the pool was rebuilt (-1: no
+--   rebuild), the lost key ('' for `pool`)}; bounds as strings. The epoch is '0' if records are left: call again.
 
 local FIRST_ENDPOINT = 5
 local function publish(args)
@@ -47,7 +47,7 @@ local function publish(args)
     end
   end
 
-  -- An unpublished endpoint with a count keeps it, but takes nothing new.
+  -- Other listed endpoints are unpublished: they keep their load, but take no new requests.
   for _, address in ipairs(read('ZRANGE', key.load, 0, -1)) do
     if not (wanted[address] or former[address]) then endpoints.remove_published(address) end
   end

@@ -1,9 +1,9 @@
 -- include: dispatch
--- Change the published endpoints from one version to the next. What now fits is dispatched. The cost grows with the
--- number of changed endpoints; that of publish grows with the number of all.
+-- Change the published endpoints from one version to the next, then dispatch. The cost grows with the number of changed
+-- endpoints; the cost of publish grows with the number of all endpoints.
 --
--- Guarantees: those of publish, and the same result as publish with the whole new list. If another version than the
--- one named is published, nothing changes.
+-- Guarantees: the guarantees of publish, and the same result as publish with the whole new list. If the published
+-- version is not args[2], nothing changes.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica

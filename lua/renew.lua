@@ -1,28 +1,28 @@
 -- include: dispatch
--- Renew the leases of requests that are alive. One whose record is lost (FLUSHALL, or a lease that ran out while nobody
+-- Renew the leases of running requests. A request whose record is lost (FLUSHALL, or its lease ended while no replica
 -- could report) is restored to the stock from its accounting token.
 --
--- Guarantees: a renewed request is not reclaimed. The endpoint that serves it is the one that is counted. A request
--- that has ended is not restored while its tombstone lasts, except a later request of the same id that the caller
--- admitted. A token restores no more than an admission grants, and only on an endpoint the pool knows (G1). A token
--- from an access log proves less, since a client may have copied it: it restores a request only while the pool may lack
--- its record (pool.may_lack_records), or if it was given up without a report of its end, or for a lease after an
--- admission without Redis.
+-- Guarantees: a renewed request is not reclaimed, and is counted on the endpoint that serves it. An ended request
+-- is not restored while its tombstone lasts; a later request with the same id is, if the caller admitted it. A token
+-- restores no more stock than an admission takes, and only on an endpoint that the pool knows (G1). A token from an
+-- access log proves less, since a client may have copied it: it restores a request only while the pool may lack its
+-- record (pool.may_lack_records), or if the request was reclaimed without a report of its end, or for the length of a
+-- lease after an admission without Redis.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
---   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token: flow, band,
---   weight, cost, workload, criticality, model, endpoint, limit, alone=MS if it was admitted without Redis, when by
---   the pool's clock, and priority=N if its band is not one of the three, of which `band` then names the nearest;
---   joined by tabs. Further fields are the replicas' own.
+--   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token, joined by
+--   tabs: flow, band, weight, cost, workload, criticality, model, endpoint, limit; alone=MS, the time of an admission
+--   without Redis, by the pool's clock; priority=N, the priority of a dynamic band, with the nearest named band in
+--   `band`. Only replicas use further fields.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
 
-local MOST = 1e12 -- sums of such numbers stay exact
+local MOST = 1e12 -- largest weight or cost: sums of such numbers stay exact
 local HIGHEST_LIMIT = 65535
 
--- The band of a token; nil if there is none. Whole numbers only.
+-- The band that a token's fields name; nil if they are invalid.
 local function band_of(fields)
   local band, priority = tonumber(fields.band), fields.priority
   if priority then
@@ -32,7 +32,7 @@ local function band_of(fields)
   return band and band % 1 == 0 and band >= 0 and band <= LAST_NAMED and band or nil
 end
 
--- An access log may contain anything: a damaged token restores nothing.
+-- Parse a number from 0 to `most`; nil if the text is invalid, since an access log may contain anything.
 local function number_up_to(text, most)
   local number = tonumber(text)
   return number and number >= 0 and number <= most and number or nil
@@ -47,7 +47,7 @@ local function may_lack(id, alone_ms)
 end
 
 local function restore(id, attempt, served, token, ago_ms)
-  if string.find(token, '%z') then return 'unknown' end -- it would end a packed text early
+  if string.find(token, '%z') then return 'unknown' end -- byte 0 would end a packed text early
   local fields = parse_accounting_token(token)
   if not (pool.known and fields and (attempt ~= '' or may_lack(id, fields.alone_ms))) then return 'unknown' end
   local weight = number_up_to(fields.weight, MOST)

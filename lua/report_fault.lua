@@ -1,17 +1,16 @@
 -- include: outliers
--- Take note that attempts of requests have failed on endpoints, or that these are full, and move the requests to their
--- next endpoints, which Envoy tries; what now fits is dispatched.
+-- Note that requests have failed on endpoints, or that endpoints are full. Count each request on its next endpoint,
+-- which Envoy tries, then dispatch.
 --
--- Guarantees: an attempt counts once, whoever reports it and how often. Failures of one flow do not eject an endpoint
--- while other flows have requests in flight. Nothing of a request but its endpoint changes.
+-- Guarantees: a failure counts once, however many replicas report it and how often. Failures of one flow do not eject
+-- an endpoint while other flows have requests in flight. Only the endpoint of a request changes.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each attempt: request id, endpoint, flow ('' unknown: the attempt counts only
---   if the request has a record), why (`full`: the endpoint takes no more for now; `connect`: it cannot be connected
---   to; `retried`: another endpoint has served; else the reason of a failure), how long it is full, ms (0: it did not
---   say)
---
--- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' | 'down' (by this one) | 'noted' |
+-- args[1] the calling replica; then for each failure: request id, endpoint, flow ('' unknown: the failure counts only
+--   if the request has a record), why (`full`: the endpoint takes no more requests for now; `connect`: a connection to
+--   the endpoint failed; `retried`: another endpoint has served the request; else the reason of the failure), for how
+--   long the endpoint is full, ms (0: unknown)
+-- Returns {epoch, notifications, attempts, served, reply...}: 'ejected' or 'down' (by this failure) | 'noted' |
 --   'unknown'
 
 local function report_fault(args)
@@ -21,7 +20,7 @@ local function report_fault(args)
     if r and r.state ~= STATE_PLACED then r = nil end
     if not r and flow == '' then return 'unknown' end
     local is_here = r and endpoints.first(r.endpoints) == address
-    if why == 'retried' and not is_here then return 'noted' end -- Envoy has told of the attempt, or it is over
+    if why == 'retried' and not is_here then return 'noted' end -- reported before, or the request has ended
     local following = is_here and string.match(r.endpoints, '^[^,]*,(.+)$')
     if following then move_placed(r, endpoints.first(following), following) end
     if why == 'full' then

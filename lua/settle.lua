@@ -1,18 +1,18 @@
 -- include: outliers
--- Account for requests that have ended, whichever replica reports it: give back stock, endpoint and lease, correct what
--- their flow was charged, and dispatch what now fits. A queued request has lost its client and leaves.
+-- Account for requests that have ended, whichever replica reports the end: release stock, endpoint and lease, correct
+-- the charge of the flow, and dispatch. A request that is still queued has lost its client, and is removed.
 --
--- Guarantees: each request is given back once; an unknown or repeated id changes nothing (G6).
+-- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6).
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] the calling replica; then for each request: id, outcome (completed, answered: completed, and its
---   endpoint is well, client_gone, upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown)
+-- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
+--   answered well; client_gone; upstream_failed), its real cost ('' unknown), its answer's tokens ('' unknown)
 --
 -- Returns {epoch, notifications, attempts, served, reply...}: 'settled MODEL' | 'left MODEL' (was queued) | 'unknown'
 
 local function correct_charge(r, actual)
-  -- A bypass has no tag (-1) and was charged nothing. A tag may be below 0: more may be refunded under one policy than
-  -- was charged under another.
+  -- A bypassed request has no tag (-1) and was charged nothing. Other tags may be below 0 too, since a refund under one
+  -- policy may exceed the charge under another.
   if r.tag == -1 or not actual then return end
   actual = queue.clamp_cost(actual)
   if actual == r.cost or r.cost == 0 then return end -- a free request stays free

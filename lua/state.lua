@@ -4,13 +4,13 @@
 -- Guarantees: reads only.
 --
 -- keys[1] epp:{POOL}:pool
--- args[1] silence_ms after which a replica counts as gone
+-- args[1] silence_ms: a replica that is silent for so long counts as gone
 --
 -- Returns {epoch, now_us, stock, queued, upper, lower, ready, in flight, dispatches, ended,
 --   {priority, v, backlogged flow queues, queued, bytes of the bodies that wait} of each band, the highest first,
 --   {id, replica info (JSON)} of each live replica, {endpoint, load},
 --   guard dispatches, credit, overdue, drain rate per second, paused, tuned version,
---   seconds until the queue has drained}
+--   estimated seconds until the queue has drained (1 to 60)}
 
 local function state(args)
   local of_bands = {}
@@ -26,7 +26,7 @@ local function state(args)
   local infos = #ids > 0 and read('HMGET', key.replica_info, unpack(ids)) or {}
   for i, id in ipairs(ids) do
     replicas[2 * i - 1] = id
-    -- The second line, what it has served, is long and not asked for here.
+    -- Leave out the second line, the replica's counts of served requests: it is long and not needed here.
     replicas[2 * i] = string.match(infos[i] or '{}', '^[^\n]*')
   end
   return {

@@ -4,39 +4,39 @@
 -- replica may call it at any time.
 --
 -- Guarantees: one run per interval, whichever replica calls; a bounded amount of work per call. A call that leaves work
--- says so, and may be repeated at once.
+-- returns `more`, and may be repeated at once.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] interval_ms   args[3] grace_ms: how long a silent replica's queued requests wait for adoption
--- args[4] idle_ms: an idle workload is forgotten after this
+-- args[4] idle_ms: a workload that is idle for so long is forgotten
 -- args[5] unseen_ms: a placed request may be a ghost after so long without a renewal
 --
 -- Returns {epoch, notifications, attempts, served, ran (0 or 1), expired, reclaimed, more (0 or 1), ghosts,
 --   endpoints whose metrics pages may show ghosts}
 
 -- Limits of one call.
-local CHUNK = 32 -- requests that it ends, orphans or reads
-local REFILED = 16 -- requests that it moves to a new order, which costs a removal and an insertion each
-local LIGHT = 500 -- entries of one kind that it only drops
+local CHUNK = 32 -- requests that a call ends, orphans or reads
+local REFILED = 16 -- requests that a call moves to a new order; each costs a removal and an insertion
+local LIGHT = 500 -- entries of one kind that a call drops
 local WALKS = 150 -- calls per interval that continue the scan of waiting requests
 local DOWN_MS = 10000 -- a `down` mark that no replica has confirmed for so long is removed
--- From the placement of a request until its endpoint's page counts it; shorter for one whose client Envoy reports gone,
--- since only a forged report is about a request that still comes.
+-- Longest time from the placement of a request until its endpoint's metrics page counts the request. It is shorter if
+-- Envoy reports the client gone: only a forged report concerns a request that is still on its way.
 local TRANSIT_MS, REPORTED_TRANSIT_MS = 1000, 100
-local MOST_RECENT = 1000 -- requests that it counts by endpoint; if there are more, ghosts end with their lease
+local MOST_RECENT = 1000 -- requests counted by endpoint; if there are more, ghosts end with their lease
 local ORIGIN_MS = 86400000 -- how long an id of the Responses API is remembered after it was last noted
-local PRESSED = 0.9 -- of the capacity; below it the preemption history is dropped
+local PRESSED = 0.9 -- fraction of total_capacity; with fewer queued requests the preemption times are reset
 
 local function is_running(r) return r and (r.state == STATE_PLACED or r.state == STATE_GRANTED) end
 
--- Give up a request whose end was not reported. If it still runs, its next renewal restores it.
+-- Reclaim a request whose end was not reported. If the request still runs, its next renewal restores it.
 local function reclaim(r, note)
   if r.state == STATE_PLACED then tombstones.give_up(r.id) end
   finish_request(r, 'reclaimed', note)
 end
 
--- Returns how many requests were given up.
+-- Reclaim at most `limit` requests whose lease has ended. Return their number.
 local function reclaim_expired_leases(limit)
   local reaped = 0
   for _ = 1, STRAYS do
@@ -56,20 +56,20 @@ local function reclaim_expired_leases(limit)
   return reaped
 end
 
--- The requests that an endpoint reports: the higher count of its last two metrics pages, and the times of the older and
--- the newer; nil if it does not report them.
+-- Parse an endpoint's entry in `metrics`. Return the higher request count of its last two metrics pages, and the times
+-- (ms) of the older and the newer page; nil if the entry lacks them.
 local function reported_load(text)
   local known, page = pcall(cjson.decode, text)
   if not known or type(page) ~= 'table' then return nil end
-  local at, before = tonumber(page.at), tonumber(page.before) -- by TIME
+  local at, before = tonumber(page.at), tonumber(page.before) -- by TIME, converted below
   local queued, running = tonumber(page.waiting), tonumber(page.running)
   if not (at and before and queued and running) then return nil end
   at, before = at + clock_shift_ms, before + clock_shift_ms
-  if at > now_ms + 1000 or before > at then return nil end -- scraped before the clock was set
+  if at > now_ms + 1000 or before > at then return nil end -- scraped before TIME was set
   return math.max(queued + running, tonumber(page.before_load) or math.huge), before, at
 end
 
--- The placed requests of each endpoint that were renewed or placed after `since_ms`; nil if they are too many to count.
+-- Endpoint -> number of its requests that were placed or renewed after `since_ms`; nil if there are too many to count.
 local function count_recent(since_ms)
   local recent, first = {}, since_ms + settings.lease_ms
   if read('ZCOUNT', key.inflight, '(' .. first, '+inf') > MOST_RECENT then return nil end
@@ -85,8 +85,8 @@ local function count_recent(since_ms)
   return recent
 end
 
--- Placed requests that may have ended without a report: {id, seen_ms, is_reported}. Those without a renewal for
--- `unseen_ms`, the longest silent first, then those whose client an access-log entry reports gone
+-- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first requests without a
+-- renewal for `unseen_ms`, the longest silent first; then requests whose client an access-log entry reports gone
 -- (report_client_gone.lua), if they were not renewed since.
 local function silent_requests(unseen_ms, limit)
   local found = {}
@@ -105,16 +105,16 @@ local function silent_requests(unseen_ms, limit)
     if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) and seen_ms > now_ms - unseen_ms then
       table.insert(found, {id = id, seen_ms = seen_ms, is_reported = true})
     else
-      defer_write('ZREM', key.suspects, id) -- it has ended, was renewed, or is found by its silence
+      defer_write('ZREM', key.suspects, id) -- ended, renewed since, or found without a renewal
     end
   end
   return found
 end
 
--- Give up ghosts: placed requests that have ended without a report. Of the silent ones, oldest first, as many are given
--- up as the endpoint's last two pages lack; both are newer than the last renewal, so a running request is on them. For
--- one that is reported the last page decides, if it is newer than its placement and the way to the server. Returns how
--- many were given up, and the endpoints whose pages may show more.
+-- Reclaim ghosts: placed requests that have ended without a report. Of an endpoint's silent requests, oldest first,
+-- reclaim only as many requests as neither of its last two metrics pages accounts for; both pages are newer than the
+-- last renewal, so they count a running request. For a request reported gone only the last page must be newer, by
+-- REPORTED_TRANSIT_MS. Return the number of reclaimed requests, and the endpoints whose pages may show more ghosts.
 local function reclaim_ghosts(unseen_ms, limit)
   local found = silent_requests(unseen_ms, limit)
   if #found == 0 then return 0, {} end
@@ -161,7 +161,7 @@ end
 
 -- Orphan the queued requests of one silent replica, so that another replica can adopt them. Scans at most `limit`
 -- requests a call; the cursor is kept in `key.orphan_cursors`. Requests that the scan misses are orphaned by dispatch
--- when their turn comes, or expire. Returns whether there is more to scan. At the end the replica is forgotten.
+-- when their turn comes, or expire. The last scan also removes the replica. Returns whether there is more to scan.
 local function orphan_silent_replica(grace_ms, limit)
   local silent = read('ZRANGEBYSCORE', key.replicas, '-inf', now_ms - settings.silence_ms, 'LIMIT', 0, 1)[1]
   if not silent then return false end
@@ -177,11 +177,11 @@ local function orphan_silent_replica(grace_ms, limit)
   defer_write('ZREM', key.replicas, silent)
   defer_write('HDEL', key.replica_info, silent)
   defer_write('HDEL', key.orphan_cursors, silent)
-  defer_unlink(key.inbox[silent]) -- and with it what this call has put there
+  defer_unlink(key.inbox[silent]) -- also drops notifications of this call
   return false
 end
 
--- Drop idle entries of a registry (`kind`). Returns where the next call continues.
+-- Scan a chunk of `hash` and drop the entries that are idle according to `kind`. Return the cursor for the next call.
 local function forget_idle(hash, cursor, kind, idle_ms)
   local scan = read('HSCAN', hash, cursor, 'COUNT', 2 * CHUNK)
   for i = 1, #scan[2], 2 do
@@ -190,7 +190,7 @@ local function forget_idle(hash, cursor, kind, idle_ms)
   return scan[1]
 end
 
--- Continue the scan of waiting requests whose order has changed. Returns the cursor; '0' at the end.
+-- Scan waiting requests to move or index them again in their changed order. Return the cursor; '0' at the end.
 local function refresh_waiting(cursor, limit)
   if pool.refiling == 1 then limit = math.min(limit, REFILED) end
   local scan = read('HSCAN', key.requests, cursor, 'COUNT', limit)
@@ -216,7 +216,7 @@ local function measure_rate(swept_ms, dispatches)
   pool.measure_rate(math.max(0, pool.dispatches - dispatches) * 1000 / (now_ms - swept_ms))
 end
 
--- Lower times that lie too far ahead, as if written now. The former primary's clock may have been ahead of this one's.
+-- Lower times that are too far in the future, as if written now: the former primary's clock may have been ahead.
 local AHEAD_MS = 1000
 local function clamp_future(moments, life_ms)
   local latest = now_ms + life_ms
@@ -274,7 +274,7 @@ local function sweep(args)
   end
   upkeep.drop_stray_overdue(CHUNK)
   if tombstones.expire(LIGHT) then more = true end
-  if read('HLEN', key.origins) ~= read('ZCARD', key.origin_times) then -- one of the two was lost
+  if read('HLEN', key.origins) ~= read('ZCARD', key.origin_times) then -- one of the two keys was lost
     defer_unlink(key.origins)
     defer_unlink(key.origin_times)
   elseif drop_old(key.origin_times, ORIGIN_MS, LIGHT, key.origins) then

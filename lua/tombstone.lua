@@ -1,15 +1,15 @@
 -- include: dispatch
 -- Store tombstones: the ends of requests. A replica that was without Redis and has missed an end would otherwise
--- restore the request (renew), as stock that nobody uses.
+-- restore the request (renew), which would hold stock without running.
 --
--- Guarantees: a request last seen alive before its reported end is not restored. What is known of its id, and a later
--- admission of the same id, stay as they are.
+-- Guarantees: a request last seen alive before its reported end is not restored. An existing record of the id, and a
+-- later admission of the same id, do not change.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each end: id, how long ago it was reported, ms
 --
--- Returns {epoch, notifications, attempts, served, reply...}: 'stored' | 'back' (stored, and the request counts, since
---   it was restored)
+-- Returns {epoch, notifications, attempts, served, reply...}: 'stored' | 'back' (stored, but the request has a record,
+--   since it was restored before)
 
 local function tombstone(args)
   record.prefetch(column(args, ITEM.tombstone, 1))

@@ -1,12 +1,12 @@
 -- include: dispatch
--- Change settings while requests wait, for every replica at once; what now fits is dispatched.
+-- Change settings while requests wait, for every replica at once, then dispatch.
 --
 -- Guarantees: all changes take effect together, or none.
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica
 -- args[2] JSON {setting: value}, named as in publish; null removes a change
--- args[3] JSON the same changes as the operator wrote them, for display; merged likewise
+-- args[3] JSON the same changes as the operator wrote them, for display; merged in the same way
 --
 -- Returns {epoch, notifications, attempts, served, tuned version}; version '' while the pool is unknown
 

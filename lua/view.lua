@@ -1,14 +1,14 @@
 -- include: queue
--- What the admin API reads: rows as text, their fields separated by byte 31, which no field contains.
+-- Reads for the admin API. Rows are text, with fields separated by byte 31, which no field contains.
 --
--- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. If one
--- reads page by page, a member that keeps its score is in exactly one page.
+-- Guarantees of each function: it only reads, and at most VIEW_LIMIT rows a call, however long the queue is. Of
+-- consecutive pages, exactly one has a member whose score does not change meanwhile.
 --
--- All: keys[1] epp:{POOL}:pool
+-- All functions: keys[1] epp:{POOL}:pool
 --
 -- Rows:
 --   flow queue: throttled (0 or 1), priority of its band, name, start tag, queued, arrival of the oldest (us), weight,
---     share (what serving one adds to the tag), in flight ('': not counted)
+--     share (added to the tag by serving one request), in flight ('': not counted)
 --   request: id, state, owner, flow, priority of its band, workload, model, criticality, cost, arrival (us),
 --     deadline_ms, due_ms (when it is overdue), overdue (0 or 1), endpoints, limit, score parts (wait, criticality,
 --     rate; '' unless `workload-aware`)
@@ -24,7 +24,7 @@ local function comes_before(a, b) -- as a sorted set orders members: by their by
   return #a < #b
 end
 
--- The rank of the first member behind (score, member). That member may have left the set.
+-- The rank of the first member after the position (score, member), even if `member` has left the set.
 function view.rank_behind(sorted, score, member)
   if score == '' then return 0 end
   local rank = read('ZRANK', sorted, member)
@@ -41,8 +41,8 @@ function view.rank_behind(sorted, score, member)
   return low
 end
 
--- Append a row for each of `flow_queues` (names and start tags in turn). The first request of a flow queue, its oldest
--- except under edf, represents it.
+-- Append a row for each of `flow_queues` (name, start tag, name, start tag ...). Arrival, weight and share are taken
+-- from the flow queue's first request: its oldest or, under edf, the one with the earliest deadline.
 function view.add_flow_queues(reply, band, throttled, flow_queues)
   local heads = {}
   for i = 1, #flow_queues, 2 do
@@ -61,7 +61,7 @@ function view.add_flow_queues(reply, band, throttled, flow_queues)
   end
 end
 
--- The set of flow queues that are in order (0) or throttled (1).
+-- The key of a band's ordered (`throttled` 0) or throttled (1) flow queues.
 function view.flow_queues(band, throttled) return (throttled == 0 and key.flows or key.throttled)[band] end
 
 local function score_parts(r)
@@ -88,10 +88,10 @@ function view.workload(id, text)
     workloads.rate(id))
 end
 
--- A page of flow queues: band by band in the order of their start tags, then the throttled ones.
+-- A page of flow queues: the ordered ones band by band, by start tag; then the throttled ones in the same way.
 --
--- args[1] 1 to begin with the throttled ones, else 0   args[2] the priority of the band to begin with
--- args[3] start tag and args[4] flow queue behind which to begin there; '' and '': at its first
+-- args[1] 1 to begin with throttled flow queues, else 0   args[2] the priority of the band to begin with
+-- args[3] start tag and args[4] name of the flow queue after which to begin; '' and '': at the band's first
 -- args[5] rows wanted   args[6] the priority of the only band wanted; '': all
 -- Returns {now_us, {throttled, priority, number of flow queues ... of each band}, flow queue row...}
 local function view_flows(args)
@@ -134,9 +134,8 @@ end
 
 -- Waiting requests by their ranks in their flow queues.
 --
--- args    for each stretch of a flow queue VIEW_STRETCH arguments: priority of its band, flow queue, first rank,
---         last rank
--- Returns {now_us, {request rows of each stretch}...}
+-- args    for each range of ranks VIEW_STRETCH arguments: priority of the band, flow queue, first rank, last rank
+-- Returns {now_us, {request rows of each range}...}
 local VIEW_STRETCH = 4
 local function view_queue(args)
   local ids, counts = {}, {}
@@ -165,11 +164,11 @@ local function view_queue(args)
   return reply
 end
 
--- A page of requests in flight, those first whose lease ends first.
+-- A page of requests in flight, by the end of their lease, earliest first.
 --
--- args[1] end of the lease (ms) and args[2] id behind which to begin; '' and '': the first
+-- args[1] end of the lease (ms) and args[2] id of the request after which to begin; '' and '': at the first
 -- args[3] rows wanted
--- Returns {now_us, in flight, request row (the id alone of one without a record), end of its lease (ms)...}
+-- Returns {now_us, in flight, request row (only the id if it has no record), end of its lease (ms)...}
 local function view_inflight(args)
   local from = view.rank_behind(key.inflight, args[1], args[2])
   local found = read('ZRANGE', key.inflight, from, from + view.rows_wanted(args[3]) - 1, 'WITHSCORES')
@@ -185,11 +184,11 @@ local function view_inflight(args)
   return reply
 end
 
--- One request: where it is, and its place in the queue.
+-- One request: its record, and its position in the queue.
 --
 -- args[1] request id
 -- Returns {now_us} if it is unknown, else {now_us, request row, rank in its flow queue, row of its flow queue, rank
---   among the overdue, end of its lease (ms)}; '' where it has none
+--   among the overdue, end of its lease (ms)}; '' for a part that does not apply
 local function view_request(args)
   local id = args[1]
   local r = record.read(id)
@@ -214,8 +213,8 @@ end
 
 -- A page of workloads of the registry, in no order.
 --
--- args[1] cursor ('0' to begin)   args[2] rows wanted; some more may come
--- Returns {now_us, workloads, next cursor ('0': that was all), workload row...}
+-- args[1] cursor ('0' to begin)   args[2] rows wanted; a page may have a few more
+-- Returns {now_us, number of workloads, next cursor ('0': this is the last page), workload row...}
 local function view_workloads(args)
   local scan = read('HSCAN', key.workloads, args[1], 'COUNT', view.rows_wanted(args[2]))
   local reply = {exact(now_us), read('HLEN', key.workloads), scan[1]}
@@ -226,7 +225,7 @@ end
 -- One workload of the registry.
 --
 -- args[1] workload id
--- Returns {now_us, workload row}; {now_us} if there is none
+-- Returns {now_us, workload row}; {now_us} if the registry lacks it
 local function view_workload(args)
   local text = read('HGET', key.workloads, args[1])
   return {exact(now_us), text and view.workload(args[1], text) or nil}
@@ -234,7 +233,7 @@ end
 
 -- Known replicas, live or not, and their replica info; the latest heartbeat first.
 --
--- args[1] how many of them
+-- args[1] number of replicas wanted
 -- Returns {now_us, replica, last heartbeat (ms), replica info (JSON)...}
 local function view_replicas(args)
   local found = read('ZREVRANGE', key.replicas, 0, tonumber(args[1]) - 1, 'WITHSCORES')

@@ -1,11 +1,11 @@
-"""What one replica of the fleet runs."""
+"""The endpoint picker: the code that one replica of the fleet runs."""
 
 import functools
 
 
 @functools.cache
 def version() -> str:
-    """The installed distribution's version; `unknown` where it is not installed."""
+    """The version of the installed distribution; `unknown` if it is not installed."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 

@@ -2,14 +2,14 @@
 
 Used by the picker for each request, by the configuration, and for Envoy's routes and header removal.
 
-`APIS` lists the APIs that engines have, one a row. A row matches whole segments at the end of a path, so
-that a route may strip a prefix later. Paths are compared byte for byte with what the client sent, up to the
-`?`; one slash at the end is left out. Model servers get the path unchanged, so a path that needs normalising
-(`//`, `..`, `%2e`, `;x=1`) matches no row. What administers an engine is refused however it is spelt.
+`APIS` lists the APIs of engines, one a row. A row matches whole segments at the end of a path, so that a
+route may strip a prefix later. The client's path, up to the `?` and without one trailing slash, is compared
+byte for byte. Model servers get the path unchanged, so a path that needs normalising (`//`, `..`, `%2e`,
+`;x=1`) matches no row. Requests that could administer an engine are refused in any spelling.
 
-Headers that steer a request decide its flow, its band or its model. They count only where their sender is
-trusted: `extproc.trusted_headers` names them for the picker, `picker envoy-config --trust-headers` for
-clients of an Envoy of ours, which removes the others. Both spellings of a header go together.
+Steering headers decide a request's flow, band or model. They count only if their sender is trusted:
+`extproc.trusted_headers` lists the trusted headers for the picker; the Envoy that `picker envoy-config` sets
+up removes all but those of `--trust-headers`. Trust in a header includes both of its spellings.
 """
 
 import re
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
-# A segment of any name, and a model's name: a colon, an at and a plus may be percent-encoded in both, and in
-# the model's a slash, where each part begins as a name does.
+# Regexes of a path segment and of a model's name. Both may have `:`, `@` and `+` percent-encoded; a model's
+# name may also have an encoded slash, if a letter or digit follows.
 _SEGMENT = "[A-Za-z0-9_~-](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb])*"
 _NAME = "[A-Za-z0-9](?:[A-Za-z0-9._:@+=~-]|%3[Aa]|%40|%2[Bb]|%2[Ff][A-Za-z0-9])*"
 _NAMES = f"{_NAME}(?:/{_NAME})*"
@@ -26,7 +26,7 @@ _PREFIX = f"(?:/{_SEGMENT})*"
 _MOST_SEGMENTS = 32
 _MOST_QUERY_FIELDS = 64
 _MAX_PATH_BYTES = 2048
-NOT_LISTED = "no model server is asked this: not a method and path of the list"  # to who asks for another
+NOT_LISTED = "no model server is asked this: not a method and path of the list"  # the refusal's message
 _ENTRY = re.compile(
     r"(\*|[A-Z]+(?:,[A-Z]+)*) "
     r"(/|(?:/(?:[A-Za-z0-9_~:@+=-]|\{[a-z]+\})(?:[A-Za-z0-9._~:@+=-]|\{[a-z]+\})*)+/?)"
@@ -35,18 +35,18 @@ _PLACEHOLDER = re.compile(r"(\{[a-z]+\})")
 _GROUP = re.compile(r"\?P<[a-z]+>")
 ANY_METHOD: Final = "*"
 
-# How a request is served: `inference` is admitted and needs a body, `session` is admitted without one (a
-# WebSocket, in flight while it is open), `read` goes through without admission.
+# How a request is served: `inference` needs admission and a body, `session` needs admission and has no body
+# (a WebSocket, in flight while it is open), `read` needs no admission.
 Kind = Literal["inference", "session", "read"]
 Source = Literal["body", "form", "path", "query"]
 
 
 class Api(NamedTuple):
-    """One method and path of an engine: `path` is the path's end, in whole segments, with `{model}` for a
-    model's name, `{ref}` for an id that one server has the state of, and `{id}` for any other.
+    """Methods and path of an engine's API. `path` is the end of the path, in whole segments: `{model}` stands
+    for a model's name, `{ref}` for an id of state that one server has, `{id}` for any other id.
 
-    `source` is where the model is named: the JSON body (then the path), a form's field, the path alone, or
-    the query. `is_whole`: the path has no more segments, since its name says too little.
+    `source` is where the request names its model: the JSON body (or else the path), a form's field, only the
+    path, or the query. `is_whole`: `path` is the whole path, since its end alone is too common.
     """
 
     methods: str
@@ -57,7 +57,7 @@ class Api(NamedTuple):
 
     @property
     def end(self) -> str:
-        """What the end of a path has to match."""
+        """The regex for the end of a path."""
         pieces = [piece for piece in _PLACEHOLDER.split(self.path) if piece]
         return "".join(
             _placeholder(piece[1:-1], is_last=at == len(pieces) - 1) if piece[0] == "{" else re.escape(piece)
@@ -66,7 +66,7 @@ class Api(NamedTuple):
 
     @property
     def regex(self) -> str:
-        """What a whole path (without its query and a last slash) has to match; RE2 and Python read it
+        """The regex for a whole path without its query and trailing slash; RE2 and Python read the regex
         alike."""
         return self.end if self.is_whole else _PREFIX + self.end
 
@@ -87,7 +87,7 @@ def _apis(
 
 _READS = "GET,HEAD"
 APIS: Final = (
-    # OpenAI's and Anthropic's, and what vLLM, SGLang, llama.cpp and TGI add to them.
+    # The APIs of OpenAI and Anthropic, and additions of vLLM, SGLang, llama.cpp and TGI.
     *_apis("inference", "POST", "chat/completions completions responses messages messages/count_tokens"),
     *_apis("inference", "POST", "embeddings score tokenize detokenize classify pooling moderations"),
     *_apis("inference", "POST,PUT", "rerank reranking"),
@@ -137,7 +137,7 @@ APIS: Final = (
     *_apis("read", "GET,HEAD,POST", "ping", whole=True),
 )  # fmt: skip
 
-# What administers an engine, or shows what other clients ask: a whole path in lower case.
+# Paths (whole, in lower case) that administer an engine or show other clients' requests.
 ADMINISTRATION: Final = (
     r"(?:.*/)?(?:sleep|is_sleeping|wake_?up|pause|resume|is_paused|shutdown|kill|collective_rpc|slow_down"
     r"|metrics|slots(?:/[^/]*)?|props|lora-adapters|server_info|get_server_info|cluster_info|freeze_gc|dumper"
@@ -150,14 +150,14 @@ ADMINISTRATION: Final = (
     r"|hicache|debug|dumper)(?:/.*)?"
 )
 _ADMINISTERS: Final = re.compile(ADMINISTRATION)
-_WRITTEN_LISTS: Final = re.compile(r"(?:.*/)?(?:models|adapters)(?:/[^/:]+)?")  # SageMaker's
+_WRITTEN_LISTS: Final = re.compile(r"(?:.*/)?(?:models|adapters)(?:/[^/:]+)?")  # SageMaker: read-only
 _SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _MOST_DECODINGS = 4
 
 
 def _resolved(path: str) -> tuple[str, bool] | None:
-    """`path` as a server may read it: decoded, in lower case, without empty and dot segments, parameters and
-    the first slash; and whether all servers read it so. None if it is encoded too often."""
+    """Normalise `path` as a server may: decoded, in lower case, without empty and dot segments, parameters
+    and the first slash; and say whether all servers read it so. None if it is percent-encoded too often."""
     for _ in range(_MOST_DECODINGS):
         decoded = unquote(path, "latin-1")
         if decoded == path:
@@ -177,8 +177,8 @@ def _resolved(path: str) -> tuple[str, bool] | None:
 
 
 def administers(method: str, path: str) -> bool:
-    """Whether a request for `path` (without its query) could administer an engine, behind any prefix and
-    however it is spelt. Dot segments are left out, since they cannot change the last name."""
+    """Whether a request for `path` (without its query) could administer an engine, behind any prefix and in
+    any spelling. Dot segments are ignored: they cannot change the last name."""
     resolved = _resolved(path)
     if resolved is None:
         return True
@@ -188,9 +188,9 @@ def administers(method: str, path: str) -> bool:
 
 
 class Way(NamedTuple):
-    """How a request is served, by its method and path. `model` is named in the path, '' if it is not there;
-    `is_known` is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`).
-    `has_state`: servers keep what this API makes, under ids. `ref` is the id that the path names, or ''."""
+    """How a request is served, by its method and path. `model` is the model in the path, or ''. `is_known`
+    is False for a path of no API, which needs no model (`extproc.unknown_paths: pass`). `has_state`: servers
+    store this API's results under ids. `ref` is the id in the path, or ''."""
 
     kind: Kind
     source: Source = "body"
@@ -204,17 +204,17 @@ _OF_STATE: Final = ("responses", "conversations")  # segments of the paths of th
 
 
 def has_state(path: str) -> bool:
-    """Whether `path` may be one of the Responses API."""
+    """Whether `path` may belong to the Responses API."""
     return _OF_STATE[0] in path or _OF_STATE[1] in path
 
 
 def api_of(text: object) -> Api:
-    """What a configuration spells as `POST /v1/classify`, `GET,PUT /adapters/{id}/state` or `* /v1/x:y`.
+    """Parse an entry of `extproc.paths`: `POST /v1/classify`, `GET,PUT /adapters/{id}/state` or `* /v1/x:y`.
 
-    It is served as the API of the table whose path it ends in, if there is one.
+    A path that ends in the path of a row of `APIS` is served as that row.
 
     Raises:
-        ValueError: it is no method and path, its path would have to be normalised, or it administers engines.
+        ValueError: `text` is no method and path, its path needs normalising, or it administers engines.
     """
     if isinstance(text, Api):
         return text
@@ -234,7 +234,7 @@ def api_of(text: object) -> Api:
 
 
 def _with_ref(path: str, like: str) -> str:
-    """`path`, whose end is that of `like`, with the same placeholder as `{ref}`."""
+    """Rename the placeholder of `path` at the position of `{ref}` in `like` to `{ref}`; their ends match."""
     ends = like.split("/")
     if "{ref}" not in ends:
         return path
@@ -249,7 +249,7 @@ def _longest_first(apis: Iterable[Api]) -> list[Api]:
 
 
 class Paths:
-    """The APIs of engines and those that are `configured`; `passes` unknown ones, too."""
+    """The allowed paths: `APIS` and the `configured` APIs; with `passes`, unknown paths, too."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self.passes = passes
@@ -259,7 +259,7 @@ class Paths:
             self._by_end.setdefault(_end(api.path), []).append((api, re.compile(api.regex)))
 
     def way(self, method: str, path: str) -> Way | None:
-        """How a request for `path` (without its query) is served; None if no model server may see it."""
+        """How to serve a request for `path` (without its query); None if the picker must refuse it."""
         if len(path) > _MAX_PATH_BYTES or path.count("/") > _MOST_SEGMENTS:
             return None
         bare = path[:-1] if path.endswith("/") and len(path) > 1 else path
@@ -284,8 +284,8 @@ class Paths:
 
     @property
     def routes(self) -> Mapping[tuple[str, bool], str]:
-        """For Envoy's routes: what a whole path without a slash at its end has to match, by methods and
-        whether it is a session's."""
+        """The regexes for Envoy's routes, for whole paths without a trailing slash, by the methods and by
+        whether the requests are sessions."""
         ways: dict[tuple[str, bool], tuple[list[str], list[str]]] = {}
         for api in self.apis:
             methods = api.methods if api.methods == ANY_METHOD else f"{api.methods},OPTIONS"
@@ -298,16 +298,16 @@ class Paths:
 
 
 def _end(path: str) -> str:
-    """What the last segment of a path ends with: all of it, what follows a placeholder, or nothing."""
+    """The literal end of a path's last segment: the text after its last placeholder, or all; may be ''."""
     last = path.rpartition("/")[2]
     return last.rpartition("}")[2] if "{" in last else last
 
 
 def model_in_query(query: str) -> str:
-    """The model that a path's query names, '' if it does not.
+    """The model in a path's query, or ''.
 
     Raises:
-        ValueError: it has too many fields.
+        ValueError: the query has too many fields.
     """
     fields = parse_qsl(query, max_num_fields=_MOST_QUERY_FIELDS)
     return next((value for name, value in fields if name == "model"), "")
@@ -318,13 +318,13 @@ OBJECTIVE = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
 REWRITE = ("x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite")
 STEERING = (FAIRNESS_ID, OBJECTIVE, REWRITE)
 
-# Only the picker and Envoy set these; no sender is trusted with them.
+# Only the picker and Envoy set these headers; no client's value is ever trusted.
 NEVER_TRUSTED = (
     "x-gateway-destination-endpoint",
     "x-gateway-destination-endpoint-subset",
     "x-gateway-destination-endpoint-served",
 )
-# Any client may set these: they change nothing but its own request. Naming one as trusted changes nothing.
+# Headers that any client may set: they affect only its own request. Listing them as trusted has no effect.
 ALWAYS_KEPT = (
     "x-workload-context",
     "x-llm-d-inference-ttl",
@@ -342,7 +342,7 @@ def trusted_name(value: object) -> str:
     """`value` as the lower-case name of a header that can be trusted.
 
     Raises:
-        ValueError: it is no such header; the message lists them.
+        ValueError: the header cannot be trusted; the message lists valid ones.
     """
     name = value.strip().lower() if isinstance(value, str) else ""
     if name not in _TRUSTABLE:
@@ -353,12 +353,12 @@ def trusted_name(value: object) -> str:
 
 
 def trusted(named: Iterable[str]) -> frozenset[str]:
-    """The steering headers that count if `named` are trusted: both spellings of each."""
+    """The steering headers that count if the headers `named` are trusted, in both spellings."""
     names = frozenset(named)
     return frozenset(name for pair in STEERING if names & frozenset(pair) for name in pair)
 
 
 def untrusted(named: Iterable[str]) -> tuple[str, ...]:
-    """What is to be removed from a client's request if only `named` are trusted."""
+    """The headers that Envoy must remove from a client's request if only those `named` are trusted."""
     kept = trusted(named)
     return (*(name for pair in STEERING for name in pair if name not in kept), *NEVER_TRUSTED)

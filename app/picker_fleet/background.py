@@ -1,6 +1,6 @@
-"""Tasks that run as long as a replica does, and survive their own failures.
+"""Background tasks that restart after their own failures.
 
-`keep` runs one; whoever starts a task for as long as a replica, a pool or an outage lasts uses it.
+Each part that starts a task for the lifetime of a replica, a pool or an outage runs the task by `keep`.
 """
 
 import asyncio
@@ -13,28 +13,28 @@ from typing import Any
 from picker_fleet.errors import StartupError
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 1.0  # between a failure and the next attempt
-_CALLBACKS = "callbacks"  # the event loop's, and tasks that are not awaited
+_PAUSE_S = 1.0  # pause between a failure and the next attempt
+_CALLBACKS = "callbacks"  # the event loop's callbacks, and tasks that nothing awaits
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
-# Of the pool whose tasks run in this context; pool.py and serve.py set it before they start any.
+# The failure counter of this context's pool; pool.py and serve.py set it before they start tasks.
 _count: contextvars.ContextVar[Callable[[str], object]] = contextvars.ContextVar("background-failures")
 
 
 def count_failures(count: Callable[[str], object]) -> None:
-    """Have `count` called with the name of each task that fails, for tasks started from here on."""
+    """Call `count` with the name of each task that fails, for tasks started from this context from now on."""
     _count.set(count)
 
 
 async def keep(task: str, work: Work) -> None:
     """Run `work`, and run it again a second after each failure, until it returns or is cancelled.
 
-    A failure is counted (`epp_background_failures_total`). The first of each kind, by the lines of its
-    traceback, is logged.
+    Each failure is counted (`epp_background_failures_total`); of failures with the same type and traceback
+    lines, only the first is logged.
 
     Raises:
-        StartupError: `work` cannot begin; nothing but another configuration or environment helps.
+        StartupError: `work` cannot start, and only another configuration or environment would help.
     """
     logged: set[tuple[str, ...]] = set()
     while True:
@@ -51,7 +51,7 @@ async def keep(task: str, work: Work) -> None:
 
 
 def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log and count a failure that nothing awaits: a callback's, or a task's whose result is dropped."""
+    """Log and count the failure of a callback, or of a task that nothing awaits."""
     loop.default_exception_handler(context)
     _counted(_CALLBACKS)
 
@@ -62,7 +62,7 @@ def _counted(task: str) -> None:
 
 
 def _kind_of(fault: BaseException) -> tuple[str, ...]:
-    """The type of a failure and the lines of its traceback; of a group, of all that it holds too."""
+    """The type of a failure and its traceback's lines, and the same for each member of an exception group."""
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(fault.__traceback__)]
     parts = fault.exceptions if isinstance(fault, BaseExceptionGroup) else ()
     return type(fault).__name__, *lines, *(part for each in parts for part in _kind_of(each))

@@ -1,8 +1,8 @@
-"""Bands of the queue: what a request's priority entitles it to. Pure.
+"""Bands of the queue: how the requests of each priority are treated. Pure.
 
-A priority is any int32; the highest is served first. Three bands always exist, by the names that spec 003
-has for criticality. Others may be configured. The band of any other priority is made when it is first asked
-for, with the attributes of the nearest configured one at or below it, or else of the lowest.
+A priority is any int32; the highest is served first. Three bands always exist, named after the criticalities
+of spec 003; a configuration may add others. The band of any other priority is made on first use, with the
+attributes of the nearest configured band at or below the priority, or else of the lowest band.
 """
 
 import enum
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_MOST_REMEMBERED = 1000  # priorities come from objectives, which may change for years
+_MOST_REMEMBERED = 1000  # cached bands: objectives may bring new priorities for years
 
 
 class Criticality(enum.StrEnum):
@@ -25,10 +25,10 @@ class Criticality(enum.StrEnum):
 
     @classmethod
     def parse(cls, value: object) -> "Criticality":
-        """The one named `value`, in any case.
+        """The criticality named `value`, in any case.
 
         Raises:
-            ValueError: there is none.
+            ValueError: `value` names none.
         """
         try:
             return cls(str(value).capitalize())
@@ -39,13 +39,13 @@ class Criticality(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """One priority. `name` is what configurations, metrics and the API call it.
+    """The band of one priority. Configurations, metrics and the API use its `name`.
 
-    `weight` is its share under `band_policy: weighted`. Requests of a `preemptible` band make room for those
-    of higher bands in a full queue. Those of a `guaranteed` band are not refused for the number of waiting
-    flows, nor for their criticality. At most `capacity` requests wait in it, with bodies of at most `bytes`
-    together, None for any number.
-    `criticality` is the nearest of the three bands, or the band itself, which then `is_named`.
+    `weight` is the band's share under `band_policy: weighted`. In a full queue, requests of a `preemptible`
+    band make room for requests of higher bands. Requests of a `guaranteed` band are not refused because of
+    the number of waiting flows, nor because of their criticality. At most `capacity` requests wait in
+    the band, with bodies of at most `bytes` in total; None for no limit. `criticality` names the nearest of
+    the three bands named after criticalities; a band that is one of these `is_named`.
     """
 
     CRITICAL: ClassVar["Band"]
@@ -73,7 +73,7 @@ NAMED = (Band.CRITICAL, Band.DEFAULT, Band.SHEDDABLE)
 
 
 class Bands:
-    """The `configured` bands, no priority or name twice, the three among them; and those of any priority."""
+    """The band of any priority. `configured` includes the three named bands, without duplicates."""
 
     def __init__(self, configured: Iterable[Band] = NAMED) -> None:
         self._configured = tuple(sorted(configured, key=lambda band: -band.priority))
@@ -81,7 +81,7 @@ class Bands:
         self._by_name = {band.name: band for band in self._configured}
 
     def __iter__(self) -> Iterator[Band]:
-        """The configured ones, the highest first."""
+        """Iterate over the configured bands, highest priority first."""
         return iter(self._configured)
 
     def of(self, priority: int) -> Band:
@@ -89,11 +89,11 @@ class Bands:
         return band if band is not None else self._made(priority)
 
     def named(self, criticality: Criticality) -> Band:
-        """One of the three."""
+        """The band named after `criticality`."""
         return self._by_name[criticality]
 
     def find(self, name: str) -> Band | None:
-        """The band of that name: a configured one's, of the three in any case, or a priority in decimal."""
+        """The configured band `name` (a named one in any case), or the band of a priority in decimal."""
         found = self._by_name.get(name) or self._by_name.get(name.capitalize())
         if found is not None or not _INTEGER.fullmatch(name):
             return found
@@ -112,6 +112,6 @@ class Bands:
 
 
 def nearest(bands: Iterable[Band], priority: int) -> Band:
-    """The highest of `bands` at or below `priority`, or else the lowest."""
+    """The highest of `bands` at or below `priority`, or else the lowest of `bands`."""
     found = sorted(bands, key=lambda band: -band.priority)
     return next((band for band in found if band.priority <= priority), found[-1])

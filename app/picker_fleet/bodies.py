@@ -1,7 +1,7 @@
-"""Bodies that are no plain JSON: compressed ones, forms, and JSON in another character set.
+"""Reads bodies that are not plain JSON: compressed bodies, forms, and JSON in other character sets.
 
-The exchange and the check call `decode` for a request with a content-encoding; intake calls the others for
-what its JSON reader does not take. What is forwarded stays as it came.
+The ext_proc exchange and the HTTP check call `decode` for a request with a content-encoding; intake calls the
+other functions for bodies that its JSON reader refuses. The forwarded body stays as the client sent it.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import zstandard
 from picker_fleet.errors import BadRequest, Unsupported, UnsupportedEncoding
 
 _MOST_ENCODINGS = 2
-_STEP_BYTES = 256 * 1024  # decoded, or read, in one step of the event loop
+_STEP_BYTES = 256 * 1024  # read or decoded before the event loop runs other tasks
 _SLICE_BYTES = 16 * 1024
-_ZSTD_SLICE_BYTES = 256  # four bytes may stand for 128 KiB, and its decoder gives out all that it has
-_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest one that RFC 9659 allows for HTTP
-_MOST_PARTS = 64  # gzip members or zstd frames behind each other
+_ZSTD_SLICE_BYTES = 256  # four bytes can expand to 128 KiB, and the decoder has no output limit
+_ZSTD_WINDOW_BYTES = 8 * 1024 * 1024  # the largest window that RFC 9659 allows for HTTP
+_MOST_PARTS = 64  # consecutive gzip members or zstd frames
 
 _MAX_FIELDS = 256
 _MAX_FIELD_HEAD = 8192
@@ -33,7 +33,7 @@ _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"
 
 
 class Buffer(Protocol):
-    """Counts bytes against a limit and a budget (`extproc.context.BodyBuffer`)."""
+    """Collects a body and charges its bytes to a limit and a budget (`extproc.context.BodyBuffer`)."""
 
     def add(self, chunk: bytes) -> None: ...
     def join(self) -> bytes: ...
@@ -46,13 +46,13 @@ _Buffer = TypeVar("_Buffer", bound=Buffer)
 async def decode(
     text: bytes, encodings: bytes, new_buffer: Callable[[], _Buffer], turn: asyncio.Lock
 ) -> tuple[bytes, _Buffer]:
-    """The body that `text` is by its content-encoding, and the buffer that counts it until its release.
+    """Decode `text` by its content-encodings. Also returns the buffer that counts the body until its release.
 
-    One body is decoded at a time, by `turn`: a decoder takes as much memory as its window besides.
+    The lock `turn` lets one body be decoded at a time, since a decoder needs memory for its window.
 
     Raises:
-        UnsupportedEncoding: there is no such encoding, there are too many, or `text` is not in it.
-        PayloadTooLarge: decoded it is larger than the limit.
+        UnsupportedEncoding: an encoding is unknown, there are too many, or `text` is not in that encoding.
+        PayloadTooLarge: the decoded body exceeds the limit.
         BufferFull: the replica's budget is used up.
     """
     names = [name.strip().lower() for name in encodings.decode("latin-1").split(",")]
@@ -96,7 +96,7 @@ async def _decode(name: str, text: bytes, into: Buffer) -> None:
         raise UnsupportedEncoding(f"content-encoding {name}: the body cannot be decoded: {fault}") from None
 
 
-_Steps = Iterator[tuple[int, bytes]]  # bytes read, and what they decode to
+_Steps = Iterator[tuple[int, bytes]]  # number of bytes read, and decoded bytes
 
 
 def _inflated(text: bytes, window_bits: int) -> _Steps:
@@ -115,7 +115,7 @@ def _inflated(text: bytes, window_bits: int) -> _Steps:
                 chunk = decoder.decompress(more, _STEP_BYTES)
                 yield len(more), chunk
                 more = decoder.unconsumed_tail
-                if not more and len(chunk) < _STEP_BYTES:  # else it may have more of what it has read
+                if not more and len(chunk) < _STEP_BYTES:  # after a full chunk, output may be pending
                     break
         at -= len(decoder.unused_data)
 
@@ -125,7 +125,7 @@ def _gunzipped(text: bytes) -> _Steps:
 
 
 def _deflated(text: bytes) -> _Steps:
-    """With zlib's head, as RFC 9110 has it, or without, as many send it."""
+    """Inflate with zlib's header, which RFC 9110 requires, or without, as many clients send it."""
     has_head = len(text) >= 2 and text[0] & 15 == 8 and int.from_bytes(text[:2], "big") % 31 == 0
     return _inflated(text, zlib.MAX_WBITS if has_head else -zlib.MAX_WBITS)
 
@@ -166,8 +166,8 @@ _DECODERS: Final[dict[str, Callable[[bytes], _Steps]]] = {
 
 
 def as_utf8(text: bytes) -> bytes:
-    """JSON `text` as engines read it: in UTF-16 or UTF-32, with a byte order mark, or with NULs behind it;
-    `text` itself if it is none of these."""
+    """JSON `text` converted to UTF-8 from UTF-16 or UTF-32, without byte order mark and trailing NULs, which
+    engines accept; `text` itself if it cannot be decoded."""
     encoding = json.detect_encoding(text)
     if encoding not in ("utf-8", "utf-8-sig"):
         try:
@@ -178,21 +178,21 @@ def as_utf8(text: bytes) -> bytes:
 
 
 class OtherBody:
-    """A body of which at most the model is read: `at` is where a form has it, None for other bodies."""
+    """A body that is not JSON. `at` is the byte range of the model in a form, None if there is no model."""
 
     def __init__(self, text: bytes, at: tuple[int, int] | None = None, *, is_quoted: bool = False) -> None:
         self.text, self._at, self._is_quoted = text, at, is_quoted
 
     @property
     def values(self) -> Mapping[str, memoryview]:
-        """None: it has no prompt to be read."""
+        """Always empty: the body has no prompt that the picker can read."""
         return {}
 
     def with_model(self, name: bytes) -> bytes:
-        """The body with the JSON text `name` as its model, all else byte for byte as it was.
+        """The body with its model replaced by the JSON text `name` and all other bytes unchanged.
 
         Raises:
-            Unsupported: it has no place for a model.
+            Unsupported: the body names no model.
         """
         target: str = json.loads(name)
         if self._at is None:
@@ -204,7 +204,7 @@ class OtherBody:
 
 
 class Form(NamedTuple):
-    """A form's `model` and `stream`, '' where it has none. `file_bytes` are those of its files."""
+    """A form's fields `model` and `stream`, '' if missing, and the total length of its files."""
 
     model: str
     stream: str
@@ -217,10 +217,10 @@ def is_form(content_type: bytes) -> bool:
 
 
 def read_form(text: bytes, content_type: bytes) -> Form:
-    """The fields of a form that is sent as `content_type` says.
+    """Parse a form, multipart or urlencoded by its `content_type`.
 
     Raises:
-        BadRequest: it is malformed, or has one of the fields twice.
+        BadRequest: the form is malformed, or has `model` or `stream` twice.
     """
     is_multipart = content_type[:9].lower() == b"multipart"
     parts = _multipart(text, content_type) if is_multipart else _urlencoded(text)
@@ -249,7 +249,7 @@ def read_form(text: bytes, content_type: bytes) -> Form:
 
 
 def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int, bool]]:
-    """Name, begin and end of each part, and whether it is a file (RFC 7578)."""
+    """Name, start and end of each part's content, and whether the part is a file (RFC 7578)."""
     boundaries = _BOUNDARY.findall(content_type)
     if len(boundaries) != 1:
         raise BadRequest("the content-type multipart/form-data needs one boundary")
@@ -275,13 +275,13 @@ def _multipart(text: bytes, content_type: bytes) -> Iterator[tuple[str, int, int
 
 
 def _named(head: bytes) -> tuple[str, bool]:
-    """The name of a part by its headers, and whether it is a file."""
+    """The name of a part, from its headers `head`, and whether the part is a file."""
     dispositions = _DISPOSITION.findall(head)
     if len(dispositions) != 1:
         raise BadRequest("a part of the form needs one content-disposition")
     parameters = [(key.lower(), quoted or bare) for key, quoted, bare in _PARAMETER.findall(dispositions[0])]
     names = [value for key, value in parameters if key == b"name"]
-    # Readers differ on what they take of several names, and of one in RFC 2231's form.
+    # Servers differ on which of several names they take, and on names encoded by RFC 2231.
     if len(names) != 1 or any(key.startswith(b"name*") for key, _ in parameters):
         raise BadRequest("a part of the form needs one name")
     return names[0].decode("latin-1"), any(key.startswith(b"filename") for key, _ in parameters)

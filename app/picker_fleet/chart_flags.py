@@ -1,8 +1,8 @@
-"""The flags that charts of inference gateways pass to their endpoint picker, as settings of ours.
+"""Converts the flags that Helm charts of inference gateways pass to their endpoint picker into settings.
 
-`picker serve` takes them beside its own. With `--pool-name` a replica needs no configuration file: it has the
-ports and defaults of the reference picker (that of the Gateway API inference extension), and asks the API
-server for everything else. A flag of the reference that has no counterpart is logged and stops nothing.
+`picker serve` accepts them beside its own flags. With `--pool-name` a replica needs no configuration file: it
+uses the ports and defaults of the reference picker (of the Gateway API inference extension), and reads all
+else from the API server. A reference flag without a counterpart is logged and otherwise ignored.
 """
 
 import argparse
@@ -88,16 +88,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace) -> bool:
-    """Whether the flags make this replica the picker of an inference gateway."""
+    """Whether the flags are those of an inference gateway's chart: `--pool-name` is set."""
     return args.pool_name is not None
 
 
 def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tuple[Settings, list[str]]:
-    """The settings that flags, environment and files make, the first of them counting most; and remarks for
-    the log.
+    """The settings, and remarks for the log. Flags override the environment, which overrides files.
 
     Raises:
-        ConfigError: as config.load, or the flags do not fit together.
+        ConfigError: as `config.load`, or the flags contradict each other.
     """
     if args.kubeconfig:
         environ["KUBECONFIG"] = args.kubeconfig
@@ -130,7 +129,7 @@ def settings(args: argparse.Namespace, environ: MutableMapping[str, str]) -> tup
 
 
 def _own() -> str | None:
-    """The namespace of this pod's service account; None outside of a pod."""
+    """The namespace of this pod's service account; None outside a pod."""
     try:
         return _OWN_NAMESPACE.read_text(encoding="utf-8").strip() or None
     except OSError:
@@ -153,13 +152,13 @@ def _foreign_trees(args: argparse.Namespace) -> list[tuple[Mapping[str, Any], st
 
 
 def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
-    """As the reference picker has it."""
+    """The reference picker's defaults."""
     return {
         "pool": _key_of(f"{namespace or 'default'}.{pool}"),
         "extproc": {
             "listen": f"0.0.0.0:{_GRPC_PORT}",
             "health_listen": f"0.0.0.0:{_HEALTH_PORT}",
-            "tls": {},  # gateways reach their picker by TLS and check no certificate
+            "tls": {},  # gateways connect to their picker by TLS and check no certificate
             "trusted_headers": [FAIRNESS_ID[0], OBJECTIVE[0]],
         },
         "admin": {"listen": f"0.0.0.0:{_METRICS_PORT}", "reference_metrics": True},
@@ -167,7 +166,7 @@ def _defaults(pool: str, namespace: str | None) -> dict[str, Any]:
         "fair_request_queue": {"overload_status": 429},
         "request_queue_controller": {"watermark_per_backend": 100},
         "scheduling": {
-            "fallbacks": 0,  # gateways that pick by ORIGINAL_DST take one address
+            "fallbacks": 0,  # a gateway with an ORIGINAL_DST cluster takes one address
             "scorers": [
                 {"name": "queue-depth", "weight": 2},
                 {"name": "kv-cache", "weight": 2},
@@ -215,7 +214,7 @@ def _flags(args: argparse.Namespace, remarks: list[str]) -> dict[str, Any]:
 
 
 def _key_of(name: str) -> str:
-    """`name` as the Redis keyspace can have it; a long one is cut and told apart by a hash."""
+    """`name` as a pool name for Redis keys; a long name is cut and gets a hash to stay unique."""
     if len(name) <= _POOL_CHARACTERS:
         return name
     return f"{name[: _POOL_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

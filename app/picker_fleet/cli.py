@@ -1,4 +1,4 @@
-"""The command `picker`. Each subcommand's module is imported only when it is asked for; `check` is here."""
+"""The command `picker`. Imports a subcommand's module only when that runs; `check` is defined here."""
 
 import argparse
 import contextlib
@@ -37,13 +37,13 @@ _COMMANDS = {
 }
 _CHECK_SUMMARY = "validate a configuration"
 
-# The extra that installs what a command imports besides the product's own dependencies.
+# By command: the extra that installs packages beyond the product's own dependencies.
 _EXTRAS = {"up": "local", "envoy-config": "tools", "top": "tools", "load": "tools", "audit": "tools"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status. Faults are on stderr, one line each: 2 for a configuration that
-    cannot be used or an extra that is not installed, else 1.
+    """Run a subcommand and return its exit status. Errors go to stderr, one line each: status 2 for an
+    unusable configuration or a missing extra, else 1.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     asked = next((word for word in words if not word.startswith("-")), None)
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _naming_the_extra(asked):
             parser = _parser(asked)
             args, unknown = parser.parse_known_args(words)
-            if unknown and asked != "serve":  # charts pass it flags of another picker
+            if unknown and asked != "serve":  # charts pass flags of another picker to `serve`
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
             args.unknown = unknown
             status: int = args.run(args)
     except PickerError as fault:
         print(fault, file=sys.stderr)
         return 2 if isinstance(fault, ConfigError | MissingExtra) else 1
-    except KeyboardInterrupt:  # before a command that handles it was running
+    except KeyboardInterrupt:  # Ctrl-C before the command handles it
         return 130
     except BrokenPipeError:  # `picker envoy-config | head`
         sys.stderr.close()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _naming_the_extra(command: str | None) -> Iterator[None]:
-    """A package that is not there, of those that an extra installs, is a MissingExtra of `command`."""
+    """Raise MissingExtra if `command` imports a package that only an extra installs."""
     try:
         yield
     except ModuleNotFoundError as fault:
@@ -100,8 +100,8 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module `name`, imported without the garbage collector, which would take a third of a start: what
-    modules make is not garbage.
+    """Import the module `name` with the garbage collector off: it would take a third of the start, and the
+    objects of modules are never garbage.
     """
     gc.disable()
     try:
@@ -112,11 +112,11 @@ def _imported(name: str) -> ModuleType:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Exit code 0 and a summary on stdout, or 2 and one fault a line on stderr.
+    """Validate a configuration: exit code 0 and a summary on stdout, or 2 and one fault a line on stderr.
 
-    `PICKER_…` variables overlay the file here as they would for a replica.
+    `PICKER_…` variables overlay the file, as for a replica.
     """
-    # They take most of a start; other commands may not need them.
+    # Importing these takes most of a start, and other commands may not need them.
     from picker_fleet.config import load, pools_of
 
     try:
@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _summary(settings: "Settings") -> list[str]:
-    """What `check` says of a pool."""
+    """The lines that `check` prints for a pool."""
     bounds = settings.request_queue_controller
     queue = settings.fair_request_queue
     return [
@@ -155,7 +155,7 @@ def _endpoints_of(discovery: "Discovery") -> str:
 
 
 class _Version(argparse.Action):
-    """Tells the version, for which alone it reads the package's metadata."""
+    """Prints the version; only this reads the package's metadata, which is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"picker {version()}")

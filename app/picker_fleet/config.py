@@ -1,9 +1,9 @@
-"""The one settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
+"""The settings tree: a YAML file, overlaid by `PICKER_SECTION__KEY` environment variables.
 
-Frozen after loading; unknown keys are errors, and cross-field faults are found here, before anything
-starts. The sections are in `sections`. Durations are written `30s`, `500ms`, `5m` (a bare number is
-seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice in one
-mapping. `pools` has what differs between several pools; `pools_of` gives the settings of each.
+Settings are frozen after loading. Unknown keys are errors. Constraints between sections are checked here,
+before anything starts; `sections` defines the sections. Durations are written `30s`, `500ms`, `5m` (a bare
+number is seconds) and kept as float seconds. YAML is read in its safe subset, and no key may occur twice in
+one mapping. `pools` has each pool's differences from the top level; `pools_of` returns each pool's settings.
 """
 
 import re
@@ -21,15 +21,15 @@ from picker_fleet.sections import Model, Objective, Section
 from picker_fleet.units import HostPort, Name, repeated, split_host_port, without_secrets
 
 ENV_PREFIX = "PICKER_"
-# Kubernetes puts such variables into every pod beside a Service called `picker` or `picker-…`.
+# Environment variables that Kubernetes sets in every pod if a Service is called `picker` or `picker-…`.
 _SERVICE_LINK = re.compile(r"PICKER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?)")
 
 Loc = tuple[str | int, ...]
 
-# What a process has once, however many pools it serves.
+# Keys of the whole process, which a pool cannot override.
 OF_PROCESS: Final = ("pool", "pools", "redis", "extproc", "http", "admin", "leases", "logging", "tracing")
-MAX_POOLS: Final = 32  # each has connections to Redis and work at rest of its own
-# The keys that hold a file's path.
+MAX_POOLS: Final = 32  # each pool has its own Redis connections, and work to do without load
+# The keys whose values are file paths.
 _FILES: Final = (
     ("discovery", "file"),
     ("admin", "token_file"),
@@ -41,7 +41,7 @@ PoolName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]{1,64}\z")]
 
 
 class _PoolTree(dict[str, Any]):
-    """What a pool's section says; `shared` is the tree that it differs from."""
+    """The section of one pool; `shared` is the tree that the section overrides."""
 
     def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
         super().__init__(own)
@@ -49,7 +49,7 @@ class _PoolTree(dict[str, Any]):
 
 
 def _whole_pool(section: object) -> object:
-    """The tree of a pool: its section over what all pools share."""
+    """The whole tree of a pool: its section laid over the tree that all pools share."""
     if not isinstance(section, _PoolTree):
         return section
     foreign = [key for key in section if key in OF_PROCESS]
@@ -64,7 +64,7 @@ class Settings(Section):
     """A replica's whole configuration."""
 
     pool: PoolName = "default"
-    # Several pools: what differs from the top level, by pool. `pool` is that of requests that name none.
+    # Several pools: their differences from the top level. Requests that name no pool go to `pool`.
     pools: Mapping[PoolName, Annotated["PoolSettings", BeforeValidator(_whole_pool)]] = Field(
         default={}, max_length=MAX_POOLS
     )
@@ -74,7 +74,7 @@ class Settings(Section):
     admin: sections.Admin = sections.Admin()
     discovery: sections.Discovery = sections.Discovery()
     models: tuple[Model, ...] = ()
-    default_model: Name | None = None  # of requests that name none
+    default_model: Name | None = None  # for requests that name no model
     objectives: tuple[Objective, ...] = ()
     fair_request_queue: sections.FairRequestQueue = sections.FairRequestQueue()
     request_queue_controller: sections.RequestQueueController = sections.RequestQueueController()
@@ -132,7 +132,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _guarantees_fit(self) -> Self:
-        # Each flow of a guaranteed band is promised its part of the queue (spec 003).
+        # Each flow of a guaranteed band is promised `flow_capacity` places in the queue (spec 003).
         queue = self.fair_request_queue
         bands = queue.bands
         critical = sum(model.band(bands).guaranteed for model in self.models)
@@ -159,7 +159,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _silence_within_leases(self) -> Self:
-        # A grant that is answered so late must still be its request's own.
+        # A lease must outlive the silence, so that a grant answered late still belongs to its request.
         silence_s, lease_s = self.redis.silence, self.leases.inflight
         if silence_s > lease_s / 2:
             raise ValueError(
@@ -177,11 +177,11 @@ class Settings(Section):
 class PoolSettings(Settings):
     """The settings of one of several pools."""
 
-    listen: HostPort | None = None  # an ext_proc port of this pool alone, for proxies that cannot name a pool
+    listen: HostPort | None = None  # an ext_proc port of this pool only, for proxies that cannot name a pool
 
     @property
     def own(self) -> dict[str, Any]:
-        """The tree of what is not of a process, as far as it was set."""
+        """The tree of the keys that were set, without those of the whole process."""
         return self.model_dump(exclude_unset=True, exclude={*OF_PROCESS, "listen"})
 
 
@@ -189,7 +189,7 @@ Settings.model_rebuild()
 
 
 def pools_of(settings: Settings) -> dict[str, Settings]:
-    """The settings of each pool by its name, that of requests that name none first."""
+    """The settings of each pool by name; first the pool of requests that name none."""
     if not settings.pools:
         return {settings.pool: settings}
     trees = {
@@ -203,7 +203,7 @@ def pools_of(settings: Settings) -> dict[str, Settings]:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """The configuration with the live changes in it, and the weights of single flows."""
+    """The configuration with live changes applied, and the weights of single flows."""
 
     settings: Settings
     weights: Mapping[str, float]
@@ -216,17 +216,17 @@ def load(
     defaults: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Settings of the YAML file at `path` (none: the defaults), overlaid by the environment.
+    """Settings of the YAML file at `path` (None: the defaults), overlaid by the environment.
 
-    `defaults` are a tree under the file, `flags` one over the environment.
+    The file overrides the tree `defaults`; the tree `flags` overrides the environment.
 
-    A relative path in the file (`discovery.file`, `admin.token_file`, those of `admin.tokens` and `tls`) is
-    relative to the file; one in the environment, to the working directory. The token in `admin.token_file`
-    becomes `admin.token`.
+    Relative paths in the file (`discovery.file`, `admin.token_file`, paths in `admin.tokens`, `tls` and
+    `scraping`) are relative to the file; in the environment, to the working directory. The token in
+    `admin.token_file` becomes `admin.token`.
 
     Raises:
-        ConfigError: the file can't be read or parsed, or a key or value is not valid. Its message has
-            one line a fault, each naming the key, and the variable where the value came from one.
+        ConfigError: the file cannot be read or parsed, or a key or value is not valid. The message has one
+            line for each fault, with the key, and the environment variable if the value came from one.
     """
     tree: Any = {}
     if path is not None:
@@ -252,7 +252,7 @@ def load(
 
 
 def _find_files(tree: dict[str, Any], folder: Path) -> None:
-    """Make the paths of a configuration file, which are relative to its `folder`, paths from here."""
+    """Resolve relative file paths in `tree` against `folder`, the folder of the configuration file."""
     pools = tree.get("pools")
     for top in (tree, *(pools.values() if isinstance(pools, dict) else ())):
         for *above, key in _FILES:
@@ -265,7 +265,7 @@ def _find_files(tree: dict[str, Any], folder: Path) -> None:
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, mapping by mapping. The source of discovery that is above stays alone."""
+    """Lay `above` over `below`, key by key in nested mappings; `discovery` is replaced as a whole."""
     tree = dict(below)
     for key, value in above.items():
         under = tree.get(key)
@@ -277,12 +277,12 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def parse(tree: Mapping[str, Any]) -> Settings:
-    """Settings of an already parsed tree. Raises ConfigError as `load` does."""
+    """Settings of an already parsed tree. Raises ConfigError, as `load` does."""
     return _validated(tree, {})
 
 
 def _read_token(tree: dict[str, Any]) -> None:
-    """Put the token of `admin.token_file` into `tree`, where it has none."""
+    """Set `admin.token` from the file `admin.token_file`, unless the token is set."""
     admin = tree.get("admin")
     if not isinstance(admin, dict) or admin.get("token") is not None:
         return
@@ -302,7 +302,7 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
         return Settings.model_validate(tree)
     except ValidationError as fault:
         errors = fault.errors()
-        # A fault at the top level is one of every pool, too, and is told once.
+        # A fault at the top level recurs in every pool; report it once.
         shared = {(error["loc"], error["msg"]) for error in errors}
         told = [
             error
@@ -313,7 +313,7 @@ def _validated(tree: Mapping[str, Any], variables: Mapping[Loc, str]) -> Setting
 
 
 def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]:
-    """Put the environment's values into `tree`; returns which variable each place came from."""
+    """Write the environment's values into `tree`; return the variable of each location."""
     variables: dict[Loc, str] = {}
     for name, text in sorted(environ.items()):
         if not name.startswith(ENV_PREFIX) or ("__" not in name and _SERVICE_LINK.fullmatch(name)):
@@ -327,7 +327,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
             if not isinstance(at, dict):
                 raise ConfigError(f"{name}: {section} is not a section")
         try:
-            # A text key's value is the text itself: a token of digits is no number.
+            # For a key of type text, take the value verbatim: a token of digits is no number.
             at[loc[-1]] = text if _is_text(loc) else yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as fault:
             raise ConfigError(f"{name}: its value is not YAML: {_yaml_reason(fault)}") from fault
@@ -336,7 +336,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[Loc, str]
 
 
 def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
-    """`section.key: what is wrong (what would be valid)`, on one line."""
+    """Format a validation error on one line: `section.key: fault (got value)`."""
     loc: Loc = error["loc"]
     where = ".".join(str(part) for part in loc) or "configuration"
     for length in range(len(loc), 0, -1):
@@ -352,7 +352,7 @@ def _explain(error: Any, variables: Mapping[Loc, str]) -> str:
     else:
         text = error["msg"].removeprefix("Value error, ")
         given = error["input"]
-        # What stands in place of a section may be a secret of it, and a whole section is too long.
+        # Don't show a value in a section's place, which may be a secret, or a whole section, which is long.
         shows = not isinstance(given, dict | list | tuple) and _section(loc) is None and not _is_secret(loc)
         if error["type"] != "missing" and shows:
             text += f" (got {without_secrets(str(given))[:60]!r})"
@@ -364,7 +364,7 @@ def _is_secret(loc: Loc) -> bool:
 
 
 def _yaml_reason(fault: Exception) -> str:
-    """What is wrong and where, without the text around it, which may be a secret."""
+    """The problem and its position, without the surrounding YAML, which may contain a secret."""
     problem, mark = getattr(fault, "problem", None), getattr(fault, "problem_mark", None)
     if problem is None:
         return "it is nested too deeply" if isinstance(fault, RecursionError) else type(fault).__name__
@@ -402,11 +402,11 @@ def _section(loc: Loc) -> type[Section] | None:
 
 
 class YamlFault(ValueError):
-    """A text that is not usable YAML; the message is one line and says where."""
+    """Unusable YAML; the message is one line, with the position of the fault."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader keeps the last of two equal keys silently; half a configuration would disappear unseen."""
+    """Rejects duplicate keys: SafeLoader silently keeps the last, so half a configuration could be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -421,10 +421,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> object:
-    """The one document in `text`; None if it is empty.
+    """The single YAML document in `text`; None if it is empty.
 
     Raises:
-        YamlFault: it cannot be parsed, has a key twice, or nests without reason.
+        YamlFault: the text cannot be parsed, has a key twice, or nests too deeply.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader

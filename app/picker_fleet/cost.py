@@ -1,10 +1,10 @@
-"""What a request costs, by its body: sequences where the stock counts requests, else tokens. Pure.
+"""Estimates a request's cost from its body: sequences if the stock counts requests, else tokens. Pure.
 
-An engine runs a request of several prompts, or for several answers, as so many sequences. What APIs call
-these is the same for all paths: a member that an engine does not know costs it nothing, and a client that
-sends one pays for it. The estimate is a client's claim: the stock gives each request a part of its bound at
-most, a model's `max_model_len` bounds it, and where the engine tells its usage, `settle` corrects it.
-Called for requests that are not one prompt for one answer, and for all where tokens count.
+An engine runs one sequence for each answer to each prompt of a request. Members with prompts or numbers of
+answers count on all paths: an engine ignores a member that it does not know, but the picker charges for it.
+The cost is a client's claim: a request takes at most a share of the stock's bound, the model's
+`max_model_len` bounds the cost, and `settle` corrects the cost where the engine reports its usage. Called for
+requests that are not one prompt for one answer, and for all requests if the stock counts tokens.
 """
 
 import re
@@ -18,7 +18,7 @@ from picker_fleet.request import finite_number
 from picker_fleet.units import MOST_COST
 
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
-# Of the members that limit an answer the largest counts: which of them an engine reads depends on the API.
+# Members that limit the answer's length. The largest counts, since engines differ in which they read.
 MAX_ANSWER: Final = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
     *("max_tokens_to_sample", "maxOutputTokens", "maxTokens"),
@@ -27,41 +27,41 @@ _SECTIONS: Final = (
     *("sampling_params", "parameters", "options", "generationConfig", "generation_config"),
     "inferenceConfig",
 )
-PROMPTS: Final = ("messages", "prompt", "input")  # the usual ones
+PROMPTS: Final = ("messages", "prompt", "input")  # the most common members with prompts
 _MORE_PROMPTS: Final = (
     *("prompts", "inputs", "texts", "text", "text_1", "text_2", "queries", "documents"),
     *("input_ids", "prompt_ids", "prompt_token_ids", "token_ids", "tokens"),
 )
-_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # elsewhere objects in a list are parts of one prompt
-SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # of requests for several sequences
+_OBJECTS_ARE_PROMPTS: Final = ("documents", "queries")  # in other lists, objects are parts of one prompt
+SEVERAL: Final = frozenset((*_ANSWERS, *_SECTIONS, *_MORE_PROMPTS))  # in requests for several sequences
 
 _MOST_SEQUENCES = 1_000_000
 _MOST_ANSWER_TOKENS = 1_000_000
-_MOST_PARSED_BYTES = 64 * 1024  # of a list whose elements are counted by parsing it
+_MOST_PARSED_BYTES = 64 * 1024  # count the elements of longer lists without parsing
 _LONGEST_NUMBER = 400  # bytes of JSON: the longest finite number written out
 _LONGEST_SECTION_BYTES = 64 * 1024
 
 # A token is about four bytes of a JSON body, its field names included.
 _BYTES_A_TOKEN = 4
-# A picture costs an engine as many tokens as it has patches, whatever its bytes are; sound and video go by
-# their length.
+# An image costs an engine one token a patch, whatever its size in bytes; audio and video cost tokens by their
+# length.
 _MEDIA_TOKENS = 1500
 _MEDIA_BYTES_A_TOKEN = 1000
-_MOST_OBJECTS = 10_000  # in a body that is searched for media
+_MOST_OBJECTS = 10_000  # bodies with more objects are not searched for media
 _MEDIA_MARKS = (b"image", b"audio", b"video", b"base64", b"inline_data", b"inlineData")
 _SHORT_BYTES = 4096
 _WITH_MEDIA = ("messages", "input", "contents", "images", "image_data")
 _PICTURES = frozenset(("image", "image_url", "image_embeds", "images", "image_data"))
-_ENDS_BYTES = 256  # of a file, where its type is said
+_ENDS_BYTES = 256  # at both ends of a file's JSON text, where its media type is
 
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NUMBERS = re.compile(rb"\[[\[ \t\r\n]*+[0-9]")
 
-Members = Mapping[str, Any]  # of a body, each decoded or as its JSON text (msgspec.Raw, memoryview)
+Members = Mapping[str, Any]  # a body's members, each decoded or a JSON text (msgspec.Raw, memoryview)
 
 
 def sequences(members: Members) -> int:
-    """How many sequences an engine runs: prompts times answers of each, 1 to 1 000 000."""
+    """The number of sequences that an engine runs: prompts times answers per prompt, 1 to 1 000 000."""
     prompts = 1
     for name in (*PROMPTS, *_MORE_PROMPTS):
         if name in members and (text := _json(members[name]))[:1] == b"[":
@@ -72,11 +72,11 @@ def sequences(members: Members) -> int:
 def tokens(
     body: bytes, size_bytes: int, members: Members, most: float, default: float, *, is_one: bool
 ) -> tuple[float, bool]:
-    """The cost in tokens of a request whose body is `body`, or b'' if only its `size_bytes` are known, and
-    whether it lacks the answer's part, for which the flow's mean stands in.
+    """The cost in tokens of a request, and whether the cost lacks the answer's tokens, for which the caller
+    adds the flow's mean. `body` is b'' if only `size_bytes` is known.
 
-    `most` is what its model takes and answers in each sequence, whatever is claimed; `default` stands for
-    answers of unknown length where there are several. `is_one` says that it is one sequence.
+    `most` bounds the tokens of prompt plus answer in each sequence; `default` is the assumed length of each
+    of several answers of unknown length. `is_one` says that the request is one sequence.
     """
     if is_one:
         count, answer = 1, _largest_in(members, MAX_ANSWER)
@@ -103,7 +103,7 @@ def _prompt_tokens(body: bytes, size_bytes: int, members: Members, *, is_one: bo
 
 
 def _may_have_media(body: bytes, members: Members) -> bool:
-    """In a long body, of which the members are without their long strings, only these are searched."""
+    """Whether the body may contain media. Of a long body, search only `members`, without long strings."""
     for name in _WITH_MEDIA:
         if name in members:
             text = body if len(body) <= _SHORT_BYTES else _json(members[name])
@@ -113,7 +113,7 @@ def _may_have_media(body: bytes, members: Members) -> bool:
 
 
 def _largest(members: Members, names: Iterable[str]) -> float:
-    """The largest number that any of `names` has, among the members or in their sections; 0 without one."""
+    """The largest number under any of `names`, in `members` or in their sections; 0 if there is none."""
     names = tuple(names)
     found = _largest_in(members, names)
     for section in _SECTIONS:
@@ -124,7 +124,7 @@ def _largest(members: Members, names: Iterable[str]) -> float:
                 if len(text) > _LONGEST_SECTION_BYTES:
                     continue
                 value = orjson.loads(text)
-            for each in value if isinstance(value, list) else (value,):  # SGLang: one for each prompt
+            for each in value if isinstance(value, list) else (value,):  # SGLang: one section for each prompt
                 if isinstance(each, dict):
                     found = max(found, _largest_in(each, names))
     return found
@@ -140,7 +140,7 @@ def _largest_in(members: Members, names: tuple[str, ...]) -> float:
 
 
 def _number(value: object) -> float:
-    """`value` as an engine reads it, also if it is quoted; 0 if it is no number."""
+    """The number `value`, which may be a quoted number, as engines accept; 0 for anything else."""
     if isinstance(value, msgspec.Raw | memoryview):
         if len(text := bytes(value)) > _LONGEST_NUMBER:
             return 0.0
@@ -159,24 +159,24 @@ def _json(value: object) -> bytes:
 
 
 def _prompts_in(text: bytes, *, objects: bool) -> int:
-    """How many prompts a JSON list has."""
+    """The number of prompts in a JSON list."""
     begun = _FIRST.match(text)
     first = begun[1] if begun is not None else b"]"
     if first.isdigit() or (first == b"{" and not objects):
         return 1
     if len(text) <= _MOST_PARSED_BYTES:
         return len(msgspec.json.decode(text, type=list[msgspec.Raw]))
-    if first == b'"':  # each string has two quotes that are not escaped
+    if first == b'"':  # each string has two unescaped quotes
         text = text.replace(b"\\\\", b"")
         return (text.count(b'"') - text.count(b'\\"')) // 2
     return text.count(first) - (first == b"[")
 
 
 class _Part(TypedDict, total=False):
-    """A part of a message's content, as the APIs of OpenAI, Anthropic and Gemini have it."""
+    """A part of a message's content in the APIs of OpenAI, Anthropic and Gemini."""
 
     type: str
-    content: "str | list[_Part] | None"  # of a tool's result
+    content: "str | list[_Part] | None"  # in a tool's result
     image: msgspec.Raw
     image_url: msgspec.Raw
     image_embeds: msgspec.Raw
@@ -209,7 +209,7 @@ _prompted = msgspec.json.Decoder(_Prompted)
 
 
 def _media(body: bytes) -> tuple[int, float]:
-    """The bytes of pictures, sound and video in a body, and what they cost; 0, 0 if it has another form."""
+    """The bytes of images, audio and video in a body, and their cost in tokens; 0, 0 for an unknown form."""
     try:
         prompted: Any = _prompted.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -224,7 +224,7 @@ def _media(body: bytes) -> tuple[int, float]:
 
 
 def _collect(parts: Iterable[Mapping[str, Any]], found: list[tuple[bool, int]]) -> None:
-    """Add to `found` the media in `parts`: whether each is a picture, and its bytes."""
+    """Add the media in `parts` to `found`: whether each is an image, and its length in bytes."""
     for part in parts:
         for name, value in part.items():
             if name in ("content", "parts") and isinstance(value, list):

@@ -1,38 +1,39 @@
-"""Every fault the fleet names, each with its HTTP status, metric label and dropped-reason.
+"""Every error that the fleet raises on purpose, with its HTTP status, metric label and dropped reason.
 
     PickerError
-    ├── ConfigError              a configuration that cannot be used
-    ├── StartupError             a part that would not start
+    ├── ConfigError              an unusable configuration
+    ├── StartupError             a part that cannot start
     ├── MissingExtra             a command needs an optional package that is not installed
-    └── RequestError             a request that gets an answer from the picker itself
+    └── RequestError             a request that the picker answers itself
         ├── BadRequest           400: malformed body or headers
-        ├── UnknownPath          404: no path of a model server
+        ├── BodyStalled          408: the body did not arrive in time
+        ├── UnknownPath          404: the path is not allowed
         ├── UnknownPool          404: the proxy names a pool that is not served here
-        ├── TooManyReads         429: too many lists of models requested
+        ├── TooManyReads         429: too many requests that need no admission
         ├── PayloadTooLarge      413
-        ├── UnsupportedEncoding  415: a body in an encoding that cannot be read
+        ├── UnsupportedEncoding  415: the body cannot be decoded
         ├── Unsupported          500: Envoy is configured in a way the picker cannot serve
-        ├── BufferFull           503: the replica holds as many bytes of bodies as it may
-        ├── NoEndpoints          503: nothing to pick from
+        ├── BufferFull           503: the replica's memory for bodies is used up
+        ├── NoEndpoints          503: no endpoint can take the request
         ├── ClientGone           499: the client has left
-        ├── RequestIdTaken       409: another request has its id; it is given a new one
+        ├── RequestIdTaken       409: another request has this id; the picker assigns a new one
         ├── DeadlineExceeded     504: the client's own deadline passed
         ├── ShuttingDown         503: the replica drains
-        ├── StateFault           the shared state did not do what it was asked
-        │   ├── StateUnavailable 503: it cannot be reached
-        │   ├── WritesRefused    503: it answers, and takes no writes for now
-        │   ├── OtherFormat      503: a version that shares no state with this one has written it
-        │   └── ScriptFailed     500: it answered this one request with an error
+        ├── StateFault           a call to the shared state failed
+        │   ├── StateUnavailable 503: Redis cannot be reached
+        │   ├── WritesRefused    503: Redis answers, but refuses writes for now
+        │   ├── OtherFormat      503: an incompatible version has written the state
+        │   └── ScriptFailed     500: the script failed for this request only
         └── Dropped              503, or 429 by configuration: overload
             ├── Saturated
-            ├── TotalCapacity
+            ├── TotalCapacity, BandCapacity, BandBytes
             ├── TooManyFlows
             ├── InsufficientFlowCapacity
             ├── ExpiredTtl
             ├── Preempted
             └── Evicted
 
-Statuses and reasons are those of docs/errors.md; the queue's errors are those of spec 003.
+docs/errors.md lists statuses and reasons; spec 003 defines the queue's errors.
 """
 
 from typing import ClassVar
@@ -45,22 +46,22 @@ class PickerError(Exception):
 
 
 class ConfigError(PickerError):
-    """A configuration that cannot be used; the message has one line a fault."""
+    """An unusable configuration; the message has one line for each fault."""
 
 
 class StartupError(PickerError):
-    """A part that did not start; the message says which and why."""
+    """A part that did not start; the message names the part and the reason."""
 
 
 class MissingExtra(PickerError):
-    """A command needs a package that only an extra installs; the message names both."""
+    """A command needs a package that an extra installs; the message names package and extra."""
 
 
 class RequestError(PickerError):
     """Ends one request with an answer from the picker.
 
-    `code` is the OpenAI-style error code and the metric label; `reason` the value of
-    `x-llm-d-request-dropped-reason`, or None where the protocol has none.
+    `code` is the OpenAI-style error code and the metric label; `reason` is the value of
+    `x-llm-d-request-dropped-reason`, None if the protocol defines none.
     """
 
     status: ClassVar[int] = 500
@@ -69,7 +70,7 @@ class RequestError(PickerError):
     reason: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **attributes: int | str) -> None:
-        """`attributes` are any of the four above, stated in the head of a class."""
+        """Set class attributes (`status`, `code`, `kind`, `reason`) from the class statement's keywords."""
         for name, value in attributes.items():
             setattr(cls, name, value)
 
@@ -91,11 +92,11 @@ class UnknownPath(RequestError, status=404, code="unknown_path", kind=_INVALID):
 
 
 class UnknownPool(RequestError, status=404, code="unknown_pool", kind=_INVALID):
-    """The proxy's configuration, not the client, names it."""
+    """The proxy names a pool that is not served; its configuration is wrong, not the client's request."""
 
 
 class TooManyReads(RequestError, status=429, code="too_many_reads", kind="rate_limit_error"):
-    """What needs no admission has a bound of its own (`extproc.read_rate`)."""
+    """Too many reads, which need no admission but have a rate limit (`extproc.read_rate`)."""
 
 
 class PayloadTooLarge(RequestError, status=413, code="payload_too_large", kind=_INVALID):
@@ -127,7 +128,7 @@ class ClientGone(RequestError, status=499, code="client_gone", reason="rejected-
 
 
 class RequestIdTaken(RequestError, status=409, code="request_id_taken", kind=_INVALID):
-    """Another request has this id, which opens nothing of that one."""
+    """Another request has this id. The refused client gets no access to that request."""
 
     def __init__(self, message: str = "another request has this id") -> None:
         super().__init__(message)
@@ -136,70 +137,70 @@ class RequestIdTaken(RequestError, status=409, code="request_id_taken", kind=_IN
 class DeadlineExceeded(
     RequestError, status=504, code="deadline_exceeded", reason="rejected-context-cancelled"
 ):
-    """Waited past the client's own deadline (intake.py has the headers)."""
+    """The request waited past the client's own deadline (headers: intake.py)."""
 
 
 class StateFault(RequestError):
-    """The shared state did not do what it was asked. Errors of Redis: state/error_replies.py."""
+    """A call to the shared state failed. state/error_replies.py classifies Redis's error replies."""
 
 
 class StateUnavailable(StateFault, status=503, code="state_unavailable", kind=_OVERLOADED):
-    """No answer in time, or one that everyone gets: the replica goes on without it (G8)."""
+    """No answer in time, or an error that every call would get: the replica goes on without Redis (G8)."""
 
 
 class WritesRefused(StateFault, status=503, code="writes_refused", kind=_OVERLOADED):
-    """Redis is out of memory, or cannot write its file. Ends of requests are still taken."""
+    """Redis is out of memory, or cannot write to disk. Ends of requests are still recorded."""
 
 
 class OtherFormat(StateFault, status=503, code="other_format", kind=_OVERLOADED):
-    """The pool in Redis has another format, or none. Nothing in it is read or changed."""
+    """The pool in Redis has another format, or none. The replica neither reads nor changes the pool."""
 
 
 class ScriptFailed(StateFault, status=500, code="script_failed"):
-    """Redis answered what this one request asked with an error; no other request is affected."""
+    """Redis answered this request's script call with an error; no other request is affected."""
 
 
 class ShuttingDown(
     RequestError, status=503, kind=_OVERLOADED, code="shutting_down", reason="rejected-shutting-down"
 ):
-    """The replica drains, or has stopped before the request's turn came; another replica takes a retry."""
+    """The replica drains, or stopped before the request was granted; another replica takes a retry."""
 
 
 class Dropped(RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated"):
-    """Refused for overload: `overload_status` of the configuration replaces 503."""
+    """Refused because of overload; the setting `overload_status` replaces 503."""
 
 
 class Saturated(Dropped, code="saturated"):
-    """No room below the bounds, and this band may not wait (overload policy reject-noncritical)."""
+    """The stock is at its bound, and requests of this band may not wait (overload: reject-noncritical)."""
 
 
 class TotalCapacity(Dropped, code="total_capacity"):
-    """The queue's total capacity is in use (docs/fairness.md, "Capacity and preemption")."""
+    """The queue's total capacity is used up (docs/fairness.md, "Capacity and preemption")."""
 
 
 class BandCapacity(Dropped, code="band_capacity"):
-    """As many requests wait in its band as its capacity allows."""
+    """The band's capacity in waiting requests is used up."""
 
 
 class BandBytes(Dropped, code="band_bytes"):
-    """With its body more bytes would wait in its band than may."""
+    """With this body, the band would exceed its limit on waiting bytes."""
 
 
 class TooManyFlows(Dropped, code="too_many_flows"):
-    """Its flow is new, and its address has begun too many flows, or too many flows wait in all."""
+    """The flow is new, and its client address has started too many flows, or too many flows wait in total."""
 
 
 class InsufficientFlowCapacity(Dropped, code="insufficient_flow_capacity"):
-    """ErrInsufficientFlowCapacity: this flow's capacity in the queue is in use."""
+    """ErrInsufficientFlowCapacity: this flow's capacity in the queue is used up."""
 
 
 class ExpiredTtl(Dropped, code="expired_ttl", reason="rejected-ttl-expired"):
-    """ErrExpiredTTL: waited past its time to live."""
+    """ErrExpiredTTL: the request waited past its TTL."""
 
 
 class Preempted(Dropped, code="preempted", reason="evicted-queue-pressure"):
-    """Waited, and had to make room for a higher band."""
+    """The request waited, and was removed to make room for a higher band."""
 
 
 class Evicted(Dropped, code="evicted", reason="evicted-queue-pressure"):
-    """Waited, and an operator took it out of the queue."""
+    """The request waited, and an operator removed it from the queue."""

@@ -1,7 +1,8 @@
-"""The command `picker functions load` loads the library of Redis Functions as a user who may (docs/redis.md).
+"""The command `picker functions load`: loads the library of Redis Functions (docs/redis.md).
 
-The replicas then need no right to load it. With `--keep` it runs beside Redis and loads the library again
-whenever that has lost or changed it: after a restart without persistence, or a failover.
+It runs as a Redis user with the right to load, so that replicas need no such right. With `--keep` it runs
+beside Redis and loads the library again whenever that is missing or changed: after a restart without
+persistence, or a failover.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 once the library is there; 1 if it cannot be loaded."""
+    """Load the library; exit code 0 if it is loaded, 1 if it cannot be."""
     targets = _targets(args)
     try:
         return asyncio.run(_run(targets, keep=args.keep))
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _targets(args: argparse.Namespace) -> set[tuple[str, str]]:
-    """URL and a key of each pool."""
+    """The Redis URL and a key of each pool; the key selects the node of a Redis Cluster."""
     url = args.redis or os.environ.get("PICKER_REDIS__URL")
     if args.config is not None:
         pools = pools_of(load(args.config, os.environ))
@@ -70,9 +71,9 @@ async def _run(targets: set[tuple[str, str]], *, keep: bool) -> int:
 
 
 async def _load_if_missing(url: str, key: str, before: str) -> str:
-    """Why it could not be loaded, which is printed if it was not so `before`; '' if it is there."""
+    """Load the library if it is missing. Returns '' or the failure, printed if it differs from `before`."""
     library = load_library()
-    # A new connection each time leads to the primary of that moment.
+    # A new connection each time finds the current primary.
     client = CommandClient(url, key, deadline_s=_DEADLINE_S)
     try:
         [listed] = await client.execute([("FUNCTION", "LIST", "LIBRARYNAME", library.name, "WITHCODE")])

@@ -1,8 +1,7 @@
-"""The `EndpointPickerConfig` of llm-d's router in our terms: for `picker import-config` and
-`serve --config-file`.
+"""Converts an `EndpointPickerConfig` of llm-d's router: for `picker import-config` and `serve --config-file`.
 
-What has a counterpart becomes a key of our configuration; every other key is named in a remark.
-docs/migration.md has the same table for readers.
+A key with a counterpart becomes a key of Picker Fleet's configuration; a remark names every other key.
+docs/migration.md documents the mapping.
 """
 
 import argparse
@@ -38,7 +37,7 @@ SCORERS: Mapping[str, str] = {
     "predicted-latency-scorer": "latency",
     "random-picker": "random",
 }
-# Plugins whose work is done here without being named, and what does it.
+# Plugins that need no counterpart, since the picker does their work anyway, and the part that does it.
 BUILT_IN: Mapping[str, str] = {
     "single-profile-handler": "there is one profile",
     "max-score-picker": "the best endpoint is picked, ties at random",
@@ -63,7 +62,7 @@ BUILT_IN: Mapping[str, str] = {
     "header-based-testing-filter": "serve --conformance",
     "destination-endpoint-served-verifier": "serve --conformance",
 }
-# Parameters that are taken, or have a remark of their own, by the plugin's type.
+# By plugin type: the parameters that are imported, or get a specific remark.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "max-score-picker": ("maxNumOfEndpoints",),
     "random-picker": ("maxNumOfEndpoints",),
@@ -74,7 +73,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "utilization-detector": ("queueDepthThreshold", "kvCacheUtilThreshold"),
 }
 _PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
-_DETECTOR = "utilization-detector"  # the default
+_DETECTOR = "utilization-detector"  # the router's default
 _LABEL_FILTERS = ("label-selector-filter", "by-label-selector")
 _ORDERINGS: Mapping[str, str] = {
     "fcfs-ordering-policy": "fcfs",
@@ -85,7 +84,7 @@ _FAIRNESS: Mapping[str, str] = {
     "round-robin-fairness-policy": "round-robin",
     "global-strict-fairness-policy": "none",
 }
-# The keys of each section that are taken, or have a remark of their own.
+# By section: the keys that are imported, or get a specific remark.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "": (
         *(
@@ -120,7 +119,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "flowControl.defaultPriorityBand": ("maxRequests", "maxBytes", "orderingPolicyRef", "fairnessPolicyRef"),
 }
 _MOST: Mapping[str, int] = {"maxRequests": 100_000, "maxBytes": MOST_BAND_BYTES}
-# As Kubernetes writes quantities, and Go durations.
+# Units of Kubernetes quantities (_UNITS) and of Go durations (_SECONDS).
 _UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3} | {
     f"{prefix}{binary}": float(2 ** (10 * power) if binary else 1000**power)
     for power, prefix in enumerate("KMGTPE", start=1)
@@ -136,7 +135,7 @@ Plugins = Mapping[str, tuple[str, Mapping[str, Any]]]  # name -> type and parame
 
 @dataclass(slots=True)
 class Imported:
-    """`tree` is a configuration of ours; `remarks` say what of the file has no counterpart in it."""
+    """The result: `tree` is a Picker Fleet configuration; `remarks` name keys without a counterpart in it."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -152,10 +151,10 @@ def is_foreign(tree: object) -> bool:
 
 
 def imported(tree: Mapping[str, Any]) -> Imported:
-    """An `EndpointPickerConfig` in our terms.
+    """Convert the `EndpointPickerConfig` in `tree`.
 
     Raises:
-        ConfigError: it is malformed; the message names the key.
+        ConfigError: `tree` is malformed; the message names the key.
     """
     if not is_foreign(tree):
         raise ConfigError(f"kind must be {KIND} (got {str(tree.get('kind'))[:60]!r})")
@@ -197,7 +196,7 @@ def imported(tree: Mapping[str, Any]) -> Imported:
 
 
 def _name_rest(section: Mapping[str, Any], where: str, result: Imported) -> None:
-    """Remark on each key of `section` that is not taken."""
+    """Add a remark for each key of `section` that is not imported."""
     for key in sorted(map(str, section.keys() - set(_KEYS[where]))):
         result.remarks.append(f"{where}{'.' if where else ''}{key} has no counterpart")
 
@@ -282,7 +281,7 @@ def _scorers(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> Non
 
 
 def _select(name: str, parameters: Mapping[str, Any], result: Imported) -> None:
-    """Take a selector of labels, as far as it says which value a label has."""
+    """Import a label selector's equality requirements, with a remark for each other expression."""
     wanted = {str(key): str(value) for key, value in _mapping(parameters.get("matchLabels"), name).items()}
     for expression in _mappings(parameters, "matchExpressions", f"plugins: {name}.matchExpressions"):
         values = expression.get("values")
@@ -307,13 +306,13 @@ def _saturation(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -> 
     if name and name not in plugins and name not in BUILT_IN:
         raise ConfigError(f"saturationDetector.pluginRef: no plugin is named {name[:60]!r}")
     if not name and detectors and not detector:
-        # Where none is named, that one is the default.
+        # Without a reference, the configured utilization detector is in use, or else the first detector.
         name = next(
             (each for each, (kind, _) in detectors.items() if kind == _DETECTOR), next(iter(detectors))
         )
     for other in detectors.keys() - {name}:
         result.remarks.append(f"plugins: {other} is not the saturation detector in use, {name or _DETECTOR}")
-    # Earlier versions had the parameters in place.
+    # Earlier versions of the router have the parameters in saturationDetector itself.
     kind, parameters = plugins.get(name, (name or _DETECTOR, detector if not name else {}))
     if not detector and not detectors:
         return
@@ -411,7 +410,7 @@ def _flow_control(tree: Mapping[str, Any], plugins: Plugins, result: Imported) -
 def _limited_bands(
     bands: list[Mapping[str, Any]], most_bytes: int, result: Imported
 ) -> Iterator[dict[str, Any]]:
-    """Those of `bands` that have limits, as ours; with `most_bytes`, the three, too."""
+    """The `bands` with limits, as `priority_bands`; with `most_bytes`, the three named bands, too."""
     where, names = "flowControl.priorityBands", {each.priority: each.name for each in NAMED}
     for band in bands:
         priority = band.get("priority")
@@ -429,13 +428,13 @@ def _limited_bands(
 
 
 def _named_once(key: str, bands: Iterable[Mapping[str, Any]], plugins: Plugins) -> list[str]:
-    """The types of the plugins that `bands` name under `key`, each once."""
+    """The types of the plugins that `bands` reference under `key`, without duplicates."""
     names = dict.fromkeys(str(band[key]) for band in bands if band.get(key))
     return list(dict.fromkeys(plugins.get(name, (name, {}))[0] for name in names))
 
 
 def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -> int:
-    """`maxRequests` or `maxBytes` of a section, at most what can be set here; 0: no limit."""
+    """`maxRequests` or `maxBytes` of a section, capped at the picker's own maximum; 0: no limit."""
     value, most_here = section.get(key), _MOST[key]
     if value is None:
         return 0
@@ -446,7 +445,7 @@ def _limit(section: Mapping[str, Any], where: str, key: str, result: Imported) -
 
 
 def _quantity(value: object, where: str) -> float:
-    """A number as Kubernetes writes quantities: 500, "1k", "2Gi", "1e3"."""
+    """The value of a Kubernetes quantity: 500, "1k", "2Gi", "1e3"."""
     match = _QUANTITY.fullmatch(str(value).strip())
     if match is None or not (match[2] in _UNITS or match[2][0] in "eE"):
         raise ConfigError(f"{where}: {str(value)[:40]!r} is no quantity")
@@ -456,7 +455,7 @@ def _quantity(value: object, where: str) -> float:
 
 
 def _duration_s(value: object, where: str) -> float:
-    """Seconds of a duration as Go writes them, "1m30s"; a number is seconds."""
+    """Seconds of a Go duration such as "1m30s", or of a number of seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
     parts = _DURATION.findall(value) if isinstance(value, str) else []
@@ -466,7 +465,7 @@ def _duration_s(value: object, where: str) -> float:
 
 
 def read(path: Path) -> Imported:
-    """The `EndpointPickerConfig` at `path`, imported. Raises ConfigError; its message names the file."""
+    """Convert the `EndpointPickerConfig` at `path`. Raises ConfigError; the message names the file."""
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, YamlFault) as fault:
@@ -484,7 +483,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print our configuration; what has no counterpart is on stderr, one a line."""
+    """Print the converted configuration on stdout, and the remarks on stderr, one a line."""
     result = read(args.file)
     print(f"# Imported from {args.file.name}; discovery and redis are to be added.")
     print(yaml.safe_dump(result.tree, sort_keys=False), end="")

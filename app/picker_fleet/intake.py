@@ -1,8 +1,8 @@
 """Turns headers and a body into an `InferenceRequest`. Pure: ids and random numbers are injected.
 
 Called for each request. docs/protocol.md lists the headers; both spellings of a header count, the gateway's
-first. A malformed body or header is a `BadRequest` that names it (G10). Only the workload
-context is lenient (docs/specification.md): a malformed one makes an anonymous workload of criticality 3.
+first. A malformed body or header raises a `BadRequest` that names it (G10). Only a malformed workload context
+is accepted: it makes an anonymous workload of criticality 3 (docs/specification.md).
 """
 
 import enum
@@ -40,8 +40,8 @@ CONTENT_TYPE, CONTENT_ENCODING = "content-type", "content-encoding"
 _OF_BODY = (CONTENT_LENGTH, CONTENT_TYPE, CONTENT_ENCODING)
 FORWARDED_FOR = "x-forwarded-for"
 TTL = ("x-llm-d-inference-ttl",)
-# A client's own deadline. The last is the route timeout of another Envoy before this one, which an Envoy
-# passes on only from internal peers.
+# Headers with a client's own deadline. ROUTE_TIMEOUT is set by another Envoy before this one; an Envoy
+# passes it on only from internal peers.
 REQUEST_TIMEOUT = "x-request-timeout"
 GRPC_TIMEOUT = "grpc-timeout"
 ROUTE_TIMEOUT = "x-envoy-expected-rq-timeout-ms"
@@ -49,39 +49,39 @@ DEADLINES = (REQUEST_TIMEOUT, GRPC_TIMEOUT, ROUTE_TIMEOUT)
 WORKLOAD = ("x-workload-context",)
 SESSION_HEADERS = frozenset(("session-id", "x-session-affinity"))
 TRACE = "traceparent"
-TEST_SELECTION = "test-epp-endpoint-selection"  # of the conformance suite
+TEST_SELECTION = "test-epp-endpoint-selection"  # sent by the conformance suite
 HEADERS = frozenset(
     (METHOD, PATH, FORWARDED_FOR, REQUEST_ID, *WORKLOAD, *TTL, *DEADLINES, SESSION, *_OF_BODY)
 )
-_PLAIN = frozenset((REQUEST_ID, *_OF_BODY))  # these set nothing
+_PLAIN = frozenset((REQUEST_ID, *_OF_BODY))  # headers that set no field of a request
 _NAMES = frozenset((*FAIRNESS_ID, *OBJECTIVE, *REWRITE))
 _TIMES = frozenset((*TTL, *DEADLINES))
 
-MAX_NAME_BYTES = 256  # of a model or a fairness id
+MAX_NAME_BYTES = 256  # length of a model name, objective or fairness id
 MAX_WORKLOAD_ID_BYTES = 128
-_SHORT_CONTEXT = 512  # characters; longer ones are not remembered
-_MAX_MODEL_SETTINGS = 1000  # models and objectives that are remembered
+_SHORT_CONTEXT = 512  # characters; longer workload contexts are not cached
+_MAX_MODEL_SETTINGS = 1000  # cached pairs of model and objective
 DEFAULT_CRITICALITY = 3
 _ANONYMOUS = Workload("", DEFAULT_CRITICALITY)
 _MIN_TTL_S = 0.001
 
-_FILE_BYTES_A_TEXT_BYTE = 250  # sound takes a token for 1000 bytes, text for 4
+_FILE_BYTES_A_TEXT_BYTE = 250  # a token is about 1000 bytes of audio, or 4 bytes of text
 
-# The longest JSON text of a name: all in escapes.
+# The longest JSON text of a name: every byte as a `\u` escape, within quotes.
 _LONGEST_NAME = 6 * MAX_NAME_BYTES + 2
 _QUOTE = ord('"')
 _SALT_BYTES = 1024
 
 MODEL = "model"
-UNNAMED = "unnamed"  # the model of a request that needs none
+UNNAMED = "unnamed"  # the model of a request that needs no model
 _NO_NAMES = (b"null", b'""')
 _JSON_TYPE = b"application/json"
-# Types under which clients send JSON, whatever the server makes of it; curl's default is one of them.
+# Content types under which clients send JSON, curl's default among them; servers may read it as JSON or not.
 _JSON_TYPES = re.compile(
     rb"$|application/(?:[a-z.]+\+)?json|text/|application/x-www-form-urlencoded", re.IGNORECASE
 )
-# One half of a surrogate pair without the other, which Python's and other readers take. Backslashes that
-# escape each other must be gone.
+# A `\u` escape of a lone surrogate, which Python's JSON reader and others accept. Escaped backslashes must be
+# removed from the text before the match.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u[dD][c-fC-F]..))",
@@ -90,15 +90,15 @@ _HALF_PAIR = re.compile(
 _MOST_HALF_PAIRS = 64
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
-MAX_KEYS = 256  # of the outermost object; the OpenAI API knows about fifty
+MAX_KEYS = 256  # in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
 
 _BACKSLASH = ord("\\")
-_FEW_MARKS = 32  # quotation marks that are looked at in any body
-_BYTES_A_MARK = 512  # how far apart further ones must be on average
-_PLACEHOLDER = b"x" * (_LONGEST_NAME + 1)  # no name is so long, so what is replaced is none, and stays none
-_SMALL_BYTES = 4096  # a decoded body may take thirty times its size
-_MOST_KEY_CHARS = 512  # of a key of a session, or an id of state
+_FEW_MARKS = 32  # quotation marks that are examined in any body
+_BYTES_A_MARK = 512  # the least average distance of further quotation marks that are examined
+_PLACEHOLDER = b"x" * (_LONGEST_NAME + 1)  # replaces a long string; no valid name is so long
+_SMALL_BYTES = 4096  # decode only smaller bodies whole: objects may take thirty times as much memory
+_MOST_KEY_CHARS = 512  # length of a session key, or of the id of a response or conversation
 _ASCII_ONLY = bytes(range(128)) + b"?" * 128
 _KEY = re.compile(rb'[ \t\n\r]*[{,][ \t\n\r]*"[^"\\]*(?:\\.[^"\\]*)*"[ \t\n\r]*:[ \t\n\r]*')
 
@@ -113,17 +113,17 @@ _GRPC_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")  # the gRPC protocol's Tim
 _GRPC_UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _WHOLE_MS = re.compile(r"[0-9]{1,15}")
 
-# Of a body, in hexadecimal. It need not withstand an attacker: he knows neither digest nor body.
+# Length of a body's hexadecimal digest. It need not resist attackers: they know neither digest nor body.
 _DIGEST_CHARS = 12
 _TRUSTED_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Ask(NamedTuple):
-    """What a request's body asks for.
+    """The model, stream flag, size and state ids that a request's body gives.
 
-    `model` is '' if it names none; `needs_model` is False where it need not. `read` is the parsed body, or
-    its bytes if it is a simple one. `body_bytes` is its length, `file_bytes` that of files in it; `members`
-    say what it costs, those of a simple body decoded. `refers` are ids of state that it goes on with.
+    `model` is '' if the body names none; `needs_model` is False for a path of no known API. `read` is the
+    parsed body, or the bytes of a simple body (`_simple_members`), whose `members` are decoded. `body_bytes`
+    counts the whole body, `file_bytes` its files. `refers` are the ids of state that the request continues.
     """
 
     model: str
@@ -141,11 +141,11 @@ class Ask(NamedTuple):
 
     @property
     def text(self) -> bytes:
-        """The body as it was read; empty if Envoy read it."""
+        """The body's bytes; empty for a request admitted without its body."""
         return self.read or b"" if self.read is None or isinstance(self.read, bytes) else self.read.text
 
     def renamed(self, target: str) -> bytes:
-        """The body with `target` as its model, all else byte for byte as it was."""
+        """The body with its model replaced by `target` and all other bytes unchanged."""
         return self.body.with_model(orjson.dumps(target))
 
 
@@ -153,13 +153,13 @@ _JSON = Way("inference")
 
 
 def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
-    """What the decoded body of a request asks for, which is served by `way`.
+    """Parse the decoded body of a request whose path is served by `way`.
 
-    It is a JSON object that names its model, unless the way says that the model is elsewhere, or the
-    content-type that it is something else.
+    The body must be a JSON object that names its model, unless `way` says that the model is elsewhere, or
+    `content_type` says that the body is not JSON.
 
     Raises:
-        BadRequest: it is empty, not JSON, has a used key twice, or its model is unusable.
+        BadRequest: the body is empty, not JSON, has a used key twice, or its model is unusable.
     """
     if content_type and content_type != _JSON_TYPE:
         is_multipart = content_type[:9].lower() == b"multipart"
@@ -180,14 +180,14 @@ def read_body(text: bytes, way: Way = _JSON, content_type: bytes = b"") -> Ask:
 
 
 def _refers(members: cost.Members) -> tuple[str, ...]:
-    """The ids of state that a request of the Responses API goes on with: a conversation may be an object."""
+    """The ids of the response and conversation that a request continues (`conversation` may be an object)."""
     found = (_text_at(members, path) for path in ("previous_response_id", "conversation", "conversation.id"))
     return tuple(filter(None, found))
 
 
 def _text_at(members: cost.Members, path: str) -> str:
-    """The short string at `path`, a member or one of a member; '' if there is none. Members are decoded, or
-    JSON texts."""
+    """The string of at most `_MOST_KEY_CHARS` at `path` (`member` or `member.inner`); '' if there is none.
+    Each member is decoded, or a JSON text."""
     name, _, inner = path.partition(".")
     value: Any = members.get(name, "")
     if not isinstance(value, str | dict):
@@ -201,13 +201,13 @@ def _text_at(members: cost.Members, path: str) -> str:
 
 
 def bodiless(way: Way) -> Ask:
-    """What a request asks for that is admitted without a body."""
+    """The `Ask` of a request that is admitted without a body."""
     return Ask(_model(way.model) if way.model else "", True, OtherBody(b""), needs_model=way.is_known)
 
 
 def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadRequest) -> Ask:
-    """What a body asks for that is no JSON object in UTF-8, for which `fault` is raised unless its model may
-    be elsewhere. What may be an object is read as one: a server could take its model from it."""
+    """Parse a body that is not a JSON object in UTF-8; raise `fault` unless its model may be elsewhere.
+    A body that a server could read as an object is read as one: the server could take its model from it."""
     plain = as_utf8(text)
     whole = _without_half_pairs(plain)
     if whole != text:
@@ -234,7 +234,7 @@ def _read_otherwise(text: bytes, way: Way, content_type: bytes, fault: BadReques
 
 
 def _without_half_pairs(text: bytes) -> bytes:
-    """JSON `text`, as long as before, with U+FFFD for its first halves of surrogate pairs."""
+    """JSON `text` with at most `_MOST_HALF_PAIRS` lone surrogates replaced by U+FFFD; as long as before."""
     if b"\\u" not in text or b"\0" in text:
         return text
     plain = text.replace(rb"\\", b"\0\0")
@@ -251,10 +251,10 @@ def _check_json(text: bytes) -> None:
 
 
 def _read_object(text: bytes) -> Ask:
-    """What a JSON object asks for.
+    """Parse a body that is a JSON object.
 
     Raises:
-        BadRequest: it is empty, no JSON object, has a used key twice, or its model is unusable.
+        BadRequest: the body is empty, no JSON object, has a used key twice, or its model is unusable.
     """
     short = _without_long_strings(text)
     members = _simple_members(short)
@@ -267,7 +267,7 @@ def _read_object(text: bytes) -> Ask:
     try:
         values = (body if short is text else Body(short)).values
     except BadRequest:
-        values = body.values  # its error says where in the whole body the fault is
+        values = body.values  # raises an error with the position in the whole body
     member = values.get(MODEL)
     model = (
         "" if member is None or bytes(memoryview(member)[:5]) in _NO_NAMES else _model_of(memoryview(member))
@@ -279,7 +279,7 @@ def _read_object(text: bytes) -> Ask:
 def read_subset(hint: object) -> tuple[str, ...]:
     """Endpoints (`ip:port`, canonical) of a subset hint: a list or a comma-separated string.
 
-    What is no address names no endpoint and is left out; a hint that is neither form is empty.
+    Entries that are no addresses are left out; a hint of another type gives no endpoints.
     """
     entries = hint.split(",") if isinstance(hint, str) else hint if isinstance(hint, list | tuple) else ()
     found: list[str] = []
@@ -289,12 +289,12 @@ def read_subset(hint: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-# A gateway's hints name the same endpoints again and again, hundreds in each request.
+# A gateway's hints repeat the same endpoints, hundreds in each request.
 _canonical = lru_cache(maxsize=10_000)(endpoint_address)
 
 
 def selected_endpoints(choice: bytes, addresses: Iterable[str]) -> tuple[str, ...]:
-    """The endpoints that the conformance suite's header chooses: `ip:port`, or an `ip` of `addresses`."""
+    """The endpoints that the conformance suite's header selects: `ip:port`, or an `ip` of `addresses`."""
     parts = [part.strip() for part in choice.decode(errors="replace").split(",")]
     by_host: dict[str, list[str]] = {}
     for address in addresses:
@@ -304,7 +304,7 @@ def selected_endpoints(choice: bytes, addresses: Iterable[str]) -> tuple[str, ..
 
 
 def wanted_headers(settings: Settings) -> frozenset[str]:
-    """The headers (lower-case) that requests are read for under `settings`."""
+    """The lower-case names of the headers that the picker reads under `settings`."""
     traces = {TRACE} if settings.tracing.enabled else frozenset()
     tests = {TEST_SELECTION} if settings.extproc.conformance else frozenset()
     keys = {key for key in settings.scheduling.session_keys if key in SESSION_HEADERS}
@@ -312,15 +312,14 @@ def wanted_headers(settings: Settings) -> frozenset[str]:
 
 
 class PrefixReader(Protocol):
-    """The chooser, as far as intake goes."""
+    """The part of the chooser that intake uses."""
 
     @property
     def needs_prefix_hashes(self) -> bool: ...
 
 
 class _ModelSettings(NamedTuple):
-    """What the configuration says of a model and an objective; `target_model` is '' where the model has
-    several variants."""
+    """The settings of a model and an objective; `target_model` is '' if the model has several variants."""
 
     target_model: str
     band: Band
@@ -330,10 +329,10 @@ class _ModelSettings(NamedTuple):
 
 
 class Intake:
-    """Makes requests of headers and bodies under one configuration.
+    """Makes requests from headers and bodies under one configuration.
 
-    `new_id` makes unique ids (UUIDs), `variant_key` has the key that chooses variants; `prefixes` says if a
-    scorer reads the hashes of prompts, None for never; `served_models` names those that endpoints report.
+    `new_id` makes unique ids (UUIDs); `variant_key` returns the key that chooses variants; `prefixes` says
+    whether a scorer reads prompt hashes (None: never); `served_models` lists models that endpoints report.
     """
 
     def __init__(
@@ -380,10 +379,10 @@ class Intake:
     def use_live(
         self, priorities: Mapping[str, int], rewrites: Mapping[str, Split], anything: Split | None
     ) -> None:
-        """Take objectives and model rewrites that came while the replica runs, in place of the former ones.
+        """Replace the live objectives and model rewrites.
 
-        They count before configured ones of the same name, of which they keep the weight. `priorities` are by
-        objective. `anything` is for models that `rewrites` lack.
+        A live entry overrides a configured one of the same name; an objective keeps its configured weight.
+        `priorities` maps an objective to its priority. `anything` applies to models that `rewrites` lack.
         """
         live = {
             name: (self._bands.of(priority), self._configured.get(name, self._unranked)[1])
@@ -401,13 +400,13 @@ class Intake:
         subset: tuple[str, ...] | None,
         trusted: bool,
     ) -> InferenceRequest:
-        """The request that `ask` and `headers` (lower-case names, raw values) amount to.
+        """Make the request from its body `ask` and its `headers` (lower-case names, raw values).
 
-        `trusted` says that Envoy itself set `x-request-id` (`lean`, `http`); else an id is made. One of a
-        model's several variants follows from that id, or without it from the flow and the body.
+        `trusted` says that Envoy itself set `x-request-id` (`lean`, `http`); otherwise an id is made. Where a
+        model has several variants, Envoy's id chooses among them, or else the flow and the body.
 
         Raises:
-            BadRequest: a header in use is malformed; the message names it.
+            BadRequest: a header that the picker reads is malformed; the message names it.
         """
         raw_id = headers.get(REQUEST_ID, b"") if trusted else b""
         by_gateway = _TRUSTED_ID.fullmatch(raw_id) is not None
@@ -432,7 +431,7 @@ class Intake:
             trace = headers.get(TRACE, b"").decode("latin-1")
         if self._session_keys and not session:
             session = self._session_key(headers, ask.members)
-        model = rewrite or ask.model or self._model_of_unnamed(ask)  # and with it what the request may use
+        model = rewrite or ask.model or self._model_of_unnamed(ask)
         settings = self._model_settings.get((model, objective)) or self._settings_of(model, objective)
         target, band, weight, limit, selector = settings
         charge, learn = self._cost(ask, model)
@@ -441,7 +440,7 @@ class Intake:
             target = self._variant(model, raw_id if by_gateway else b"", flow, ask)
         prefixes = self._prefixes
         prefix = _prefix(target, ask) if prefixes and prefixes.needs_prefix_hashes else ()
-        # By position: by name it takes three times as long.
+        # Positional arguments: keyword arguments take three times as long.
         return InferenceRequest(
             request_id, model, target, ask.stream, flow, band, weight, workload, charge, ttl_s,
             subset, limit, learn, session, prefix, selector, trace, by_client, ask.body_bytes,
@@ -449,11 +448,11 @@ class Intake:
         )  # fmt: skip
 
     def session_of(self, headers: Mapping[str, bytes]) -> str:
-        """The session of a request without a body that is read."""
+        """The session of a request whose body the picker does not read."""
         return session_token_of(headers) or self._session_key(headers, _NO_MEMBERS)
 
     def _session_key(self, headers: Mapping[str, bytes], members: cost.Members) -> str:
-        """The first configured key that the request has, marked as one; '' without any."""
+        """The first configured session key that the request has, after KEY_MARK; '' without any."""
         for name in self._session_keys:
             if name in SESSION_HEADERS:
                 key = headers.get(name, b"")[: _MOST_KEY_CHARS + 1].decode(errors="replace")
@@ -465,10 +464,10 @@ class Intake:
 
     @property
     def default_model(self) -> str:
-        """The model that servers take for a request that names none, '' if that is unknown.
+        """The model of a request that names none, '' if that is unknown.
 
-        The configured one, or the only one of the pool. Where a live rewrite is for any model, the request
-        has to name one.
+        It is the configured default model, or the pool's only model. While a live rewrite applies to any
+        model, only the configured default counts.
         """
         if self._default_model or self._any_rewrite is not None:
             return self._default_model
@@ -486,7 +485,7 @@ class Intake:
         return model
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
-        """The cost of `ask` in the stock's unit, and whether it lacks the answer's part."""
+        """The cost of `ask` in the stock's unit, and whether it lacks the answer's tokens."""
         is_one = isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members)
         if not self._in_tokens:
             return 1.0 if is_one else float(cost.sequences(ask.members)), False
@@ -499,7 +498,7 @@ class Intake:
     def _settings_of(self, model: str, objective: str) -> _ModelSettings:
         ranks, name = (self._objectives, objective) if objective else (self._models, model)
         band, weight = ranks.get(name, self._unranked)
-        # Of its flow, on each endpoint: the lower one of its model's and its objective's.
+        # In flight per flow and endpoint: the lower of the model's and the objective's limit (0: none).
         limits = (self._limits.get(model, 0), self._objective_limits.get(objective, 0) if objective else 0)
         split = self._split_of(model)
         names = (model,) if split is None else split.names
@@ -516,29 +515,29 @@ class Intake:
         return settings
 
     def _split_of(self, model: str) -> Split | None:
-        """The variants of `model`, by a live rewrite or else as configured; None for itself."""
+        """The variants of `model`, by a live rewrite or else as configured; None if it has none."""
         return self._rewrites.get(model, self._any_rewrite) or self._targets.get(model)
 
     def _variant(self, model: str, gateway_id: bytes, flow: str, ask: Ask) -> str:
-        """Which of the several variants of `model` a request is sent as. `gateway_id` is empty if the gateway
-        has set no id: a client could send ids until one leads to the variant it wants, and keep that id."""
+        """Choose one of the several variants of `model`. `gateway_id` is empty if the gateway has set no id:
+        a client could try ids until one leads to the variant that it wants, and keep that id."""
         split, key = self._split_of(model), self._variant_key()
         assert split is not None, "a model without variants has its target in its settings"
         return split.variant(key, gateway_id or identity_of_body(key, flow, ask.text))
 
     def _ttl(self, text: str) -> float:
-        """Seconds that a request may wait by its header; without one, the configured ones, and never more."""
+        """The TTL in seconds: the header's, at most the configured TTL, which is also the default."""
         return min(max(_duration_s(TTL[0], text), _MIN_TTL_S), self._ttl_s) if text else self._ttl_s
 
 
 def _deadline_s(headers: Mapping[str, bytes]) -> float:
-    """Seconds until the first of a client's own deadlines; infinite without any.
+    """Seconds until the earliest of the client's own deadlines; infinite without any.
 
-    `x-request-timeout` is in seconds or a duration such as `500ms`, `grpc-timeout` as gRPC has it, the
-    route's timeout in milliseconds, where 0 is none.
+    `x-request-timeout` is in seconds or a duration such as `500ms`; `grpc-timeout` has gRPC's format; the
+    route timeout is in milliseconds, and 0 means no timeout.
 
     Raises:
-        BadRequest: one of them is malformed; the message names it.
+        BadRequest: a header is malformed; the message names it.
     """
     deadline_s = math.inf
     if text := _text(headers, (REQUEST_TIMEOUT,)):
@@ -568,7 +567,7 @@ def _duration_s(name: str, text: str) -> float:
 
 
 def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
-    """The hashes of the prompt's blocks; none if it is not valid JSON, which its server refuses."""
+    """The hashes of the prompt's blocks; empty for invalid JSON, which the model server refuses."""
     try:
         members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
     except _MALFORMED:
@@ -581,7 +580,7 @@ def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
 
 
 class _PromptMembers(TypedDict, total=False):
-    """The members of a simple body (`_simple_members`) that its prompt is made of, as JSON texts."""
+    """The members of a simple body (`_simple_members`) that make up its prompt, as JSON texts."""
 
     tools: msgspec.Raw
     functions: msgspec.Raw
@@ -600,7 +599,7 @@ _prompt_decoder: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.
 
 
 def _is_one_sequence(members: cost.Members) -> bool:
-    """Whether decoded `members` ask for one answer to one prompt; False if that is to be found out."""
+    """Whether decoded `members` surely ask for one answer to one prompt; False if `cost` must count them."""
     if not cost.SEVERAL.isdisjoint(members):
         return False
     for name in cost.PROMPTS:
@@ -611,7 +610,7 @@ def _is_one_sequence(members: cost.Members) -> bool:
 
 
 def _workload(text: str) -> Workload:
-    """The workload in the header's `text`; a text that says nothing makes an anonymous one."""
+    """The workload of the header value `text`; an empty or malformed text makes an anonymous workload."""
     context: object = None
     if text:
         try:
@@ -629,7 +628,7 @@ def _workload(text: str) -> Workload:
     return Workload(stripped, criticality)
 
 
-_short_context = lru_cache(maxsize=4096)(_workload)  # a workload's requests bring the same one
+_short_context = lru_cache(maxsize=4096)(_workload)  # requests of one workload send the same context
 
 
 def _ranks(entries: Iterable[Model | Objective], bands: Bands) -> dict[str, tuple[Band, float]]:
@@ -641,7 +640,7 @@ def _limits(entries: Iterable[Model | Objective]) -> dict[str, int]:
 
 
 def _model_of(text: memoryview) -> str:
-    """The model whose JSON text is `text`, which may be of any size."""
+    """The model name of the JSON text `text`, which may have any size."""
     if text[0] != _QUOTE:
         raise BadRequest("the model must be a string")
     if len(text) > _LONGEST_NAME:
@@ -663,7 +662,7 @@ def _model(value: object) -> str:
 
 
 def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
-    """The first header of `names` that says something, fit for a key; '' if none does."""
+    """The value of the first non-empty header of `names`, checked as a name; '' if all are empty."""
     text = _text(headers, names)
     fault = _name_fault(text) if text else None
     if fault:
@@ -672,7 +671,7 @@ def _name(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
 
 
 def _name_fault(text: str) -> str | None:
-    """Why `text` can't be a name in the shared state; None if it can."""
+    """Why `text` cannot be a name in the shared state; None if it can."""
     if _too_long(text, MAX_NAME_BYTES):
         return f"is longer than {MAX_NAME_BYTES} bytes"
     return _fault_of_short(text)
@@ -680,7 +679,7 @@ def _name_fault(text: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _fault_of_short(text: str) -> str | None:
-    """The same names come again and again."""
+    """Why a name of valid length is unusable; cached, since requests repeat the same names."""
     if not text.strip():
         return "is empty"
     return "contains a control character" if has_control(text) else None
@@ -691,7 +690,7 @@ def _too_long(text: str, limit_bytes: int) -> bool:
 
 
 def _text(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
-    """The value of the first header of `names` that has one; '' if none has."""
+    """The value of the first non-empty header of `names`; '' if all are empty."""
     for name in names:
         raw = headers.get(name)
         if raw:
@@ -702,17 +701,17 @@ def _text(headers: Mapping[str, bytes], names: tuple[str, ...]) -> str:
     return ""
 
 
-_keys: list[str] = []  # of the body that is being read: decoding is one step of the event loop
+_keys: list[str] = []  # keys of the body being decoded; shared, since decoding never awaits
 
 
 class _Key(enum.Enum):
-    """Its members stand for the first, the second, … key of a body, whatever their names."""
+    """Enum whose members stand for a body's first, second, … key, whatever the keys' names."""
 
-    __hash__ = object.__hash__  # an Enum's own takes as long as all the rest
+    __hash__ = object.__hash__  # Enum's own hash would double the time of decoding
 
     @classmethod
     def _missing_(cls, key: str) -> Any:  # type: ignore[override]
-        """The member for the next key of the body; one past the last ends the decoding."""
+        """The member for the body's next key. Key MAX_KEYS + 1 raises IndexError, which ends the decoding."""
         _keys.append(key)
         return _NTH[len(_keys) - 1]
 
@@ -726,12 +725,11 @@ _decoder = msgspec.json.Decoder(dict[type(_NTH[0]), msgspec.Raw])  # type: ignor
 
 
 def _without_long_strings(text: bytes) -> bytes:
-    """A body of the same members, with something shorter in place of what is long between two quotation
-    marks of a string; `text` itself if nothing is.
+    """The JSON `text` with its long strings replaced by a placeholder; `text` itself if it has none.
 
-    What a request asks for is in its short values. A parser takes 250 µs for 400 KB of prompt, the search for
-    its end 4. Each mark takes about as long as 500 bytes of parsing, so where they come more often, the rest
-    stays as it is.
+    Intake needs only the short values. A parser takes 250 µs for 400 KB of prompt, the search for the end of
+    that string 4 µs. Examining a quotation mark takes about as long as parsing 500 bytes, so where marks are
+    denser than that, the rest of the text is kept.
     """
     if len(text) <= _SMALL_BYTES:
         return text
@@ -741,7 +739,7 @@ def _without_long_strings(text: bytes) -> bytes:
     while end >= 0 and (marks <= _FEW_MARKS or end > marks * _BYTES_A_MARK):
         mark, end, marks = end, text.find(b'"', end + 1), marks + 1
         if not in_string:
-            in_string = True  # JSON has no backslash outside a string, so `mark` begins one
+            in_string = True  # JSON has no backslash outside a string, so `mark` begins a string
             continue
         part = text[mark + 1 : end] if text[end - 1] == _BACKSLASH else b""
         in_string = (len(part) - len(part.rstrip(b"\\"))) % 2 == 1  # the mark is escaped: the string goes on
@@ -752,12 +750,12 @@ def _without_long_strings(text: bytes) -> bytes:
 
 
 def _simple_members(text: bytes) -> dict[str, Any] | None:
-    """The members of a small body that has no key twice at any depth; None if in doubt.
+    """The decoded members of a small body without duplicate keys at any depth; None if in doubt.
 
-    msgspec calls `Enum._missing_` for each key that it cannot look up, which for `Body` is every key. That
-    takes 1 µs a key, most of what a small body costs, so small bodies are decoded whole (docs/decisions.md,
-    21). Encoded again, such a body has as many quotes as before: a duplicated member is dropped with the
-    quotes of its key. Only a `\\u` escape can spell a quote or a key otherwise.
+    `Body` makes msgspec call `Enum._missing_` for every key. That takes 1 µs a key, most of the time of a
+    small body, so small bodies are decoded whole (docs/decisions.md, 21). Decoding drops a duplicate member
+    with the quotes of its key, so the body encoded again has fewer quotes. Only a `\\u` escape can spell a
+    quote or a key in another way.
     """
     if len(text) > _SMALL_BYTES or (b"\\" in text and b"\\u" in text):
         return None
@@ -772,13 +770,13 @@ def _simple_members(text: bytes) -> dict[str, Any] | None:
 
 
 class Body:
-    """A body's members, read when they are first asked for, without building what is in them.
+    """The members of a JSON body, parsed on first access, with nested values left as JSON text.
 
     The decoder reports each key of the outermost object in order and returns each value as its raw bytes;
-    nested values are validated and skipped. So a body costs about its own size, however deep it nests. A body
-    that has a used key twice is refused: a server that takes the other one would run another model. One of
-    `large_bytes` or more is read through a copy that is ASCII only: a key of its size with one other letter
-    would take four bytes a letter.
+    nested values are validated and skipped, so parsing takes about the body's size in memory at any depth. A
+    body with a used key twice is refused: a server that takes the other value could run another model. A body
+    of `large_bytes` or more is parsed from an ASCII-only copy: one other character can make Python store a
+    huge key with four bytes a character.
     """
 
     __slots__ = ("_keys", "_large_bytes", "_texts", "_values", "text")
@@ -792,7 +790,7 @@ class Body:
         """The JSON text of each key's value. Strings in it may be invalid UTF-8; the reader checks.
 
         Raises:
-            BadRequest: it is no JSON object, or one that is not to be read.
+            BadRequest: the body is no JSON object, has too many keys, or has a used key twice.
         """
         if self._values is None:
             self._values = self._read(self.text)
@@ -829,10 +827,10 @@ class Body:
         return len(self.text)
 
     def with_model(self, name: bytes) -> bytes:
-        """The body with the JSON text `name` as its model, all else byte for byte as it was.
+        """The body with its model replaced by the JSON text `name` and all other bytes unchanged.
 
         Raises:
-            BadRequest: it has a key that is too long to be passed over.
+            BadRequest: the body has a key longer than MAX_KEY_CHARS.
         """
         if MODEL not in self.values:
             start = self.text.index(b"{") + 1
@@ -844,7 +842,7 @@ class Body:
         return b"".join((text[:start], name, text[start + size_bytes :]))
 
     def _starts(self, count: int) -> list[int]:
-        """Where each of the first `count` values begins."""
+        """The byte offsets of the first `count` values."""
         if max(map(len, self._keys), default=0) > MAX_KEY_CHARS:
             raise BadRequest(f"the body has a key of more than {MAX_KEY_CHARS} characters")
         starts = []

@@ -1,7 +1,7 @@
-"""One pool of a replica: its parts, put together, and what they run in the background.
+"""One pool of a replica: builds its parts and starts their background tasks.
 
-`serve.py` makes a `Pool` for each pool of the configuration and puts the servers of the process around them.
-Pools share those servers, the bytes of bodies and the event loop, and nothing else.
+`serve.py` makes a `Pool` for each configured pool, and the servers of the process around the pools. Pools
+share these servers, the budget for request bodies and the event loop, and nothing else.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from picker_fleet.telemetry.tracing import Traces
 
 _IDS_AT_A_TIME = 64
-_GOODBYE_S = 1.0  # for the last calls to Redis and to a trace collector
+_GOODBYE_S = 1.0  # deadline of the last calls to Redis and to a trace collector
 
 _log = logging.getLogger(__name__)
 
@@ -73,13 +73,13 @@ Start = Callable[[Work, str], None]
 
 
 class Pool:
-    """One pool as the servers of the process see it. To be made in the event loop that runs it.
+    """One pool as the servers of the process see it. Create it in the event loop that runs it.
 
-    Requests come by `context`, operators by `operated`. `bodies` is what it may hold of requests' bodies,
-    `open_requests` counts those of the whole process. `is_alone`: the process serves no other.
+    Servers of requests use `context`, the admin server uses `operated`. `bodies` is the pool's budget for
+    request bodies; `open_requests` counts the process's open requests. `is_alone`: the process has one pool.
 
     Raises:
-        StartupError: tracing is configured and not installed.
+        StartupError: tracing is configured but not installed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Pool:
     ) -> None:
         self.settings = settings
         self._replica = replica
-        # A process with one pool says in no metric and no line whose it is.
+        # A process with one pool has no label `pool` in metrics and log lines.
         self._labels = {} if is_alone else {"pool": settings.pool}
         self.parts = parts = assemble(settings, replica, certificates, self._labels)
         parts.metrics.follow_bodies(lambda: bodies.held_bytes)
@@ -148,11 +148,11 @@ class Pool:
 
     @property
     def account(self) -> Account:
-        """Where the ends of its requests are accounted for."""
+        """The parts that process the pool's access-log entries."""
         return Account(self.parts.gate, self.parts.metrics, self.parts.signing, self.parts.origins)
 
     def services(self) -> Mapping[str, Handler]:
-        """What the replica's gRPC server serves for it besides exchanges and access logs, by path."""
+        """The pool's gRPC handlers by path, besides exchanges and access logs."""
         failover, signing = self.parts.failover, self.parts.signing
         return {
             **eds.handlers(self.parts.endpoints),
@@ -167,8 +167,8 @@ class Pool:
         }
 
     def start(self, start: Start) -> None:
-        """Give `start` everything that runs until the replica ends."""
-        contextvars.copy_context().run(self._start, start)  # for the log lines of its tasks
+        """Pass each task that runs until the replica ends to `start`."""
+        contextvars.copy_context().run(self._start, start)  # log lines of the tasks name the pool
 
     def _start(self, start: Start) -> None:
         if self._labels:
@@ -182,7 +182,7 @@ class Pool:
         report = serving(settings.scheduling.endpoint_labels, membership.discovered)
         start(partial(self._source.watch, report), "discovery")
         if settings.discovery.kubernetes is not None:
-            at = urlsplit(settings.redis.url)  # without its user and password
+            at = urlsplit(settings.redis.url)  # user and password are left out below
             fleet = f"{settings.pool} {at.netloc.rpartition('@')[2]} {at.path}"
             kubernetes, intake = settings.discovery.kubernetes, self.context.intake
             start(partial(_follow_objects, kubernetes, intake, membership, fleet), "objects")
@@ -194,7 +194,7 @@ class Pool:
         start(parts.follow_routes, "routes")
 
     async def leave(self) -> None:
-        """Tell the others that this replica goes."""
+        """Report to the fleet that this replica leaves."""
         await self.parts.membership.leave(_GOODBYE_S)
 
     async def stop(self) -> None:
@@ -204,7 +204,7 @@ class Pool:
 
 
 async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Membership, fleet: str) -> None:
-    """Have `intake` follow the objectives and model rewrites of the API server."""
+    """Keep `intake` up to date with the API server's objectives and model rewrites."""
     from picker_fleet.replica.inference_objects import InferenceObjects  # needs the extra [kubernetes]
 
     await InferenceObjects(
@@ -217,15 +217,15 @@ async def _follow_objects(named: KubernetesPool, intake: Intake, membership: Mem
 
 
 def _selected(endpoints: SnapshotCell) -> Callable[[bytes], tuple[str, ...]]:
-    """What reads the conformance suite's choice of endpoints."""
+    """The parser of the conformance suite's header that selects endpoints."""
     _log.warning("extproc.conformance is on: any client chooses endpoints")
     return lambda choice: selected_endpoints(choice, (each.address for each in endpoints.current.endpoints))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a pool, none of which runs yet. `gate` is what requests come to: it stands before
-    `failover`, which stands before `shared`. `routes` runs in `follow_routes`.
+    """The parts of a pool, not yet running. Requests call `gate`: `failover`, wrapped for tracing if that is
+    configured. `failover` calls `shared` while Redis answers. `follow_routes` runs `routes`.
     """
 
     metrics: Metrics
@@ -245,7 +245,7 @@ class Parts:
     origins: Origins
 
     async def follow_routes(self) -> None:
-        """Share routes with the other replicas, from when the chooser first needs them, until cancelled."""
+        """Wait until the chooser first needs routes, then share them with other replicas until cancelled."""
         await self.chooser.routes_needed()
         await self.routes.run()
 
@@ -256,12 +256,12 @@ def assemble(
     certificates: Certificates | None = None,
     labels: Mapping[str, str] = MappingProxyType({}),
 ) -> Parts:
-    """The parts of `replica`, each knowing those it needs. To be called in the event loop that runs them.
+    """Build the parts of `replica` and connect them. Call it in the event loop that runs them.
 
-    `certificates` are those by which replicas speak TLS with each other; `labels` are of every metric.
+    Replicas use `certificates` for TLS between each other; every metric has `labels`.
 
     Raises:
-        StartupError: tracing is configured and not installed.
+        StartupError: tracing is configured but not installed.
     """
     fleet = KnownFleet(settings)
     heartbeat_now = HeartbeatTrigger()
@@ -393,7 +393,7 @@ def assemble(
 
 
 def _ids() -> Iterator[str]:
-    """Random UUIDs (RFC 9562, version 4). The system is asked for the random bytes of many at a time."""
+    """Random UUIDs (RFC 9562, version 4), with one system call for the random bytes of many ids."""
     while True:
         random = secrets.token_hex(16 * _IDS_AT_A_TIME)
         for at in range(0, len(random), 32):
@@ -403,13 +403,13 @@ def _ids() -> Iterator[str]:
 
 
 def _scheduler(settings: Settings) -> Scheduler | None:
-    """What ranks endpoints under `settings`; None where no scorer does."""
+    """The scheduler that ranks endpoints under `settings`; None without scorers."""
     weights = settings.scheduling.scorers
     return Scheduler(with_in_flight(weights)) if weights else None
 
 
 def _tracing(settings: Settings, replica: str) -> "Traces | None":
-    """Where spans go; None, and nothing of OpenTelemetry imported, unless they are configured."""
+    """The exporter of spans; None, without an import of OpenTelemetry, unless tracing is configured."""
     if not settings.tracing.enabled:
         return None
     try:

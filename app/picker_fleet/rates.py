@@ -1,4 +1,4 @@
-"""Token buckets: how often each of many may do a thing."""
+"""Token buckets by key: rate limits for client addresses and the like."""
 
 import math
 from collections import OrderedDict
@@ -13,9 +13,9 @@ def retry_after_s(wait_s: float) -> int:
 
 
 class Rates:
-    """A bucket a key: `per_s` tokens a second, and at most `burst` of them unspent.
+    """One bucket for each key: refilled with `per_s` tokens a second, up to `burst` tokens.
 
-    The `most_keys` keys asked for last are remembered; `clock` is in seconds.
+    The `most_keys` most recently used buckets are kept; `clock` is in seconds.
     """
 
     def __init__(self, per_s: float, burst: float, most_keys: int, clock: Callable[[], float]) -> None:
@@ -23,10 +23,10 @@ class Rates:
         self._burst = burst
         self._most_keys = most_keys
         self._clock = clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, as of when
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, at what time
 
     def take(self, key: str = "", cost: float = 1.0) -> float:
-        """Spend `cost` tokens of `key`: 0 if it had them, else in how many seconds it will have."""
+        """Take `cost` tokens of `key` and return 0; or return the seconds until it has enough tokens."""
         now_s = self._clock()
         left, as_of_s = self._left.pop(key, (self._burst, now_s))
         left = min(self._burst, left + (now_s - as_of_s) * self._per_s)

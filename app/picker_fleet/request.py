@@ -1,6 +1,6 @@
-"""The domain: what a request and an endpoint are to the picker. Pure: no I/O, no clock, no randomness.
+"""The domain types of the picker: requests, endpoints, outcomes. Pure: no I/O, no clock, no randomness.
 
-What each request makes, here and elsewhere, is a tuple: a frozen dataclass takes three times as long to make.
+Types that each request instantiates are tuples: creating a frozen dataclass takes three times as long.
 """
 
 import enum
@@ -12,31 +12,31 @@ from typing import Final, NamedTuple
 
 from picker_fleet.bands import Band
 
-KEY_MARK: Final = "="  # begins a session that is a key of the client's own; no token has it
+KEY_MARK: Final = "="  # prefix of a client's own session key; session tokens never contain it
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class Workload(NamedTuple):
-    """Who asks (spec 001). The `id` of an anonymous one is '': it stands for one request."""
+    """A request's client workload (spec 001). The `id` '' is an anonymous workload, of one request."""
 
     id: str
     criticality: int  # 1 (lowest) to 5
 
 
 class InferenceRequest(NamedTuple):
-    """One request as the gate sees it, whatever mode it came by.
+    """One request as the gate sees it, in any mode.
 
     `id` is unique in the pool and safe in a Redis member; `cost` is in the stock's unit (requests: 1).
-    `subset` is None for the whole pool, else the endpoints (`ip:port`) that may be picked.
+    `subset` lists the endpoints (`ip:port`) that may be picked, None for the whole pool.
     `selector` holds labels that an endpoint must have to be picked.
-    `session` is the token of the client's last answer, unchecked, or KEY_MARK and a key, '' for none;
-    `prefix` the hashes of the prompt's blocks, empty where nobody asks for them. `limit` is how many requests
-    of the flow may be in flight on one endpoint (0: any number). `learn` says that `cost` lacks the answer's
-    part, for which the flow's mean stands in. `trace` is the W3C traceparent that it came with, '' for none
-    or where nobody asks for it. `by_client` says that `ttl_s` is a deadline of the client's own. `body_bytes`
-    is the length of its body, 0 if unknown, and `digest` tells its body from others. It is never shown: who
-    knows it could pass for the request. `refers` are ids of state that it goes on with (a response, a
-    conversation), and `origin` is the endpoint that has the state, '' if that is not known.
+    `session` is the client's session token, unchecked, or KEY_MARK and a session key, '' for none. `prefix`
+    has the hashes of the prompt's blocks, empty if no scorer reads them. `limit` bounds the flow's requests
+    in flight on one endpoint (0: no bound). `learn` says that `cost` lacks the answer's tokens, so that the
+    flow's mean is added. `trace` is the request's W3C traceparent, '' without one or without tracing.
+    `by_client` says that `ttl_s` is the client's own deadline. `body_bytes` is the body's length, 0 if
+    unknown. `digest` identifies the body; never show it: whoever knows it could pass for the request.
+    `refers` are the ids of the response and conversation that the request continues, and `origin` is the
+    endpoint that has that state, '' if unknown.
     """
 
     id: str
@@ -63,17 +63,17 @@ class InferenceRequest(NamedTuple):
     origin: str = ""
 
     def repeats(self, other: "InferenceRequest") -> bool:
-        """Whether this is `other`, whose id it has, sent again."""
+        """Whether this request is a retry of `other`, which has the same id."""
         return (self.flow, self.model, self.digest) == (other.flow, other.model, other.digest)
 
 
 class Placement(NamedTuple):
-    """Where a request goes: `endpoints`, best first (`ip:port`), and what the access log must return.
+    """The decision for a request: its `endpoints` (`ip:port`, best first), and its accounting token.
 
-    `accounting_token` is opaque to Envoy; it has what is needed to account for the request after the shared
-    state was lost. `attempt` says which stream may withdraw the placement, and has the body's digest.
-    `session` goes to the client, who sends it back with its next request; '' for none. `waited_s` is the time
-    in the queue, None if it bypassed it.
+    Envoy returns the opaque `accounting_token` in the access log; the token suffices to account for the
+    request after the shared state was lost. `attempt` names the stream that may withdraw the placement, and
+    has the body's digest. `session` is the token that the client is to send with its next request, '' for
+    none. `waited_s` is the time in the queue, None if the request bypassed the queue.
     """
 
     endpoints: tuple[str, ...]
@@ -84,7 +84,7 @@ class Placement(NamedTuple):
 
 
 class Outcome(enum.StrEnum):
-    """How a request ended; the metric label."""
+    """How a request ended; the value is a metric label."""
 
     COMPLETED = "completed"
     CLIENT_GONE = "client_gone"
@@ -94,12 +94,12 @@ class Outcome(enum.StrEnum):
 class Completion(NamedTuple):
     """The end of one request, from the end of its stream or from its final access-log entry.
 
-    `duration_s` is what the client waited, in the queue too; `service_s` the endpoint's part of it, None if
-    unknown. `failed` is an endpoint that could not be connected to, '' if none is known. `accounting_token`
-    is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue, None if the
-    request bypassed it; `target_model` is the model it was sent as, set where it waited. `fault` says what
-    is wrong with the answer of the endpoint that served, as in `Fault`; `hold_s` is as there. `passed_over`
-    is an endpoint that failed an attempt before, '' if none is known.
+    `duration_s` is the client's whole wait, time in the queue included; `service_s` is the endpoint's part of
+    that, None if unknown. `failed` is an endpoint to which the connection failed, '' if none is known.
+    `accounting_token` is the placement's, '' if Envoy did not return it. `waited_s` is the time in the queue,
+    None if the request bypassed the queue; `target_model` is the variant, set if the request waited. `fault`
+    and `hold_s` describe a bad answer of the serving endpoint, as in `Fault`. `passed_over` is an endpoint
+    that failed an earlier attempt, '' if none is known.
     """
 
     id: str
@@ -121,18 +121,18 @@ class Completion(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """Whether the endpoint has answered well. A client's own fault says nothing of it."""
+        """Whether the endpoint answered with success. After a client's own error this is False, too."""
         return self.outcome is Outcome.COMPLETED and 200 <= self.status < 300 and not self.fault
 
 
-# Why there is a fault, besides what describes a failed answer.
+# Values of `Fault.why`; `fault_of` returns further ones.
 FULL: Final = "full"  # the endpoint takes no more requests for now
-CONNECT: Final = "connect"  # it cannot be connected to
+CONNECT: Final = "connect"  # the endpoint accepts no connection
 
 
 class Fault(NamedTuple):
-    """An attempt of a request has failed on an endpoint; one that is `FULL` is so for `hold_s` (0: it did
-    not say). Without an accounting token it counts only while the request runs there."""
+    """A failed attempt of a request on an endpoint. A `FULL` endpoint is full for `hold_s` (0: it gave no
+    time). Without an accounting token the fault counts only while the request runs on that endpoint."""
 
     id: str
     endpoint: str
@@ -142,7 +142,7 @@ class Fault(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A sign of life of a request in flight. `accounting_token` rebuilds a lost record; '' if unknown."""
+    """A lease renewal of a request in flight. `accounting_token` can restore a lost record; '' if unknown."""
 
     id: str
     served: str | None
@@ -150,23 +150,23 @@ class Alive(NamedTuple):
 
 
 def largest_claim(share: float, bound: float) -> float:
-    """What one request takes of the stock at most under `bound`, as in the scripts: its `share`, but a whole
-    request where the bound has room for one."""
+    """The most stock that one request takes under `bound`, as in the scripts: `share` of the bound, but at
+    least 1, or the whole bound if that is below 1."""
     return max(share * bound, min(1.0, bound))
 
 
 _STREAM = "text/event-stream"
-_REDIRECTS = range(300, 400)  # no model server answers a request with one
-_EMPTY_STREAM_BYTES = 16  # of a stream that has no answer: nothing, or `data: [DONE]` alone
+_REDIRECTS = range(300, 400)  # statuses that no working model server sends
+_EMPTY_STREAM_BYTES = 16  # a stream without an answer is no longer: nothing, or only `data: [DONE]`
 _LONGEST_HOLD_S = 3600.0
 ERROR_IN_200: Final = "error in 200"
 
 
 def fault_of(status: int, body_bytes: int | None = None, error: bool = False, content_type: str = "") -> str:
-    """What is wrong with an endpoint that answered so, as in `Fault`; '' if nothing is, or the client is.
+    """Classify an endpoint's answer as a value of `Fault.why`; '' for success or a client's error.
 
-    `error` says that the body tells of an error, and not of one of the client's. `body_bytes`: None if it is
-    known to have an answer.
+    `error` says that the body reports an error that is not the client's. `body_bytes` is the body's length,
+    None if the body is known to have an answer.
     """
     if status == 429:
         return FULL
@@ -179,7 +179,7 @@ def fault_of(status: int, body_bytes: int | None = None, error: bool = False, co
 
 
 def hold_of(retry_after: str) -> float:
-    """Seconds of a `retry-after` header; 0 if it has none (a date counts as none)."""
+    """Seconds of a `retry-after` header, at most an hour; 0 if it is empty or a date."""
     text = retry_after.strip()
     return min(float(text), _LONGEST_HOLD_S) if text.isascii() and text.isdecimal() else 0.0
 
@@ -195,14 +195,14 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-# Labels of an endpoint that say where its metrics page is, if elsewhere than the configuration says.
+# Endpoint labels that override the configured location of the metrics page.
 METRICS_PORT = "picker-fleet/metrics-port"
 METRICS_PATH = "picker-fleet/metrics-path"
 METRICS_SCHEME = "picker-fleet/metrics-scheme"
 
 
 class Ejection(NamedTuple):
-    """Why an endpoint is ejected, and until when (Redis's clock); then a probe decides."""
+    """Why an endpoint is ejected, and until when (Redis's clock). After that a probe decides."""
 
     reason: str
     until_ms: int
@@ -212,9 +212,9 @@ class Ejection(NamedTuple):
 class Endpoint:
     """One model server. `address` is `ip:port`, IPv6 in brackets.
 
-    `max_inflight` is how many requests of the whole fleet it may have at once, None for any number. It takes
-    nothing new while it is `draining` (so discovery says), `drained` (by an operator), `down` (connections
-    fail) or `ejected` (its answers fail).
+    `max_inflight` bounds its requests in flight from the whole fleet, None for no bound. The endpoint gets no
+    new requests while it is `draining` (by discovery), `drained` (by an operator), `down` (connections fail)
+    or `ejected` (its answers fail).
     """
 
     address: str

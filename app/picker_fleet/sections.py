@@ -1,6 +1,6 @@
-"""The sections of the settings tree, each with its defaults and the faults it can find by itself.
+"""The sections of the settings tree, with their defaults and the checks within one section.
 
-Names follow spec 003 where it has them. Faults between sections are found in `picker_fleet.config`.
+Names follow spec 003 where it defines them. `picker_fleet.config` checks constraints between sections.
 """
 
 import re
@@ -48,7 +48,7 @@ from picker_fleet.units import (
     starting_with,
 )
 
-# Namespaces with another meaning: the picker's own metadata, and the subset hint.
+# Metadata namespaces with a fixed meaning: the picker's own metadata, and the subset hint.
 _OTHER_NAMESPACES = ("picker", "picker.usage", "envoy.lb.subset_hint")
 
 
@@ -66,7 +66,7 @@ TrustedHeader = Annotated[str, BeforeValidator(trusted_name)]
 MetadataNamespace = Annotated[
     str, AfterValidator(_of_the_protocol), Field(pattern=r"\A[A-Za-z0-9._-]{1,255}\z")
 ]
-# As RFC 1123 has it; it becomes a part of the API server's paths.
+# A subdomain name (RFC 1123): the name becomes part of paths on the API server.
 KubernetesName = Annotated[str, Field(pattern=r"\A[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\z")]
 AllowedPath = Annotated[
     Api,
@@ -76,7 +76,7 @@ AllowedPath = Annotated[
 
 
 class Section(BaseModel):
-    """Frozen; an unknown key is an error."""
+    """Base of all sections: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -84,13 +84,13 @@ class Section(BaseModel):
 class Redis(Section):
     url: RedisUrl = "redis://127.0.0.1:6379/0"
     connect_timeout: Duration = Field(1.0, gt=0)
-    # Probes unanswered for so long prove that Redis is away; not below what a busy machine takes to answer.
+    # Redis counts as lost after probes stay unanswered for so long. A busy machine must answer within it.
     silence: Duration = Field(1.0, ge=0.2)
 
 
 class Tls(Section):
-    """TLS of a port: files in PEM, read again when they change. Without `cert` and `key` the replica signs a
-    certificate itself. With `client_ca`, clients need a certificate that it has signed."""
+    """TLS of a port: PEM files, read again when they change. Without `cert` and `key` the replica uses a
+    self-signed certificate. With `client_ca`, clients need a certificate that this CA has signed."""
 
     cert: FilePath | None = None
     key: FilePath | None = None
@@ -106,25 +106,25 @@ class Tls(Section):
 class ExtProc(Section):
     listen: HostPort = "0.0.0.0:9002"
     tls: Tls | None = None
-    health_listen: HostPort | None = None  # gRPC health by itself, beside that at `listen`; never by TLS
-    transport: Literal["native", "grpcio"] = "native"  # what carries gRPC (docs/decisions.md, 22)
+    health_listen: HostPort | None = None  # a further port for gRPC health only, always without TLS
+    transport: Literal["native", "grpcio"] = "native"  # the gRPC implementation (docs/decisions.md, 22)
     max_body_bytes: Count = Field(8 * 1024 * 1024, ge=1024)
-    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # of all bodies that a replica holds
-    body_timeout: Duration = Field(60.0, gt=0)  # for a whole body to arrive, without its wait in the queue
-    # Steering headers that Envoy sets or has checked; other steering headers are ignored.
+    max_buffered_bytes: Count = Field(128 * 1024 * 1024, ge=1024)  # limit of all bodies together in a replica
+    body_timeout: Duration = Field(60.0, gt=0)  # for a body to arrive; the wait in the queue does not count
+    # Headers for flow, band or model that Envoy sets or has checked. Those not listed here are ignored.
     trusted_headers: tuple[TrustedHeader, ...] = ()
-    # Of the metadata that names the picked endpoint (spec 002), and of that by which Envoy says who served.
+    # Namespace of the metadata with the picked endpoint (spec 002) and with the endpoint that served.
     metadata_namespace: MetadataNamespace = "envoy.lb"
     trusted_hops: Count = Field(0, ge=0, le=16)  # proxies before Envoy that append to x-forwarded-for
-    paths: tuple[AllowedPath, ...] = ()  # that model servers get besides those of every engine
-    # What model servers get of other paths: nothing, or all but their own administration, each admitted.
+    paths: tuple[AllowedPath, ...] = ()  # allowed besides the built-in list (allowlist.APIS)
+    # Requests for other paths: refuse all, or admit all but those that could administer an engine.
     unknown_paths: Literal["refuse", "pass"] = "refuse"
-    read_rate: Number = Field(100, gt=0, le=1e6)  # requests without a body, a second and replica
+    read_rate: Number = Field(100, gt=0, le=1e6)  # reads (kind `read`) a second in each replica
     drain_grace: Duration = 2.0  # NOT_SERVING is announced this long before new streams are refused
-    drain_timeout: Duration = 60.0  # what still waits then is refused
-    # Clients may choose endpoints, and answers say who served (docs/conformance.md); never in production.
+    drain_timeout: Duration = 60.0  # requests that still wait after it are refused
+    # Test mode, never for production: clients choose endpoints, answers name theirs (docs/conformance.md).
     conformance: Flag = False
-    # What Envoy does while no replica answers: refuse with 503, or balance by itself, without any bound.
+    # While no replica answers, Envoy refuses requests with 503, or balances them itself without any bound.
     on_failure: Literal["deny", "balance"] = "deny"
 
     @model_validator(mode="after")
@@ -137,10 +137,7 @@ class ExtProc(Section):
 
 
 class Http(Section):
-    """Checks over HTTP by Envoy's ext_authz (mode `http`).
-
-    Without `listen` a replica does not serve them.
-    """
+    """Mode `http`: Envoy's ext_authz asks over HTTP. Off without `listen`."""
 
     listen: HostPort | None = None
     tls: Tls | None = None
@@ -150,7 +147,7 @@ Role = Literal["viewer", "operator"]
 
 
 class AdminToken(Section):
-    """A viewer may read, an operator also change. The file is read again when it changes."""
+    """A viewer may read, an operator may also change settings. The file is read again when it changes."""
 
     file: FilePath
     role: Role
@@ -159,16 +156,16 @@ class AdminToken(Section):
 class Admin(Section):
     listen: HostPort = "0.0.0.0:8081"
     token: Token | None = None
-    token_file: FilePath | None = None  # read as `token` where that is not set; an empty file is no token
-    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # besides that one, which is an operator's
+    token_file: FilePath | None = None  # gives `token` if that is not set; an empty file gives no token
+    tokens: tuple[AdminToken, ...] = Field((), max_length=64)  # further tokens; `token` has the role operator
     tls: Tls | None = None
-    hosts: tuple[HostName, ...] = ()  # it may be read by, besides the loopback and this machine's name
-    rate: float = Field(200, gt=0)  # calls a second from one address; a change is ten
-    reference_metrics: bool = False  # metrics also under the names of the reference picker
+    hosts: tuple[HostName, ...] = ()  # accepted Host names besides loopback and this machine's name
+    rate: float = Field(200, gt=0)  # calls a second from one address; a change counts as ten
+    reference_metrics: bool = False  # also show metrics under the reference picker's names
 
 
 def url_path(path: str) -> str:
-    """`path`. Raises ValueError if it is no path of a URL."""
+    """Return `path`, or raise ValueError if it is no path of a URL."""
     if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
         raise ValueError(f"{path[:60]!r} is no path of a URL")
     return path
@@ -181,13 +178,13 @@ UrlPath = Annotated[str, AfterValidator(url_path)]
 class StaticEndpoint(Section):
     address: EndpointAddress
     labels: dict[str, str] = {}
-    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # requests of the whole fleet at once
-    metrics_port: Port | None = None  # of its metrics page, where it differs
+    max_inflight: Count | None = Field(None, ge=1, le=1_000_000)  # in flight at once, fleet-wide
+    metrics_port: Port | None = None  # port of the metrics page, if it differs
     metrics_path: UrlPath | None = None
 
 
 def unlike(endpoints: tuple[StaticEndpoint, ...]) -> tuple[StaticEndpoint, ...]:
-    """`endpoints` as they are. Raises ValueError if one address is listed twice."""
+    """Return `endpoints`, or raise ValueError if an address is listed twice."""
     if twice := repeated(endpoint.address for endpoint in endpoints):
         raise ValueError(f"{twice[0]} is listed twice")
     return endpoints
@@ -206,14 +203,14 @@ class Kubernetes(Section):
     """The InferencePool whose pods are the endpoints (inference.networking.k8s.io/v1)."""
 
     pool: KubernetesName
-    namespace: KubernetesName | None = None  # null: that of the credentials
+    namespace: KubernetesName | None = None  # null: the namespace of the credentials
 
 
 class Discovery(Section):
-    """At most one source; none at all means a pool without endpoints."""
+    """At most one source of endpoints; without a source the pool has no endpoints."""
 
     static: EndpointList | None = None
-    file: FilePath | None = None  # as written in a configuration file it is relative to that file
+    file: FilePath | None = None  # relative to the configuration file that names it
     dns: Dns | None = None
     kubernetes: Kubernetes | None = None
 
@@ -232,7 +229,7 @@ class TargetModel(Section):
 
 
 class _Ranked(Section):
-    """Whose requests are of a band: by the name of one of the three, or by a priority."""
+    """A model or objective whose requests get a band, by criticality or by priority."""
 
     name: Name
     criticality: CriticalityName = Criticality.DEFAULT
@@ -245,7 +242,7 @@ class _Ranked(Section):
         return self
 
     def band(self, bands: Bands) -> Band:
-        """The band of its requests, of those that are configured as `bands`."""
+        """The band of its requests among the configured `bands`."""
         if self.priority is not None:
             return bands.of(self.priority)
         return bands.named(self.criticality)
@@ -253,30 +250,30 @@ class _Ranked(Section):
 
 class Model(_Ranked):
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each of its flows
-    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt and answer together
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
+    max_model_len: Count | None = Field(None, ge=1, le=100_000_000)  # tokens of prompt plus answer
     target_models: tuple[TargetModel, ...] = ()
-    endpoint_labels: Mapping[Name, str] = Field(default={})  # of endpoints that may serve it; all of them
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # an endpoint that serves it has them
 
 
 class Objective(_Ranked):
     weight: Number = Field(1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
-    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # of each flow that it is given to
+    max_inflight_per_endpoint: Count | None = Field(None, ge=1, le=65_535)  # limit of each of its flows
 
 
 BandWeight = Annotated[Number, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)]
-MOST_BAND_BYTES = 2**50  # sums stay exact
-_MOST_BANDS = 64  # as many as can be in use at once (lua/lib/bands.lua)
+MOST_BAND_BYTES = 2**50  # sums stay exact as doubles in Lua
+_MOST_BANDS = 64  # the limit of lua/lib/bands.lua
 
 
 def _band_name(name: str) -> str:
-    """The three as they are spelled, in whatever case; others as they are."""
+    """The canonical spelling of Critical, Default or Sheddable in any case; other names unchanged."""
     return next((each for each in Criticality if each.lower() == name.lower()), name)
 
 
 class PriorityBand(Section):
-    """A band of the queue. What is not given is that of the nearest of the three bands at or below its
-    priority; for one of the three, its default."""
+    """A band of the queue. Critical, Default and Sheddable have defaults. Another band takes attributes
+    that are not given from the nearest of these three at or below its priority, or else from the lowest."""
 
     priority: Priority
     name: Annotated[Name, Field(max_length=64), AfterValidator(_band_name)] | None = None
@@ -284,19 +281,19 @@ class PriorityBand(Section):
     preemptible: Flag | None = None
     guaranteed: Flag | None = None
     capacity: Count | None = Field(None, ge=1)
-    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # of the bodies that wait
+    bytes: int | None = Field(None, strict=True, ge=1, le=MOST_BAND_BYTES)  # waiting bodies
 
     @property
     def label(self) -> str:
         return self.name if self.name is not None else str(self.priority)
 
     def over(self, band: Band) -> Band:
-        """`band` with what is given here; its name, priority and weight are this one's."""
+        """`band` with the attributes given here replaced, name and priority among them."""
         return replace(band, name=self.label, **self.model_dump(exclude_none=True, exclude={"name"}))
 
 
 def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
-    """The bands by name: the three, then the others that are `given`, the highest first."""
+    """The bands by name: Critical, Default, Sheddable, then other `given` bands by descending priority."""
     by_name = {band.label: band for band in given}
     named = {band.name: by_name.pop(band.name).over(band) if band.name in by_name else band for band in NAMED}
     others = sorted(by_name.values(), key=lambda band: -band.priority)
@@ -306,28 +303,28 @@ def _configured(given: Iterable[PriorityBand]) -> dict[str, Band]:
 class FairRequestQueue(Section):
     total_capacity: Count = Field(1000, ge=1)
     flow_capacity: Count = Field(100, ge=1)
-    max_flows: Count = Field(10_000, ge=1)  # that have a request waiting, in all bands
-    # Of the bound, that one request takes at most, whatever it claims; only under `unit: tokens`.
+    max_flows: Count = Field(10_000, ge=1)  # flows with a waiting request, over all bands
+    # The largest part of the bound that one request takes, whatever it claims; only with `unit: tokens`.
     claim_share: Number = Field(0.25, gt=0, le=1)
-    # Flows whose names are not configured: how many one address may begin at one replica.
+    # How many flows without a configured name one client address may start at one replica.
     new_flows_per_minute: Count = Field(1000, ge=1, le=1_000_000)
     queue_ttl: Duration = Field(30.0, gt=0)
     flow_key: Literal["fairness-id", "model"] = "fairness-id"
     band_policy: BandPolicy = "strict"
-    # Bands besides Critical, Default and Sheddable, or these with other priorities and attributes. A priority
-    # that no band has gets one of its own while it is in use.
+    # Bands besides Critical, Default and Sheddable, or these with other priorities and attributes. Any other
+    # priority gets a dynamic band while requests have it.
     priority_bands: tuple[PriorityBand, ...] = Field((), max_length=_MOST_BANDS - len(NAMED))
-    # By the band's name. Whatever is not named keeps its own.
+    # Weights by band name. A band that is not named keeps its weight.
     band_weights: dict[str, BandWeight] = Field(default={}, validate_default=True)
     fairness: Fairness = "weighted-fair"
     ordering: Ordering = "fcfs"
     overload: Overload = "preempt"
     starvation_after: Annotated[Duration, Field(gt=0)] | None = None  # null: half a request's TTL
     guard_share: Number = Field(0.1, ge=0, lt=1)
-    # Stands for an answer of unknown length where the flow has had none yet; only under `unit: tokens`.
+    # Estimate for an answer of unknown length until the flow has had an answer; only with `unit: tokens`.
     default_answer_tokens: Count = Field(256, ge=1, le=1_000_000)
     overload_status: Literal[503, 429] = 503
-    # While no endpoint is ready requests wait for their TTL at most, as for a pool that is scaled to zero.
+    # While no endpoint is ready, queue requests up to their TTL, as for a pool that is scaled to zero.
     queue_without_endpoints: Flag = False
 
     @field_validator("priority_bands")
@@ -373,7 +370,7 @@ class FairRequestQueue(Section):
 class RequestQueueController(Section):
     """Bounds per ready backend, in `unit`."""
 
-    enabled: Flag = True  # False: requests are placed as they come, and nobody waits
+    enabled: Flag = True  # False: requests are placed as they come, without a wait
     watermark_per_backend: Number = Field(2, gt=0, le=MOST_COST)
     percentage_deviation_for_bounds: Number = Field(0.1, gt=0, lt=1)
     lower_bound_per_backend: Number | None = Field(None, ge=0, le=MOST_COST)
@@ -395,7 +392,7 @@ class RequestQueueController(Section):
 
     @model_validator(mode="after")
     def _tokens_are_chosen(self) -> Self:
-        # Two requests are a sensible default, two tokens are not.
+        # The default watermark of 2 is sensible in requests, not in tokens.
         if self.unit == "tokens" and "watermark_per_backend" not in self.model_fields_set:
             raise ValueError("unit tokens needs watermark_per_backend (and bounds, if set) in tokens")
         return self
@@ -426,7 +423,7 @@ class Workloads(Section):
     rate_window: Duration = Field(60.0, gt=0)
     ema_alpha: Number = Field(0.2, gt=0, le=1)
     idle_after: Duration = Field(300.0, gt=0)
-    max_workloads: int = Field(20_000, ge=1)  # ids beyond them are treated as anonymous
+    max_workloads: int = Field(20_000, ge=1)  # requests of further ids count as anonymous
     wait_signal: WaitSignal = "request"
 
 
@@ -435,13 +432,13 @@ ScorerWeight = Annotated[Number, Field(gt=0, le=1e6)]
 
 
 class OutlierDetection(Section):
-    """When an endpoint that fails is ejected (docs/picking.md). `retry_budget_percent` is Envoy's."""
+    """When to eject an endpoint that fails (docs/picking.md). `retry_budget_percent` configures Envoy."""
 
     enabled: Flag = True
-    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time while it goes on failing
+    base_ejection_time: Duration = Field(1.0, ge=0.1, le=300)  # doubled each time the endpoint fails again
     max_ejection_time: Duration = Field(8.0, ge=0.1, le=300)
-    max_ejection_percent: Count = Field(50, ge=0, le=100)  # of the endpoints that are ready
-    retry_budget_percent: Count = Field(20, ge=0, le=100)  # retries, of the requests that run
+    max_ejection_percent: Count = Field(50, ge=0, le=100)  # of ready endpoints
+    retry_budget_percent: Count = Field(20, ge=0, le=100)  # retries, as a part of the requests in flight
 
     @model_validator(mode="after")
     def _doubles_up_to_the_longest(self) -> Self:
@@ -454,7 +451,7 @@ class OutlierDetection(Section):
 
 
 class Latency(Section):
-    """What the scorer `latency` adds up (spec 004): alpha·mean + beta·load + gamma·std."""
+    """Weights of the scorer `latency` (spec 004): cost = alpha·mean + beta·load + gamma·std."""
 
     alpha: Number = Field(DEFAULT_LATENCY_WEIGHTS.alpha, ge=0, le=1e6)
     beta: Number = Field(DEFAULT_LATENCY_WEIGHTS.beta, ge=0, le=1e6)
@@ -467,19 +464,19 @@ class Latency(Section):
         return self
 
 
-# Headers and members of bodies that name a client's session.
+# Headers and body members that can identify a client's session.
 SessionKey = Literal["session-id", "x-session-affinity", "prompt_cache_key", "user", "metadata.user_id"]
 
 
 class Scheduling(Section):
-    """How an endpoint is chosen. Without scorers: the one with the fewest requests in flight."""
+    """How an endpoint is chosen. Without scorers: the endpoint with the fewest requests in flight."""
 
     scorers: Annotated[dict[ScorerName, ScorerWeight], BeforeValidator(weights_by_name)] = {}
-    session_keys: tuple[SessionKey, ...] = ()  # what the scorer session-affinity goes by besides tokens
+    session_keys: tuple[SessionKey, ...] = ()  # read by the scorer session-affinity besides tokens
     latency: Latency = Latency()
     fallbacks: Count = Field(2, ge=0, le=8)
-    adapters: tuple[Name, ...] = ()  # names of LoRA adapters, besides those that endpoints report
-    endpoint_labels: Mapping[Name, str] = Field(default={})  # that endpoints need to get any request
+    adapters: tuple[Name, ...] = ()  # LoRA adapters, besides those that endpoints report
+    endpoint_labels: Mapping[Name, str] = Field(default={})  # labels that every endpoint must have
 
     @model_validator(mode="after")
     def _keys_are_scored(self) -> Self:
@@ -489,7 +486,7 @@ class Scheduling(Section):
 
 
 class Series(NamedTuple):
-    """A series of a metrics page, and the labels that a sample of it must have to count."""
+    """A series of a metrics page: only samples with all of `labels` count."""
 
     name: str
     labels: frozenset[tuple[str, str]] = frozenset()
@@ -501,10 +498,10 @@ _SELECTED = re.compile(r'[ ]*([a-zA-Z_][a-zA-Z0-9_]*)[ ]*=[ ]*(?:"([^"\\]*)"|([^
 
 @lru_cache(maxsize=1000)
 def series_of(text: str) -> Series:
-    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes may be left out.
+    """The series that `text` selects: `name` or `name{label="value",...}`; the quotes are optional.
 
     Raises:
-        ValueError: it selects none.
+        ValueError: `text` has another form.
     """
     match = _SERIES.fullmatch(text)
     if match is None:
@@ -519,9 +516,9 @@ def series_of(text: str) -> Series:
     return Series(match[1], frozenset(labels))
 
 
-# How series that differ in one label are one figure. `same`: each has the whole figure, and the highest
-# counts. `total`: the series with the label empty has the sum of the others. Those that differ in other
-# labels add up.
+# How to combine series that differ in one label. `same`: each series has the whole value; take the highest.
+# `total`: the series whose label is empty has the sum of the others; take that series. Add up series that
+# differ in any other label.
 Aggregation = Literal["same", "total"]
 _RANKS: Mapping[str, Aggregation] = MappingProxyType(
     {"tp_rank": "same", "pp_rank": "same", "moe_ep_rank": "same"}
@@ -530,14 +527,13 @@ _RANKS: Mapping[str, Aggregation] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Series of one engine's metrics page, and the paths that tell its state.
+    """The series of one engine's metrics page, and the paths that report its state.
 
-    A meaning may have several series, of which the first that the page has counts. `awake` is 0 while the
-    engine sleeps. `aggregation` says of labels how series that differ in them are one figure. `probe_path`
-    costs the engine next to nothing to answer; with the status `unready`, or another 5xx, it takes no
-    requests. If `health_path` is not '', only that says so, and it is asked seldom: SGLang's generates a
-    token. `sleep_path` and `models_path` ('': none) tell whether it sleeps, if the page does not, and which
-    adapters can be used.
+    Each figure may have several series; the first that the page has counts. `awake` is 0 while the engine
+    sleeps. `aggregation` says by label how to combine series. `probe_path` is cheap to answer; the status
+    `unready`, 500, 502, 503 or 504 means that the engine takes no requests. If `health_path` is set, only its
+    status means that, and it is asked seldom: SGLang's generates a token. `sleep_path` reports whether the
+    engine sleeps, where the page does not; `models_path` lists usable adapters ('': no such path).
     """
 
     name: str
@@ -549,13 +545,13 @@ class Engine:
     aggregation: Mapping[str, Aggregation] = field(default_factory=lambda: _RANKS)
     path: str = "/metrics"
     probe_path: str = "/health"
-    unready: int = 503  # status
+    unready: int = 503  # HTTP status
     health_path: str = ""
     sleep_path: str = ""
     models_path: str = ""
 
 
-# In this order: a page that has the series of several counts as the first one's.
+# The order matters: a page with series of several engines belongs to the first of them.
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -630,23 +626,24 @@ Scheme = Literal["http", "https"]
 
 
 class Scraping(Section):
-    """`auto`: as often as figures are used, at most 1 % of either side's time; stale after 3 intervals."""
+    """Scraping of metrics pages. `interval: auto` is as short as the use of the figures needs, at most 1 % of
+    the replica's and of the endpoint's time; `stale_after: auto` is 3 intervals."""
 
     interval: AutoDuration = Field(None, ge=0.01)
     stale_after: AutoDuration = Field(None, gt=0)
     engine: str = AUTO
-    engine_label: str = _ENGINE_LABELS[0]  # of endpoints, whose value is the name of their engine
-    series: Mapping[str, str] = Field(default={})  # meaning -> series, where they differ from the engine's
+    engine_label: str = _ENGINE_LABELS[0]  # endpoint label with the engine's name
+    series: Mapping[str, str] = Field(default={})  # figure -> series, overriding the engine's
     aggregation: Mapping[str, Aggregation | Literal["sum"]] = Field(
         default={}
-    )  # of labels, as the engine has it
+    )  # by label, overriding the engine's
 
-    # Of the metrics pages: their port, where it is not that of requests, and how they are read.
+    # How to fetch metrics pages; `port` is needed if it differs from the port of requests.
     port: Port | None = None
     scheme: Scheme = "http"
-    probe_scheme: Scheme | None = None  # of signs of life, at the port of requests; null: as `scheme`
-    ca: FilePath | None = None  # that must have signed the certificates of `https`; null: any certificate
-    token_file: FilePath | None = None  # a bearer token, sent with each request for a page
+    probe_scheme: Scheme | None = None  # scheme of probes, sent to the port of requests; null: as `scheme`
+    ca: FilePath | None = None  # CA of the `https` certificates; null: accept any certificate
+    token_file: FilePath | None = None  # bearer token sent with each scrape
 
     @model_validator(mode="after")
     def _fresh_between_scrapes(self) -> Self:
@@ -670,15 +667,15 @@ class Scraping(Section):
         return self
 
     def engine_named(self, labels: Mapping[str, str]) -> str:
-        """What the labels of an endpoint call its engine; '' if they do not."""
+        """The engine's name by an endpoint's labels; '' if no label has it."""
         return next((labels[key] for key in (self.engine_label, *_ENGINE_LABELS) if key in labels), "")
 
     def engines(self, named: str = "") -> tuple[Engine, ...]:
-        """The engines that an endpoint may be whose labels call its engine `named`. If there are several, its
-        page tells which of them it is."""
+        """The candidate engines of an endpoint whose labels name the engine `named`. With several candidates
+        the endpoint's metrics page decides."""
         labelled, configured = _known_engine(named), _known_engine(self.engine)
         if labelled is not None and labelled is not configured:
-            # The series of another engine that is configured are not its own.
+            # The labels name another engine than the configuration: its `series` do not apply.
             return (self._own(labelled) if self.engine == AUTO else labelled,)
         if self.engine != AUTO:
             return (self._own(configured or Engine(self.engine)),)
@@ -686,8 +683,8 @@ class Scraping(Section):
         return (*map(self._own, ENGINES.values()), *own)
 
     def _own(self, engine: Engine) -> Engine:
-        """`engine` with what is configured. Where it was found, its own series come behind the configured
-        ones."""
+        """`engine` with the configured series, paths and aggregation. With `engine: auto`, the engine's own
+        series follow the configured ones."""
         given: dict[str, Any] = {
             key: text if key in _PATHS else (text, *(getattr(engine, key) if self.engine == AUTO else ()))
             for key, text in self.series.items()
@@ -698,9 +695,9 @@ class Scraping(Section):
 
 
 class Leases(Section):
-    """How long a silent request, replica or grant is believed."""
+    """How long a request, replica or grant counts as alive without a sign of life."""
 
-    inflight: Duration = Field(15.0, ge=1)  # must outlive Envoy's access-log flush interval
+    inflight: Duration = Field(15.0, ge=1)  # must exceed Envoy's access-log flush interval
     access_log_interval: Duration = Field(5.0, ge=1)
     replica_silence: Duration = Field(5.0, ge=1)
     adoption_grace: Duration = Field(3.0, gt=0)
@@ -724,7 +721,7 @@ class DecisionLog(Section):
 
 class Logging(Section):
     format: Literal["text", "json"] = "text"
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG has a line for each decision
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # DEBUG writes a line for each decision
 
 
 class Tracing(Section):
@@ -732,4 +729,4 @@ class Tracing(Section):
 
     enabled: Flag = False
     endpoint: Annotated[str, AfterValidator(starting_with("http://", "https://"))] = "http://127.0.0.1:4317"
-    sample: Number = Field(0.1, ge=0, le=1)  # of requests without a traceparent; others are sampled by theirs
+    sample: Number = Field(0.1, ge=0, le=1)  # share of requests without a traceparent; others follow theirs

@@ -1,4 +1,4 @@
-"""The command `picker serve`: one replica, put together and run in one event loop until a signal ends it."""
+"""The command `picker serve`: builds one replica and runs it in one event loop until a signal stops it."""
 
 import argparse
 import asyncio
@@ -49,22 +49,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Where a replica listens."""
+    """A replica's id and the addresses of its listeners."""
 
     id: str
     grpc: str  # host:port
-    admin: str  # http://host:port, or https
-    http: str | None  # host:port of mode `http`, if it is served
+    admin: str  # http://host:port or https://host:port
+    http: str | None  # host:port of mode `http`, None if off
 
 
 async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], None]) -> None:
     """Run one replica until SIGTERM or SIGINT, then drain and return.
 
-    `on_bound` is called once both listeners are bound. Redis may be away: the replica starts, says that it
-    is not ready, and joins when Redis comes.
+    `on_bound` is called once all listeners are bound. While Redis does not answer, the replica is not ready;
+    it joins the fleet when Redis answers.
 
     Raises:
-        StartupError: a listener cannot be bound, or discovery has no list to begin with.
+        StartupError: a listener cannot be bound, or discovery has no initial list of endpoints.
     """
     clock = asyncio.get_running_loop().time
     certificates = _certificates(settings.extproc.tls, "extproc.tls", "h2")
@@ -136,7 +136,7 @@ async def serve(settings: Settings, replica: str, on_bound: Callable[[Bound], No
 
 
 def _pools(settings: Settings, replica: str, certificates: Certificates | None) -> dict[str, Pool]:
-    """Each pool by its name, that of requests that name none first."""
+    """The pools by name; first the pool of requests that name none."""
     each = pools_of(settings)
     budgets = body_budgets(settings.extproc.max_buffered_bytes, each)
     open_requests = OpenRequests()
@@ -154,7 +154,7 @@ def _pools(settings: Settings, replica: str, certificates: Certificates | None) 
 
 
 def _services(pools: Mapping[str, Pool], default: str) -> dict[str, ByPool[Handler]]:
-    """The services of each pool's own, by path."""
+    """Each gRPC path with the handlers of the pools."""
     each = {name: pool.services() for name, pool in pools.items()}
     return {
         path: ByPool(
@@ -175,7 +175,7 @@ def _certificates(tls: Tls | None, name: str, protocol: str) -> Certificates | N
 
 
 async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer | None) -> None:
-    """Readiness follows the first contact with each pool, when it may admit."""
+    """Report ready once this replica has joined each pool, so that it may admit requests."""
     for pool in pools:
         await pool.parts.membership.known()
     server.set_ready(True)
@@ -187,7 +187,7 @@ async def _announce(pools: Iterable[Pool], server: Server, checks: CheckServer |
 
 @contextlib.asynccontextmanager
 async def _background() -> Any:
-    """Tasks that live as long as the block. One that cannot begin ends the replica with its own error."""
+    """Run tasks as long as the block. A task that cannot start ends the replica with that task's error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
@@ -199,7 +199,7 @@ async def _background() -> Any:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as faults:
-        # One part's failure cancels the rest; its own error says what happened.
+        # The first failure cancels the other tasks; report that error alone.
         raise faults.exceptions[0] from None
 
 
@@ -213,24 +213,24 @@ def _on_signal() -> asyncio.Event:
 
 
 def _report_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log a fault that nobody awaits, except that of a name's lookup: a connection that gave up waiting for
-    it has its own error."""
+    """Log an unhandled error, except of a DNS lookup: the connection that stopped waiting for the lookup
+    reports its own error."""
     if not isinstance(context.get("exception"), socket.gaierror):
         report_unhandled(loop, context)
 
 
 def new_incarnation() -> str:
-    """An id that no replica has had: the end of the host's name, and a random part that is new at each start.
+    """A unique replica id: the end of the host's name, and a random part that is new at each start.
 
-    It is short because the record of each waiting request in Redis has it; `about` has the whole name.
+    The id is short because Redis stores it with each waiting request; `about` has the whole host name.
     """
     return f"{socket.gethostname().rsplit('-', 1)[-1][:8]}-{secrets.token_hex(4)}"
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-# Larger than most requests, smaller than the bodies that fill a replica's memory.
+# Larger than most request bodies, smaller than the bodies that fill a replica's memory.
 _LARGE_BLOCK_BYTES = 512 * 1024
-_KEPT_BYTES = 8 * 1024 * 1024  # of free memory at the heap's end
+_KEPT_BYTES = 8 * 1024 * 1024  # free memory kept at the heap's end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,15 +241,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 after a drain. Prints one JSON line once the listeners are bound."""
+    """Run a replica; exit code 0 after a drain. Prints one JSON line once the listeners are bound."""
     settings, remarks = _settings(args)
     replica = new_incarnation()
     level = args.log_level or settings.logging.level
-    pool = settings.pool if len(settings.pools) < 2 else ""  # of several, each line says whose it is
+    pool = settings.pool if len(settings.pools) < 2 else ""  # with several pools, each log line names its own
     logs.setup(level, style=settings.logging.format, replica=replica, pool=pool)
     for remark in remarks:
         _log.warning("%s", remark)
-    # Collecting seldom is worth a few per cent, since requests leave few cycles.
+    # Collect garbage seldom: requests leave few cycles, and this saves a few per cent of CPU.
     gc.set_threshold(10_000, 20, 20)
     _give_large_blocks_back()
     uvloop.run(serve(settings, replica, _report))
@@ -257,7 +257,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
-    """The settings, and warnings about the flags that they come from."""
+    """The settings, and warnings about the flags."""
     if chart_flags.given(args):
         return chart_flags.settings(args, os.environ)
     if args.config is None:
@@ -268,17 +268,17 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, Sequence[str]]:
 
 
 def _give_large_blocks_back() -> None:
-    """Have the C library give large blocks back to the system as soon as they are free.
+    """Have the C library return large blocks to the system as soon as they are freed.
 
-    By itself glibc keeps blocks of up to 32 MiB once it has seen such, in the heap of whichever thread asked:
-    a replica that holds 120 MiB of bodies then has up to 280 MiB more than one that holds none, and with
-    this 130 MiB.
+    By default glibc, once it has freed a large block (up to 32 MiB), keeps blocks of that size in the heap of
+    the allocating thread. A replica with 120 MiB of bodies then has up to 280 MiB more than an idle one; with
+    this setting, 130 MiB more.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library has another heap
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        # Setting the other threshold lowers this one to 128 KiB. Then each large prompt would take its memory
-        # from the system anew, and one of 400 KB cost 40 % more CPU.
+        # Setting M_MMAP_THRESHOLD lowers this threshold to 128 KiB. Each large prompt would then get memory
+        # from the system anew; a prompt of 400 KB would cost 40 % more CPU.
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 

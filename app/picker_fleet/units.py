@@ -1,4 +1,4 @@
-"""Values that a configuration spells as text: durations, addresses, numbers; each parsed in one place."""
+"""Parsers and checks of configuration values: durations, addresses, numbers, names, tokens."""
 
 import re
 from collections import Counter
@@ -18,8 +18,8 @@ _ZONE = re.compile(r"[A-Za-z0-9._-]{1,16}")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{1,512}")
 _UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
-_LONGEST_S = 366 * 86_400.0  # past it, timers of the platforms below overflow
-_MOST = 1e9  # counts and weights stay exact in the scripts' doubles
+_LONGEST_S = 366 * 86_400.0  # longer timers overflow on some platforms
+_MOST = 1e9  # keeps counts and weights exact as doubles in Lua
 
 
 def duration_s(value: object) -> float:
@@ -44,10 +44,10 @@ def duration_s(value: object) -> float:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """('10.0.0.1', 8000) of '10.0.0.1:8000'; brackets around IPv6 are taken off.
+    """Split '10.0.0.1:8000' into ('10.0.0.1', 8000), without the brackets of an IPv6 address.
 
     Raises:
-        ValueError: no port, or an IPv6 address without its brackets.
+        ValueError: `address` has no port, or is an IPv6 address without brackets.
     """
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -58,7 +58,7 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def can_be_looked_up(host: str) -> bool:
-    """Whether a resolver takes `host`: no part of it between dots is empty or longer than 63 bytes."""
+    """Whether a resolver accepts `host`: no label between dots is empty or longer than 63 bytes."""
     try:
         return bool(host.encode("idna"))
     except UnicodeError:
@@ -66,10 +66,10 @@ def can_be_looked_up(host: str) -> bool:
 
 
 def host_port(value: object) -> str:
-    """`host:port`, IPv6 in brackets, as given; the port may be 0 (any free one).
+    """Check and return `host:port`, with IPv6 in brackets; port 0 stands for any free port.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: `value` has another form.
     """
     host, port = split_host_port(str(value))
     if not host or host.isspace() or port > 65535 or not can_be_looked_up(host):
@@ -78,10 +78,10 @@ def host_port(value: object) -> str:
 
 
 def host_name(value: object) -> str:
-    """A host's name or address without a port, in small letters; `*.example.org` stands for all below it.
+    """A host's name or address without a port, in lower case; `*.example.org` stands for all subdomains.
 
     Raises:
-        ValueError: it is neither, or has a port.
+        ValueError: `value` is neither a name nor an address, or has a port.
     """
     text = str(value).strip().lower().removesuffix(".")
     try:
@@ -97,7 +97,7 @@ def endpoint_address(value: object) -> str:
     """An endpoint's `ip:port` in canonical form; IPv6 in brackets.
 
     Raises:
-        ValueError: the host is no IP address (Envoy takes addresses, not names) or the port is 0.
+        ValueError: the host is no IP address (Envoy accepts no names here), or the port is 0.
     """
     host, port = split_host_port(str(value))
     if not 1 <= port <= 65535:
@@ -112,7 +112,7 @@ def endpoint_address(value: object) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an IP address that only this machine reaches; a name is none."""
+    """Whether `host` is a loopback IP address; False for a name."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -123,7 +123,7 @@ def is_loopback(host: str) -> bool:
 
 
 def file_path(value: object) -> Path:
-    """The path `value` spells. Raises ValueError if it is no text, empty, or holds a NUL."""
+    """`value` as a Path. Raises ValueError if it is not text, is empty, or contains a NUL."""
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value or "\0" in value:
@@ -132,12 +132,12 @@ def file_path(value: object) -> Path:
 
 
 def repeated(values: Iterable[T]) -> list[T]:
-    """Those that occur more than once, each once."""
+    """The values that occur more than once, without duplicates."""
     return [value for value, count in Counter(values).items() if count > 1]
 
 
 def starting_with(*prefixes: str) -> Callable[[str], str]:
-    """A check that a URL begins with one of `prefixes`."""
+    """Return a function that checks that a URL begins with one of `prefixes`."""
 
     def check(url: str) -> str:
         if not url.startswith(prefixes):
@@ -148,10 +148,10 @@ def starting_with(*prefixes: str) -> Callable[[str], str]:
 
 
 def bearer_token(text: str) -> str:
-    """A token as a header can carry it, without the newline at the end of files and secrets.
+    """A bearer token without surrounding white space, such as a file's last newline.
 
     Raises:
-        ValueError: it is empty or too long, or has a character that a header could not bring.
+        ValueError: the token is empty, too long, or has a character that a header cannot carry.
     """
     token = text.strip()
     if not _TOKEN.fullmatch(token):
@@ -160,17 +160,17 @@ def bearer_token(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text`; of a URL only scheme, host, port and path, since the rest may have a password or a key."""
+    """`text`; if it is a URL, only scheme, host, port and path: the rest may contain a password or a key."""
     scheme, mark, rest = text.partition("://")
     place = re.split(r"[?#]", rest, maxsplit=1)[0]
-    if "@" in rest and "@" not in place:  # a password may have a question mark
+    if "@" in rest and "@" not in place:  # the password contains a question mark or hash
         return f"{scheme}://…"
     return f"{scheme}://{place.rpartition('@')[2]}" if mark else text
 
 
 def has_control(text: str) -> bool:
-    """Whether `text` holds a control character, which no name in the shared state may: keys join names by
-    byte 31, records end them by byte 0."""
+    """Whether `text` contains a control character. Names in the shared state must not: keys join names with
+    byte 31, and records end names with byte 0."""
     return _CONTROL.search(text) is not None
 
 
@@ -190,7 +190,7 @@ def _countable(value: float) -> float:
 
 
 Duration = Annotated[float, BeforeValidator(duration_s)]
-# None stands for `auto`, which is what it is written and shown as.
+# None stands for `auto`, the spelling in the configuration and in its JSON.
 AutoDuration = Annotated[
     Duration | None,
     BeforeValidator(lambda value: None if value == AUTO else value),
@@ -202,10 +202,10 @@ EndpointAddress = Annotated[str, BeforeValidator(endpoint_address)]
 FilePath = Annotated[Path, BeforeValidator(file_path)]
 CriticalityName = Annotated[Criticality, BeforeValidator(Criticality.parse)]
 Priority = Annotated[int, Field(strict=True, ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
-# What the arithmetic of the queue bears over years (docs/fairness.md), in Lua too (state/schema.py).
-LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # of a flow or a band
-MOST_COST = 1e9  # of a request, and bounds of the stock for each endpoint
-# Strict: `true` is not 1 and "5" is not 5. YAML has types, and a wrong one is more likely a mistake.
+# Limits of the queue's arithmetic over years (docs/fairness.md), also in Lua (state/schema.py).
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6  # weight of a flow or a band
+MOST_COST = 1e9  # cost of a request, and bounds of the stock per endpoint
+# Strict types: `true` is not 1, and "5" is not 5. In YAML, a value of another type is probably a mistake.
 Count = Annotated[int, Field(strict=True), AfterValidator(_countable)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_countable)]
 Flag = Annotated[bool, Field(strict=True)]

@@ -1,4 +1,4 @@
-"""Parsers of the commands' arguments, for argparse's `type`."""
+"""Parsers of command-line arguments, for argparse's `type`."""
 
 import argparse
 from collections.abc import Callable
@@ -18,7 +18,7 @@ port = whole_number(0, 65535)
 
 
 def decimal(what: str, most: float, *, zero: bool = False) -> Callable[[str], float]:
-    """Of `what` above 0, or with `zero` from 0 on, up to `most`."""
+    """A parser of numbers above 0 (with `zero`: from 0) up to `most`; errors call the number `what`."""
     valid = f"from 0 to {most:g}" if zero else f"above 0, up to {most:g}"
 
     def parse(text: str) -> float:

@@ -1,7 +1,7 @@
-"""What stands before the model servers: the real queue (`LocalQueue`, `FairQueue`) and scheduler.
+"""Policies in front of the model servers, with the product's queue (`LocalQueue`, `FairQueue`) and scheduler.
 
-Time is handed in. What is not simulated is the network: a decision takes no time, but a freed place is known
-`RELEASE_S` after the answer's end.
+The caller passes the time. The network is not simulated: a decision takes no time, but a policy learns of a
+freed place only `RELEASE_S` after the answer's end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ CRITICALITY = {"chat": 3, "urgent": 5, "nightly": 1}
 
 @dataclass(slots=True)
 class Pool:
-    """The servers as a picker sees them: its own count of requests in flight, and scraped metrics.
+    """A picker's view of the servers: its own count of requests in flight, and scraped metrics.
 
-    `started` is told of each request that is given to a server.
+    It calls `started` for each request that it places on a server.
     """
 
     engines: Sequence[Engine]
@@ -48,7 +48,7 @@ class Pool:
         self.started(server)
 
     def least_request(self) -> int:
-        """The less loaded of two random servers, Envoy's default for LEAST_REQUEST."""
+        """The less loaded of two random servers, like Envoy's LEAST_REQUEST with its default settings."""
         count = len(self.engines)
         first, second = int(self.random() * count), int(self.random() * count)
         return first if self.in_flight[first] <= self.in_flight[second] else second
@@ -67,7 +67,7 @@ class Pool:
 
 
 class Direct:
-    """No queue: each request goes to a server at once, by `scored` the scheduler's choice."""
+    """A policy without a queue: places each request at once; with `scored` by the scheduler's choice."""
 
     def __init__(self, pool: Pool, *, scored: bool) -> None:
         self._pool, self._scored = pool, scored
@@ -83,10 +83,10 @@ class Direct:
 
 
 class Queued:
-    """`queues` queues, each with its part of the bound and the capacities; one is the fleet's.
+    """A policy with `queues` queues, each with its part of the bound and the capacities; 1 models the fleet.
 
-    With several, tenants' ingress is skewed: all but one of the queues get requests of `bulk`, and all but
-    one get those of `chat`.
+    With several queues the tenants' ingress is skewed: the first queue gets no requests of `bulk`, and the
+    last queue none of `chat`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Queued:
         self._serve(at, now_s)
 
     def leave(self, job: Job) -> None:
-        """The client has left, or the request has expired."""
+        """Remove a request whose client left, or that expired, if it still waits."""
         if (found := self._waiting.pop(job.number, None)) is not None:
             self._queues[found[0]].remove(found[1])
             job.refused = True

@@ -1,4 +1,4 @@
-"""Runs of a policy before four model servers, and their figures."""
+"""Simulates a policy in front of four model servers, and computes the figures of the run."""
 
 import functools
 import heapq
@@ -13,12 +13,12 @@ from bench.benefit.policies import RELEASE_S, Direct, Policy, Pool, Queued
 from picker_tools.audit.measures import jain
 
 SERVERS = 4
-DEADLINE_S = 60.0  # of the client, for the whole answer
+DEADLINE_S = 60.0  # a client leaves if it has no whole answer by then
 _QUEUE_TTL_S = 30.0  # the default of fair_request_queue.queue_ttl
 _WARM_S, _END_S = 60.0, 300.0
-CHAT_LOAD = 0.3  # of the capacity; `bulk` is the rest of the load
-_URGENT = 0.1  # of bulk's requests
-# Means of ShareGPT's prompts and answers in the paper's figure 11. That they are log-normal is assumed.
+CHAT_LOAD = 0.3  # chat's load as a part of the capacity; `bulk` is the rest of the load
+_URGENT = 0.1  # urgent part of bulk's requests
+# Mean lengths of ShareGPT's prompts and answers in the paper's figure 11; the log-normal shape is assumed.
 _PROMPT, _ANSWER, _SIGMA, _LONGEST = 161, 338, 1.0, 1000
 KINDS = ("chat", "urgent", "nightly")
 
@@ -34,7 +34,7 @@ POLICIES: dict[str, Callable[[Pool, float], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the requests that arrived after the warm-up. `jobs` has them; shares are of all computed tokens."""
+    """Figures of the requests after the warm-up. `recomputed`, `too_late`: parts of all computed tokens."""
 
     jobs: Sequence[Job]
     per_s: float
@@ -46,7 +46,7 @@ class Figures:
         return [job for job in self.jobs if job.kind == kind]
 
     def in_time(self, kind: str) -> float:
-        """The part that was answered before the client's deadline."""
+        """The part of the requests of `kind` that were answered before the client's deadline."""
         found = self.of(kind)
         return sum(job.ended_s > 0 for job in found) / len(found)
 
@@ -58,7 +58,7 @@ class Figures:
         return sorted(job.ended_s - job.arrived_s for job in self.of(kind) if job.ended_s)
 
     def shares(self) -> tuple[float, float]:
-        """What the tenants were served, chat first, by their max-min fair parts of what all were served."""
+        """Tokens served to chat and to bulk, each divided by the tenant's max-min fair part of the total."""
         asked, served = (
             [
                 sum(job.answer for job in self.jobs if job.tenant == tenant and (job.ended_s or everything))
@@ -85,7 +85,7 @@ def lengths(draw: random.Random) -> tuple[int, int]:
 
 
 class _Events:
-    """Servers' steps and what is due at a time, in order."""
+    """The event queue of the simulation: runs the servers' steps and other actions in order of time."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.now_s = 0.0
@@ -98,7 +98,7 @@ class _Events:
         heapq.heappush(self._due, (time_s, next(self._numbers), action))
 
     def start(self, server: int) -> None:
-        """Let a server that has nothing to do begin a step."""
+        """Let an idle server begin a step."""
         if not self._engines[server].busy:
             self._engines[server].busy = True
             self.at(self.now_s, lambda: self._begin(server))
@@ -122,8 +122,8 @@ class _Events:
 
 
 def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
-    """With always `in_flight` requests at each server: answers/s of all servers, the recomputed part of all
-    tokens, and the mean time to the first token once placed."""
+    """Simulate servers with always `in_flight` requests each. Returns answers/s of all servers, the part of
+    tokens that were recomputed, and the mean time from placement to the first token."""
     engines = [Engine() for _ in range(SERVERS)]
     events, draw = _Events(engines), random.Random(seed)
     ended: list[Job] = []
@@ -155,8 +155,8 @@ def saturated(in_flight: int, seed: int) -> tuple[float, float, float]:
 
 
 def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> Figures:
-    """One run at `load` times `capacity` (requests/s) with at most `bound` requests at each server. The same
-    seed gives the same requests to all policies."""
+    """Simulate `policy` at `load` times `capacity` (requests/s) with at most `bound` requests at each server.
+    The same seed and load give all policies the same requests."""
     engines = [Engine() for _ in range(SERVERS)]
     events, draw = _Events(engines), random.Random(f"{seed}/{load}")
     gate = POLICIES[policy](Pool(engines, random.Random(seed).random, events.start), bound)
@@ -171,7 +171,7 @@ def run(policy: str, load: float, capacity: float, bound: float, seed: int) -> F
 
     def arrive(job: Job) -> None:
         gate.arrive(job, events.now_s)
-        # Nothing happens unless it still waits in the queue.
+        # Expiry has no effect unless the request still waits in the queue.
         events.at(job.arrived_s + _QUEUE_TTL_S, lambda: gate.leave(job))
         events.at(job.arrived_s + DEADLINE_S, lambda: leave(job))
 

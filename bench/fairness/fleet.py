@@ -1,4 +1,4 @@
-"""Replicas as processes on one Valkey, taken through one run after the other."""
+"""Runs replica processes on one Valkey through one scenario after the other."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class RunFailed(Exception):
 
 
 class Fleet:
-    """Up to as many replicas as there are processes; `run` uses the first few."""
+    """The replica processes; `run` uses the first few of them."""
 
     def __init__(self, port: int, redis: Redis, replicas: Sequence[Child]) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
@@ -35,10 +35,10 @@ class Fleet:
     async def run(
         self, scenario: Scenario, seed: int, replicas: int, *, separate: bool = False
     ) -> list[Entry]:
-        """The decision log of one run, of all its pools by time. `separate`: one queue a replica.
+        """Run a scenario. Returns the decision logs of all pools by time. `separate`: one queue per replica.
 
         Raises:
-            RunFailed: a replica reports an error, or the time is over.
+            RunFailed: a replica reports an error, or the run takes too long.
         """
         await self._redis.flushall()
         pools = [f"bench-{number}" if separate else "bench" for number in range(replicas)]
@@ -50,7 +50,7 @@ class Fleet:
             for replica in used:
                 replica.send("go")
             async with asyncio.TaskGroup() as tasks:
-                for replica in used:  # listening from the start: one that fails says so
+                for replica in used:  # read from the start, to notice a replica that fails
                     tasks.create_task(replica.expect("done", _RUN_S + _ANSWERS_S))
                 async with asyncio.timeout(_RUN_S):
                     entries = await self._follow(sorted(set(pools)), scenario.grants)
@@ -76,7 +76,7 @@ class Fleet:
         return jobs
 
     async def _follow(self, pools: Sequence[str], grants: int) -> list[Entry]:
-        """The pools' decisions until `grants` requests were dispatched from the queue."""
+        """Read the pools' decision logs until `grants` requests have been dispatched from the queue."""
         last = dict.fromkeys(pools, "-")
         found: list[Entry] = []
         granted = 0
@@ -90,13 +90,13 @@ class Fleet:
                 entries = [Entry.parse(fields) for _, fields in read]
                 granted += sum(entry.event == "granted" for entry in entries)
                 found += entries
-        # One pool's entries keep their order, whatever the clock does.
+        # Do not sort the entries of a single pool: their order holds even if the clock jumps.
         return found if len(pools) == 1 else sorted(found, key=lambda entry: entry.time_us)
 
 
 @contextlib.asynccontextmanager
 async def running(replicas: int) -> AsyncIterator[Fleet]:
-    """A Valkey and as many replica processes, which end with the block."""
+    """Run a Valkey and `replicas` replica processes until the block ends."""
     with server() as it:
         redis = Redis(host=LOOPBACK, port=it.port, decode_responses=True, socket_timeout=_ANSWERS_S)
         started: list[Child] = []

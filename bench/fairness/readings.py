@@ -1,4 +1,4 @@
-"""The figures of each kind of run, read from its decision log. Pure."""
+"""Computes the figures of each kind of run from its decision log. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from picker_tools.audit.log import Entry
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of a run with `replicas`. `seed` decides costs, service times and arrivals."""
+    """The figures of a run with `replicas`. `seed` determines costs, service times and arrivals."""
 
     replicas: int
     seed: int
@@ -19,7 +19,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Intervals(Reading):
-    """`gaps`: of every interval in which two flows were backlogged."""
+    """Figures with `gaps`: the service gap of every interval in which two flows were backlogged."""
 
     gaps: Sequence[measures.Gap]
 
@@ -34,7 +34,7 @@ class Intervals(Reading):
 
 @dataclass(frozen=True, slots=True)
 class Weights(Intervals):
-    """`shares` are of weight-normalised service, 1 a fair one."""
+    """Figures of the weights run. `shares`: weight-normalised service by flow; 1 is a fair share."""
 
     shares: Mapping[str, float]
 
@@ -48,11 +48,11 @@ class Weights(Intervals):
 
     @property
     def split_gain(self) -> float:
-        """Service of the flow with 50 workload ids, by that of the flow of the same weight with one."""
+        """Service of the flow with 50 workload ids, divided by that of the equal-weight flow with one."""
         return self.shares["split"] / self.shares["one"] if self.shares["one"] else float("inf")
 
     def deviation(self, alone: "Weights") -> float:
-        """The largest difference from another run: of Jain's index, of min/max, of any flow's share."""
+        """The largest relative difference from run `alone` in Jain's index, min/max and flows' shares."""
         pairs = [(self.jain, alone.jain), (self.min_by_max, alone.min_by_max)]
         pairs += [(self.shares[name], alone.shares[name]) for name in self.shares]
         return max(abs(mine - other) / other if other else float("inf") for mine, other in pairs)
@@ -60,7 +60,7 @@ class Weights(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Trickle(Intervals):
-    """Mean waits. `overload` is how many requests arrived for each that was dispatched."""
+    """Mean waits in the trickle run. `overload`: arrived requests divided by dispatched ones."""
 
     trickle_ms: float
     bulk_ms: float
@@ -73,7 +73,7 @@ class Trickle(Intervals):
 
 @dataclass(frozen=True, slots=True)
 class Starvation(Reading):
-    """Of the criticality-1 workload: `demand` is arrivals by all dispatches, `highest` wait by the TTL."""
+    """The criticality-1 workload's `demand`: arrivals / all dispatches; `highest`: longest wait / TTL."""
 
     demand: float
     expired: int
@@ -87,7 +87,7 @@ class Bands(Reading):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Reading):
-    """Real tokens of each flow's dispatched requests."""
+    """`served`: the real tokens of each flow's dispatched requests."""
 
     served: Mapping[str, float]
 
@@ -103,7 +103,7 @@ def weights(replicas: int, seed: int, entries: Sequence[Entry]) -> Weights:
 
 
 def split_part(entries: Sequence[Entry]) -> float:
-    """The part of all service that the flow with 50 fairness ids has."""
+    """The part of all service that the client with 50 fairness ids gets."""
     served = measures.window(entries, WEIGHTS.keys() - {"split"}, source_of).served
     return served["split"] / sum(served.values())
 

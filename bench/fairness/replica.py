@@ -1,8 +1,8 @@
 """One replica with its clients: `python -m bench.fairness.replica`, controlled over pipes.
 
-The fairness and chaos benchmarks start it and talk to it over pipes. Each line on stdin is a `Job`: it joins
-the job's pool, prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, prints
-`done`. After an error it prints it and ends. It ends with stdin, too.
+The fairness benchmark and the chaos test start this process. Each line on stdin is a `Job`: the process joins
+the job's pool, prints `ready`, waits for `go`, lets its clients send requests until it reads `stop`, then
+prints `done`. After an error it prints the error and exits. It also exits at the end of stdin.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from picker_fleet.pool import assemble
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Workload
 from picker_fleet.state.subscriptions import listen
 
-_AGAIN_S = 0.02  # a refused caller pauses, as a client would
+_AGAIN_S = 0.02  # a refused caller pauses like a client
 _MODEL = "llama"
-_PROMPT_TOKENS = 1  # the rest of a request's tokens is its answer
+_PROMPT_TOKENS = 1  # all other tokens of a request are in its answer
 
 
 class Clients:
-    """All clients of `source` at this replica. The same seed gives the same requests in the same order."""
+    """All clients of `source` at this replica. The same seed yields the same requests in the same order."""
 
     def __init__(
         self, gate: SharedGate, source: Source, replica: str, *, service_ms: Sequence[float], seed: str
@@ -41,7 +41,7 @@ class Clients:
         self._made = 0
 
     async def run(self) -> None:
-        """Send requests until cancelled. Raises StateUnavailable if the shared state does not answer."""
+        """Send requests until cancelled. Raises StateUnavailable if Redis does not answer."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._source.callers):
                 tasks.create_task(self._call_forever())
@@ -62,7 +62,7 @@ class Clients:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _one(self) -> bool:
-        """Whether the request was served."""
+        """Send one request. Returns whether it was served."""
         request = self._next()
         service_s = self._random.uniform(*self._service_ms) / 1000
         try:
@@ -98,7 +98,7 @@ _JOINS_S = 30.0
 
 @contextlib.asynccontextmanager
 async def joined(job: Job) -> AsyncIterator[SharedGate]:
-    """The shared gate of a replica of the job's pool, without a server in front of it."""
+    """Run a replica of the job's pool without its servers; yields its shared gate."""
     settings = parse(job.config)
     parts = assemble(settings, job.replica)
     store, shared, membership = parts.store, parts.shared, parts.membership
@@ -108,7 +108,7 @@ async def joined(job: Job) -> AsyncIterator[SharedGate]:
             store.run(),
             listen(settings.redis.url, store.keys.wake(job.replica), shared.on_notification),
         )
-        # The failover gate also records that the loop runs; else the gate takes the process for paused.
+        # The failover gate must run, too: its timer ends waits for a reply of Redis that exceed the TTL (G5).
         running = [tasks.create_task(work) for work in (*works, membership.run(), parts.failover.run())]
         async with asyncio.timeout(_JOINS_S):
             await membership.known()

@@ -1,4 +1,4 @@
-"""The runs as Markdown: the claims, and the shares of the flows."""
+"""Writes the results of the runs as Markdown: the claims, and the flows' shares."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ gateway must therefore set the fairness id from who the client is; workload ids 
 
 
 def markdown(command: str, plan: Plan, results: Results, checked: Sequence[Claim]) -> str:
-    """The whole page."""
+    """The whole result page."""
     claims = (
         [each.what, figure(each.measured), f"{each.sign} {each.limit:g}", "yes" if each.met else "**no**"]
         for each in checked
@@ -67,7 +67,7 @@ def markdown(command: str, plan: Plan, results: Results, checked: Sequence[Claim
 
 
 def _weights(runs: Sequence[Weights]) -> list[str]:
-    """The least and the greatest share of each flow, and index."""
+    """The range of each flow's share, of Jain's index and of min/max; and the number of violations."""
     found = [[run.shares[name] for run in runs] for name in WEIGHTS]
     found += [[run.jain for run in runs], [run.min_by_max for run in runs]]
     spans = [f"{min(each):.3f}–{max(each):.3f}" for each in found]

@@ -1,7 +1,7 @@
-"""The runs: what is sent, how the queue is configured, and each replica's part as a `Job`.
+"""The scenarios: their load, the configuration of the queue, and each replica's part as a `Job`.
 
-The control is what N independent pickers do: each replica has a pool and a queue of its own and its part of
-the bounds, so that all together let through as much as the fleet does.
+The control models N independent pickers: each replica has its own pool and queue with its part of the bounds,
+so that all pickers together admit as much as the fleet.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class Source:
     """Clients of one kind. Either `callers`, each with one request at a time, or random arrivals at
     `rate_per_s`.
 
-    The fairness id is `fairness_id` or the name; `ids` of them are used in turn, and so are `workloads`
-    workload ids (0: one a request). `tokens` is what a request really takes (0: requests are counted); its
-    estimate is that times a random factor between 1/`guess_factor` and `guess_factor`.
+    The fairness id is `fairness_id`, or else the name. The source uses `ids` fairness ids and `workloads`
+    workload ids in turn (0: no workload id). `tokens` is a request's real number of tokens (0: requests are
+    counted); its estimated cost is `tokens` times a random factor from 1/`guess_factor` to `guess_factor`.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Source:
         return own if self.ids == 1 else f"{own}-{number % self.ids}"
 
     def part(self, which: int, of: int) -> "Source":
-        """The part of the source at the `which`-th of `of` replicas."""
+        """The source's part at replica number `which` (from 0) of `of`."""
         callers = self.callers // of + (which < self.callers % of)
         return replace(self, callers=callers, rate_per_s=self.rate_per_s / of)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One replica's part in one run. An answer takes a random time within `service_ms`."""
+    """One replica's part in one run. An answer takes a random time in the range `service_ms`."""
 
     replica: str
     config: Mapping[str, Any]
@@ -64,12 +64,12 @@ class Job:
 
 
 def source_of(request_id: str) -> str:
-    """The source of a request, by its id (`Clients` makes them)."""
+    """The name of the source in a request id made by `Clients`."""
     return request_id.partition(".")[0]
 
 
 def assign_replicas(sources: int, replicas: int) -> list[list[int]]:
-    """The replicas of each source: with enough of them, no two sources share one."""
+    """The replicas of each source. With enough replicas no two sources share a replica."""
     assigned: list[list[int]] = [[] for _ in range(sources)]
     for slot in range(max(sources, replicas)):
         assigned[slot % sources].append(slot % replicas)
@@ -78,12 +78,12 @@ def assign_replicas(sources: int, replicas: int) -> list[list[int]]:
 
 _ENDPOINTS = 4
 _LOG = 1_000_000
-_ROOM = 4000  # capacity of the queue where capacity is not measured
+_ROOM = 4000  # capacity of the queue in scenarios that do not measure refusals
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run: it lasts until `grants` requests have been dispatched from the queue."""
+    """A run that ends when `grants` requests have been dispatched from the queue."""
 
     name: str
     sources: tuple[Source, ...]
@@ -93,7 +93,7 @@ class Scenario:
 
 
 def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[str, Any]:
-    """Up to `in_flight` at once, the queue as `queue` says; the decision log is on."""
+    """A configuration with bounds for `in_flight`, settings `queue` of the queue, and the decision log on."""
     each = in_flight / _ENDPOINTS
     wait_cap = queue.pop("wait_cap_s", 60.0)
     return {
@@ -106,7 +106,7 @@ def _config(in_flight: float, *, unit: str = "requests", **queue: Any) -> dict[s
         },
         "fair_request_queue": {"total_capacity": _ROOM, "flow_capacity": _ROOM, **queue},
         "workloads": {"wait_cap": wait_cap},
-        # A slow machine is not a dead replica.
+        # Long timeouts, so that a slow machine is not taken for a dead replica.
         "leases": {"replica_silence": 30.0, "inflight": 60.0},
         "decision_log": {"enabled": True, "max_entries": _LOG},
     }
@@ -126,23 +126,23 @@ def weights(grants: int) -> Scenario:
 
 
 def split_flows(grants: int) -> Scenario:
-    """The same, but the fourth may choose its fairness id: 50 flows of weight 1."""
+    """Like `weights`, but the fourth client may choose its fairness id: 50 flows of weight 1."""
     same = weights(grants)
     *others, split = (replace(source, workloads=0) for source in same.sources)
     return replace(same, name="split", sources=(*others, replace(split, callers=200, ids=SPLIT_IDS)))
 
 
 def trickle(grants: int) -> Scenario:
-    """Twice what 8 in flight at 20 ms each can serve, nearly all of it from one flow."""
+    """Twice the load that 8 in flight at 20 ms each can serve, nearly all from one flow."""
     sources = (Source("trickle", rate_per_s=20), Source("bulk", rate_per_s=780))
     return Scenario("trickle", sources, _config(8, flow_capacity=200), (10, 30), grants)
 
 
 def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
-    """One flow; its criticality-5 requests alone keep all endpoints busy, few are of criticality 1.
+    """One flow with enough criticality-5 requests to keep all endpoints busy, and a few of criticality 1.
 
-    The TTL is 30 s and the cap of waits 60 s, both scaled by the same factor. Criticality 5 comes from 40
-    workloads: a single one would soon be so busy that its rate outweighs the rest of its score.
+    TTL and cap of waits are 30 s and 60 s, scaled by the same factor. The criticality-5 requests come from 40
+    workloads, because the rate of a single busy workload would outweigh the rest of its score.
     """
     sources = (
         Source("low", rate_per_s=16, workloads=1, criticality=1, ttl_s=ttl_s, fairness_id="both"),
@@ -153,7 +153,7 @@ def starvation(grants: int, ttl_s: float, guard_share: float) -> Scenario:
 
 
 def bands(grants: int, ttl_s: float) -> Scenario:
-    """Critical at 0.3 and Default at 0.6 of what can be served, in bursts; Sheddable always waits."""
+    """Critical at 0.3 and Default at 0.55 of the capacity, arriving at random; Sheddable always waits."""
     sources = (
         Source("critical", band=0, rate_per_s=120),
         Source("default", band=1, rate_per_s=220),
@@ -166,7 +166,7 @@ TOKENS: Mapping[str, int] = {"small": 100, "large": 10_000}
 
 
 def tokens(grants: int) -> Scenario:
-    """Two flows of equal weight whose requests are a hundred times apart, and badly estimated."""
+    """Two flows of equal weight whose requests' sizes differ by a factor of 100, with bad cost estimates."""
     sources = tuple(
         Source(name, callers=300 if name == "small" else 16, tokens=size, guess_factor=4.0)
         for name, size in TOKENS.items()
@@ -175,7 +175,7 @@ def tokens(grants: int) -> Scenario:
 
 
 def configured(tree: Mapping[str, Any], url: str, pool: str, pools: int) -> dict[str, Any]:
-    """The configuration of a replica of `pool`, one of `pools` that share the bounds of `tree`."""
+    """The configuration of a replica of `pool`, one of `pools` pools that share the bounds of `tree`."""
     controller = dict(tree["request_queue_controller"])
     for bound in ("watermark_per_backend", "lower_bound_per_backend", "upper_bound_per_backend"):
         controller[bound] /= pools

@@ -1,4 +1,4 @@
-"""All runs one after the other, and the claims that they must meet; the worst run decides."""
+"""Makes all runs one after the other, and checks the claims about them; the worst run decides."""
 
 import operator
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ GUARD_SHARE = 0.1  # the default
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many replicas, which seeds, and how many dispatches of each scenario."""
+    """The numbers of replicas, the seeds, and the number of dispatches of each scenario."""
 
     replicas: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -33,7 +33,7 @@ QUICK = Plan((1, 4), (1,), 1.0, 2000, 600, 1000, 1000, 8000)
 
 @dataclass(slots=True)
 class Results:
-    """A reading of each run. `split_part`: the service of a flow that may choose its fairness ids."""
+    """The figures of each run. `split_part`: the part of service for a client that chooses fairness ids."""
 
     weights: list[Weights] = field(default_factory=list)
     control: list[Weights] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Results:
 
 
 async def measured(plan: Plan, fleet: Fleet) -> Results:
-    """Make all runs. Raises RunFailed as `Fleet.run` does."""
+    """Make all runs. Raises RunFailed like `Fleet.run`."""
     results = Results()
     for replicas, seed in product(plan.replicas, plan.seeds):
         await _take(plan, fleet, results, replicas, seed)
@@ -64,7 +64,7 @@ async def measured(plan: Plan, fleet: Fleet) -> Results:
 
 
 async def _take(plan: Plan, fleet: Fleet, results: Results, replicas: int, seed: int) -> None:
-    """Each scenario once."""
+    """Run each scenario once, and add its figures to `results`."""
 
     async def log_of(scenario: scenarios.Scenario, *, separate: bool = False) -> list[Entry]:
         return await fleet.run(scenario, seed, replicas, separate=separate)
@@ -89,7 +89,7 @@ _COMPARE = {"≥": operator.ge, "≤": operator.le, "<": operator.lt, ">": opera
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`measured` must be as `sign`, a key of _COMPARE, says: at least, at most, below … `limit`."""
+    """A claim that `measured` and `limit` compare as `sign` (a key of _COMPARE) says."""
 
     what: str
     measured: float
@@ -107,7 +107,7 @@ def _all(runs: Sequence[Reading], name: str) -> list[float]:
 
 def claims(results: Results) -> list[Claim]:
     weights, trickle, guarded = results.weights, results.trickle, results.guarded
-    # With one replica the control is the fleet itself.
+    # With one replica the control equals the fleet: leave it out.
     control = [each for each in results.control if each.replicas > 1]
     alone = {each.seed: each for each in weights if each.replicas == 1}
     low_turns, inverted = (

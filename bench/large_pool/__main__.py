@@ -1,11 +1,11 @@
-"""What 1000 pods of an InferencePool cost a replica, beside 10; writes large-pool.md, with `--only PART` just
-prints.
+"""Compares a replica's cost with 1000 pods in an InferencePool to its cost with 10; writes large-pool.md, but
+with `--only PART` just prints.
 
-A real API server, two InferencePools of one namespace, each with a Valkey, two replicas by the flags of a
-chart and an Envoy as gateways configure it. The model servers are sockets at as many addresses of the
-loopback, in one process. Measured: CPU of a replica at rest, while a tenth of the pods is replaced each
-minute and without; CPU of a request in both pools, in turns; the calls that the API server sees; and, in
-this process, the prefix hits of looking at a part of the endpoints beside those of looking at all (hits.py).
+A real API server serves two InferencePools of one namespace. Each has a Valkey, two replicas with a chart's
+flags, and an Envoy configured like a gateway. One process runs the model servers, each at its own loopback
+address. Measured: CPU of a replica at rest, with and without replacing a tenth of the pods each minute; CPU
+per request in both pools, in turns; the calls that the API server sees; and, in this process, the prefix hits
+of picks that look at a part of the endpoints, compared with picks that look at all (hits.py).
 """
 
 import argparse
@@ -35,10 +35,10 @@ from picker_tools.local_fleet.network import free_port
 from picker_tools.local_fleet.processes import picker_command
 
 _REPLICAS = 2
-_REPLACED_S = 600.0  # a tenth each minute: every pod within this time
+_REPLACED_S = 600.0  # every pod is replaced within this time, a tenth each minute
 _CONNECTIONS = 16
 _CONVERSATIONS = 300
-_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # what prompts begin with; characters of their own
+_SHARED, _OWN = "You are a helpful assistant. " * 70, 1500  # common start of prompts; own characters of each
 _READY_S = 120.0
 _NUMBERS = itertools.count(1)
 _MOST_AT_REST, _MOST_OF_A_PICK, _LEAST_HITS = 2.0, 1.2, 0.98
@@ -50,12 +50,12 @@ class Pool:
 
     name: str
     size: int
-    first: int  # number of its first server
+    first: int  # number of the pool's first server
     seat: Seat
     redis_pid: int
     pods: list[tuple[str, str]] = field(default_factory=list)  # name and address
-    accounts: list[str] = field(default_factory=list)  # of the replicas that run
-    free: list[str] = field(default_factory=list)  # addresses
+    accounts: list[str] = field(default_factory=list)  # service accounts of the running replicas
+    free: list[str] = field(default_factory=list)  # addresses without a pod
     _next: int = 0
 
     @property
@@ -68,7 +68,7 @@ class Pool:
 
 
 def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
-    """A pod with the fields that pods of model servers have; it runs, is not ready and then ready."""
+    """Create a pod with the usual fields of a model server's pod; it runs, first not ready, then ready."""
     environment = [{"name": f"SETTING_{n}", "value": "value of it"} for n in range(12)]
     container = {"name": "server", "image": "server:1", "env": environment, "args": ["--port", "8000"]}
     spec = {"nodeName": "node", "containers": [container]}
@@ -78,8 +78,8 @@ def create_pod(server: ApiServer, pool: Pool, name: str, host: str) -> None:
 
 
 async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop: asyncio.Event) -> None:
-    """Replace pods until `stop`, one after the other, each by one at another address; all within
-    `_REPLACED_S`."""
+    """Replace pods by pods at other addresses, one after the other, until `stop`; the rate would replace all
+    pods within `_REPLACED_S`."""
     pause_s = _REPLACED_S / pool.size
     while not stop.is_set():
         began_s = time.monotonic()
@@ -96,7 +96,7 @@ async def replace_pods(server: ApiServer, pool: Pool, dice: random.Random, stop:
 async def opened(
     stack: AsyncExitStack, folder: Path, server: ApiServer, name: str, size: int, first: int
 ) -> Pool:
-    """A pool with its pods, and its fleet, whose replicas know all of them."""
+    """Create a pool with its pods, and start its fleet; returns once its replicas know all pods."""
     here = folder / name
     here.mkdir()
     valkey = stack.enter_context(redis_server(here / "valkey"))
@@ -115,12 +115,12 @@ async def opened(
 
 
 async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> None:
-    """Start the replicas in place of those that run; returns when all know every pod."""
+    """Start new replicas in place of the running ones; returns when all of them know every pod."""
     for picker in pool.seat.pickers:
         picker.process.terminate()
         picker.process.wait()
     pool.seat.pickers.clear()
-    # Each replica is a user of its own, so that the audit log tells them apart.
+    # Each replica has its own service account, so that the audit log tells replicas apart.
     launch = picker_command if scraping else without_scraping
     pool.accounts = [f"{pool.name}-{next(_NUMBERS)}" for _ in range(_REPLICAS)]
     for account in pool.accounts:
@@ -132,7 +132,7 @@ async def start_replicas(pool: Pool, server: ApiServer, *, scraping: bool) -> No
 
 
 def without_scraping(*arguments: str) -> list[str]:
-    """As `picker_command`."""
+    """The command line of a replica without scraping, with the `picker` arguments `arguments`."""
     return [sys.executable, "-m", "bench.large_pool.child", "replica", *arguments]
 
 
@@ -140,12 +140,12 @@ _RIGHTS = {
     "apiGroups": ["", "inference.networking.k8s.io", "llm-d.ai", "inference.networking.x-k8s.io"],
     "resources": ["pods", "inferencepools", "inferenceobjectives", "inferencemodelrewrites"],
     "verbs": ["list", "watch"],
-}  # of the chart
+}  # as in the chart
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """CPU at rest, in per cent of a core: of each replica, and of Valkey."""
+    """CPU of each replica and of Valkey at rest, in per cent of a core."""
 
     replicas: tuple[float, ...]
     valkey: float
@@ -164,7 +164,7 @@ async def rest(pool: Pool, seconds: float) -> Rest:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU of a request in microseconds, of the replicas and of Valkey; without what they use at rest."""
+    """CPU in µs per request, of the replicas and of Valkey, less their CPU at rest."""
 
     replica_us: float
     valkey_us: float
@@ -172,7 +172,7 @@ class Cost:
 
 
 class Clients:
-    """Closed loops over connections of their own: conversations that begin alike."""
+    """Sends requests of conversations that begin alike, in a closed loop over new connections."""
 
     def __init__(self, dice: random.Random) -> None:
         self._prompts = [
@@ -204,7 +204,7 @@ async def cost(pool: Pool, clients: Clients, requests: int, idle: Rest) -> Cost:
 
 
 def calls_seen(server: ApiServer, account: str) -> dict[str, int]:
-    """How often a replica began to list and watch each kind."""
+    """How often a replica listed, and began to watch, each kind of object, by the audit log."""
     found: Counter[str] = Counter()
     for call in server.calls(f"system:serviceaccount:{NAMESPACE}:{account}"):
         begun = "ResponseStarted" if call["verb"] == "watch" else "ResponseComplete"
@@ -218,11 +218,11 @@ class Found:
     rest: dict[str, Rest] = field(default_factory=dict)
     costs: list[tuple[Cost, Cost]] = field(default_factory=list)  # small, large
     calls: dict[str, int] = field(default_factory=dict)  # `list pods`
-    hits: tuple[Hits, Hits] | None = None  # looking at a part, at all
+    hits: tuple[Hits, Hits] | None = None  # picks look at a part of the endpoints, at all
 
 
 async def measure(folder: Path, server: ApiServer, found: Found, options: argparse.Namespace) -> None:
-    """Bring the parts that `options` ask for into `found`."""
+    """Measure the parts that `options` select, and store them in `found`."""
     dice = random.Random(29)
     async with AsyncExitStack() as stack:
         small = await opened(stack, folder, server, "small", options.small, 0)
@@ -242,7 +242,7 @@ async def measure(folder: Path, server: ApiServer, found: Found, options: argpar
                     found.rest[f"large, {name}, replaced"] = await rest(large, options.seconds)
                     stop.set()
                 print(found.rest, flush=True)
-            # Those of a replica that has seen a minute of replaced pods.
+            # Count the calls of a replica after pods were replaced.
             found.calls = calls_seen(server, large.accounts[0])
         if options.only in (None, "pick"):
             for pool in (small, large):
@@ -266,7 +266,7 @@ def ratios(costs: Sequence[tuple[Cost, Cost]], of: str) -> tuple[float, float, f
 
 
 def faults(found: Found) -> list[str]:
-    """What is not as it must be."""
+    """Descriptions of all missed limits."""
     missed = []
     for name, at_rest in found.rest.items():
         if "no scraping" in name and max(at_rest.replicas) > _MOST_AT_REST:

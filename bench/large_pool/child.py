@@ -1,8 +1,8 @@
-"""The processes of the bench that are no part of the product.
+"""The child processes of the bench that are not part of the product.
 
-`python -m bench.large_pool.child servers PORT COUNT [PAGE]`: model servers at COUNT addresses, all on one
-port, in one process, with the page of metrics in the file PAGE; prints a line once they listen.
-`… replica serve …` is `picker serve` without scraping.
+`python -m bench.large_pool.child servers PORT COUNT [PAGE]` runs model servers at COUNT addresses, all on one
+port, in one process, with the metrics page in the file PAGE; it prints a line once they listen.
+`… replica serve …` runs `picker serve` without scraping.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def address(number: int) -> str:
 
 
 class _Server(ModelServer):
-    """Answers at once: a page of metrics, or a completion."""
+    """A model server that answers at once with a metrics page or a completion."""
 
     page = _PAGE
 
@@ -47,7 +47,7 @@ async def _serve(port: str, count: str) -> None:
 
 
 async def start_servers(seat: Any, count: int, *page: str) -> None:
-    """Start so many as a process of `seat` (tests/kubernetes/seat.py); returns once all listen."""
+    """Start `count` model servers in a process of `seat` (tests/kubernetes/seat.py), and wait for them."""
     command = [sys.executable, "-m", "bench.large_pool.child", "servers", str(seat.port), str(count), *page]
     seat.spawn("servers", command)
     log = seat.folder / "servers.log"

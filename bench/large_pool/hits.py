@@ -1,8 +1,8 @@
-"""Prefix hits of picks that look at a part of a large pool, beside picks that look at all of it.
+"""Compares the prefix hits of picks that look at a part of a large pool with picks that look at all of it.
 
-In this process: the chooser of a replica, and the script's formula for its choice among the candidates.
-Chats of several turns begin with one of a few system prompts; each request runs for as long as it takes for
-`_RUNNING` others to come, so that many endpoints are busy.
+It runs a replica's chooser and the script's formula for the choice among candidates in this process. Chats of
+several turns begin with one of a few system prompts. Each request runs until `_RUNNING` others have arrived,
+so that many endpoints are busy.
 """
 
 import random
@@ -20,20 +20,20 @@ from picker_fleet.scheduling.chooser import ScoringChooser, with_in_flight
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex, block_hashes
 from picker_fleet.scheduling.scheduler import Scheduler
 
-_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # those of a chart's flags
+_SCORERS = {"queue-depth": 2.0, "kv-cache": 2.0, "prefix-affinity": 3.0}  # as in the chart's flags
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 20, (4, 16)
 _CHATS, _TURNS, _TURN_BLOCKS = 3000, 8, (2, 6)
 _RUNNING = 2000
-_PLACES = 4  # of an endpoint; what is above waits
+_PLACES = 4  # requests that an endpoint runs at once; further ones wait there
 _WARM, _COUNTED = 8000, 8000
-_READ_EACH = 100  # requests: what is known of endpoints is so old
+_READ_EACH = 100  # requests between two scrapes of the endpoints
 _ALL = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Of the prompts' blocks, the share that the chosen endpoint had; and the requests that ran there
-    already: mean, and 99th percentile."""
+    """`share`: the part of the prompts' blocks that the chosen endpoint had cached. `load`, `load_p99`: mean
+    and 99th percentile of the requests already running there."""
 
     share: float
     load: float
@@ -41,14 +41,14 @@ class Hits:
 
 
 def measure_hits(size: int) -> tuple[Hits, Hits]:
-    """Looking at a part of `size` endpoints, and at all."""
+    """The hits with picks that look at a part of `size` endpoints, and with picks that look at all."""
     with patch.object(endpoint_states, "ALL_LOOKED_AT", _ALL):
         of_all = _run(size)
     return _run(size), of_all
 
 
 class _Chats:
-    """Prompts as hashes of their blocks: in each turn a chat's prompt is longer."""
+    """Makes prompts of random chats as hashes of their blocks; a chat's prompt grows with each turn."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
@@ -115,7 +115,7 @@ def _run(size: int) -> Hits:
 
 
 def _as_the_script(candidates: str, loads: Counter[str], live_weight: float) -> str:
-    """As lua/lib/endpoints.lua chooses among candidates with scores."""
+    """Choose among candidates with scores like lua/lib/endpoints.lua."""
     scores = {address: float(score) for address, score in (each.split("=") for each in candidates.split(","))}
     most = max(1, *(loads[address] for address in scores))
     return min(scores, key=lambda address: live_weight * loads[address] / most - scores[address])

@@ -1,4 +1,4 @@
-"""What a request and a fleet cost Redis: writes lifecycle.md and sizing.md.
+"""Measures the cost of a request and of a fleet for Redis; writes lifecycle.md and sizing.md.
 
 Exit status 1 if a limit is not met.
 """
@@ -17,7 +17,7 @@ from picker_fleet.state.batching import MAX_BATCH
 
 _ROUNDS = 3
 _ROUNDS_BESIDE_BASELINE = 30
-_BASELINES = 3.0  # a request may cost as much as so many calls of the baseline
+_BASELINES = 3.0  # a request may cost as much as this many calls of the baseline
 _GROWTH = 1.7
 _LONGEST_US = 5000
 _BYTES = 500
@@ -63,7 +63,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
         for seed in range(_ROUNDS):
             with_upkeep = size.large and seed == 0
             own = measure_lifecycle(redis_server, size, requests, seed, with_upkeep=with_upkeep)
-            # The machine's speed varies by two, so growth is relative to a run beside it.
+            # The machine's speed varies by a factor of two, so growth is relative to a run just after.
             other = own if size == base else measure_lifecycle(redis_server, base, requests, seed)
             found.append(own)
             beside.append(other)
@@ -84,7 +84,7 @@ def _measure(redis_server: Server, requests: int, most: int) -> Iterator[Row]:
 
 
 def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]) -> Iterator[Row]:
-    """Many short runs of both in turns, in the server's CPU: the clock would also count other processes."""
+    """Compare a request with the baseline in server CPU (not wall time), by many short runs in turns."""
     steps = {"admit, wait, grant, settle": False, "a request, which is these, place and acknowledge": True}
     found: dict[str, list[float]] = {what: [] for what in steps}
     for seed in range(_ROUNDS_BESIDE_BASELINE):
@@ -92,7 +92,7 @@ def _beside_baseline(redis_server: Server, requests: int, baselines: list[float]
         for what, placed in steps.items():
             found[what].append(measure_lifecycle(redis_server, _SMALL, requests, seed, placed=placed).us)
     for what, us in found.items():
-        # The machine's speed varies by two from second to second; noise only adds, so the least is compared.
+        # The machine's speed varies by a factor of two within seconds; noise only adds, so compare minima.
         least = min(us) / min(baselines)
         yield Row(
             f"{what}, in calls of the baseline: the least of {_ROUNDS_BESIDE_BASELINE}", least, _BASELINES, ""
@@ -108,7 +108,7 @@ def _memory(ordering: str, found: list[LifecycleCost]) -> Iterator[Row]:
 
 
 def _upkeep(redis_server: Server, queued: int) -> Iterator[Row]:
-    """With many flows, workloads and endpoints at once."""
+    """Measure upkeep with many flows, workloads and endpoints at once."""
     size = Size(queued, flows=10_000, workloads=10_000, endpoints=500, ordering="workload-aware")
     for kind, us in upkeep_us(redis_server, size, 0).items():
         yield Row(f"{queued} queued, many of all: longest of {kind}", us, _LONGEST_US, "us")
@@ -124,7 +124,7 @@ def _thousand_workloads(redis_server: Server) -> Iterator[Row]:
 
 
 def _keys_left(redis_server: Server, requests: int) -> Row:
-    """Keys left after `requests` requests have ended."""
+    """Count the unexpected keys left after `requests` requests have ended."""
     state = Workload(redis_server, _SMALL, 0)
     state.run(requests)
     state.drain()

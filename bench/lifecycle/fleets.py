@@ -1,6 +1,6 @@
-"""How much of a Valkey fleets take: simulated replicas, dashboards, and the formula fitted to them.
+"""Measures how much of a Valkey a fleet uses, with simulated replicas and dashboards, and fits the formula.
 
-CPU time of Valkey's process counts, not time by the clock: other processes share the machine.
+Figures are CPU time of the Valkey process, not wall time, because other processes share the machine.
 """
 
 import json
@@ -39,12 +39,12 @@ _WANTED_ERROR = 0.25
 _SIZES = (10, 100, 1000)
 _RATES = (0, 1_000, 10_000, 100_000)
 _DEADLINE_S = 30.0
-_INFO_EVERY_S = 10  # the info of an idle replica changes so often (replica/info.py)
+_INFO_EVERY_S = 10  # interval at which an idle replica's info changes (replica/info.py)
 _SERVED = [[0, f"tenant-{n}", 12.0] for n in range(10)]
 
 
 def measure_fleets(server: Server) -> tuple[bool, str]:
-    """Whether the formula meets every checked point, and the page's parts as Markdown."""
+    """Returns whether the formula is close enough to all checked points, and the result page as Markdown."""
     requests = {
         (queued, batch): _medians(lambda queued=queued, batch=batch: _request(server, batch, queued))
         for queued in (0, 1000)
@@ -107,13 +107,13 @@ def _medians(measure_once: Callable[[], Sequence[float]]) -> tuple[float, ...]:
 
 
 def _request(server: Server, batch: int, queued: int) -> tuple[float, float]:
-    """Calls of a request, and its CPU in µs when Valkey is full."""
+    """The calls of a request, and its CPU in µs when Valkey is fully loaded."""
     cost = measure_lifecycle(server, Size(queued, batch=batch), _REQUESTS, 0)
     return cost.calls, cost.us
 
 
 class _Replicas:
-    """So many replicas of one pool, as Valkey sees them."""
+    """`count` simulated replicas of one pool, with the registrations that Valkey has of them."""
 
     def __init__(self, server: Server, count: int, *, queued: int = 0) -> None:
         self.pool = Workload(server, Size(queued, endpoints=8, batch=1), 0)
@@ -122,13 +122,13 @@ class _Replicas:
             self.beat(number, changed=True)
 
     def beat(self, number: int, *, changed: bool) -> None:
-        """A heartbeat; with the replica info if that has `changed`."""
+        """Send a heartbeat; with the replica info if the info has `changed`."""
         info = _replica_info(number) if changed else ""
         self.pool.call("heartbeat", self.owners[number], info, NEVER_MS, "")
 
 
 def _replica_info(number: int) -> str:
-    """What a replica tells of itself with each heartbeat, in its usual length (replica/info.py)."""
+    """A replica info of usual length, as heartbeats carry it (replica/info.py)."""
     about = {
         "host": f"picker-6d5f7c9b8d-{number:05d}", "version": "0.1.0", "admin": f"http://10.1.0.{number}:9090",
         "grpc": f"10.1.0.{number}:9002", "up_s": 86400.123, "waiting": 3, "degraded": False, "resyncs": 0,
@@ -139,7 +139,7 @@ def _replica_info(number: int) -> str:
 
 
 def _views(server: Server, replicas: int) -> list[float]:
-    """CPU in µs of each read that a dashboard makes once a second: the state, flows, replicas."""
+    """CPU in µs of each call that a dashboard makes once a second: the state, flows, replicas."""
     call = _Replicas(server, replicas, queued=1000).pool.call
     reads: tuple[tuple[object, ...], ...] = (
         ("state", NEVER_MS), ("view_flows", 0, MOST_PRIORITY, "", "", 50, ""), ("view_replicas", 256),
@@ -153,9 +153,8 @@ def _views(server: Server, replicas: int) -> list[float]:
 
 
 def _simulate(server: Server, fleet: Fleet) -> float:
-    """Cores of Valkey's that simulated replicas take: their calls, spread over a second, one at a time.
-
-    Where this process is too slow for that, a second takes longer."""
+    """The cores that Valkey uses for `fleet`. This process makes the replicas' calls of a second one at a
+    time, evenly spaced. If it is too slow, the second takes longer."""
     replicas = _Replicas(server, fleet.replicas)
     owners, channel = replicas.owners, Keys.of("bench").metrics
     text = json.dumps({"from": owners[0], "sent": 1700000000123, "readings": {}})
@@ -194,7 +193,7 @@ def _simulate(server: Server, fleet: Fleet) -> float:
 
 @contextmanager
 def _subscribers(server: Server, channel: str, count: int) -> Iterator[Callable[[], None]]:
-    """`count` connections that follow `channel`; the value waits until each has got a message."""
+    """Subscribe `count` connections to `channel`; yields a function that waits until each got a message."""
     watch = selectors.DefaultSelector()
     open_: list[socket.socket] = []
     for _ in range(count):

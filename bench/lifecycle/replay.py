@@ -1,4 +1,4 @@
-"""Measures requests at one size: recorded commands are replayed as fast as the server takes them."""
+"""Measures requests at one size of the shared state by replaying recorded commands at full speed."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from picker_fleet.state.batching import HEAD
 
 _DEADLINE_S = 60.0
 _MISMATCH = (b"gone", b"left", b"unknown")
-# The baseline: a script of three writes.
+# The baseline is a script with three writes.
 _THREE_WRITES = """
 redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
 redis.call('HINCRBY', KEYS[2], 'count', 1)
@@ -22,8 +22,8 @@ redis.call('ZPOPMIN', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class LifecycleCost:
-    """Of one request: server CPU in microseconds, calls, bytes while queued, of them bytes of the workload
-    registry. The longest call of all requests, and of each kind of upkeep.
+    """The cost of one request: server CPU in µs, calls, bytes while queued, and how many of these are in the
+    workload registry. Also the longest call of all requests, and of each kind of upkeep, in µs.
     """
 
     us: float
@@ -37,12 +37,12 @@ class LifecycleCost:
 def measure_lifecycle(
     server: Server, size: Size, requests: int, seed: int, *, with_upkeep: bool = False, placed: bool = True
 ) -> LifecycleCost:
-    """Measure requests at `size`. Everything is done twice, three times for large sizes, and the shortest
-    time of each call counts: a delay in one round only is the machine's.
+    """Measure requests at `size` in two rounds, three for large sizes. The shortest time of each call counts,
+    because a delay in only one round comes from the machine.
 
-    Where order depends on arrival times (`workload-aware`), a replay would serve other requests, so the later
-    rounds make their calls one by one, too. `with_upkeep` adds all upkeep (`workload.upkeep`); without
-    `placed` granted requests get no endpoint.
+    Unless the order is `fcfs`, a replay might serve other requests, so the later rounds make their calls one
+    by one as well. `with_upkeep` adds all upkeep (`workload.upkeep`); without `placed`, grants do not place
+    their requests.
     """
     warm_up = 100 * BATCH
     recording: list[bytes] = []
@@ -51,11 +51,11 @@ def measure_lifecycle(
     for round in range(3 if size.large else 2):
         state = Workload(server, size, seed, watched=True, placed=placed)
         filling_us, state.took_us = state.took_us or {}, None
-        server.forget_slow()  # the slow log is not part of what is stored
+        server.forget_slow()  # exclude the slow log from the memory measurement
         bytes_each = (server.memory_bytes() - state.empty_bytes) / max(1, size.queued)
         registry_each = state.registry_bytes() / max(1, size.queued)
         state.run(warm_up)
-        if round == 0:  # record, replay in the next round
+        if round == 0:  # record the commands for the replay in the later rounds
             state.recording = recording
             state.run(requests)
             state.recording = None
@@ -85,15 +85,15 @@ def _upkeep_calls(state: Workload) -> dict[str, dict[int, float]]:
 
 
 def _longest(*rounds: dict[int, float]) -> float:
-    """The longest of the calls that all rounds made, each with its shortest time."""
+    """The longest call among those that all rounds made; a call's time is its shortest in any round."""
     common = set[int].intersection(*map(set, rounds))
     return max((min(made[call] for made in rounds) for call in common), default=0.0)
 
 
 def baseline(server: Server, calls: int) -> float:
-    """Server CPU in microseconds of a call of the baseline, which `redis-benchmark` makes.
+    """Server CPU in µs per call of the baseline script, called by `redis-benchmark`.
 
-    RuntimeError if the program is missing (Debian: redis-tools) or fails.
+    Raises RuntimeError if the program is missing (Debian: redis-tools) or fails.
     """
     program = shutil.which("redis-benchmark")
     if program is None:
@@ -112,7 +112,7 @@ def baseline(server: Server, calls: int) -> float:
 
 
 def _play(server: Server, commands: Sequence[bytes]) -> None:
-    """Send `commands`, a few at a time. RuntimeError if one fails, or serves another request than in the
+    """Send `commands`, a few at a time. RuntimeError if a command fails or serves other requests than in the
     recording."""
     for reply in server.replies(commands):
         if any(each.startswith(_MISMATCH) for each in reply[HEAD:]):

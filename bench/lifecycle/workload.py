@@ -1,4 +1,4 @@
-"""Requests at a queue of a given size, from admission to settlement, and the upkeep of that queue."""
+"""Runs requests from admission to settlement at a queue of a given size, and the upkeep of that queue."""
 
 import json
 import random
@@ -23,8 +23,8 @@ _OWNER = "x2k4p-9f3c1a7e"  # as long as a replica's id in Kubernetes
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much the shared state has while requests are measured, `batch` a call. With nothing queued there is
-    room for every request."""
+    """The size of the shared state while requests are measured, `batch` per call. With `queued` 0 the bounds
+    have room for every request."""
 
     queued: int = 1000
     flows: int = 10
@@ -35,14 +35,14 @@ class Size:
 
     @property
     def large(self) -> bool:
-        """Whether filling it takes thousands of calls."""
+        """Whether filling the queue takes thousands of calls."""
         return self.queued >= 100_000
 
 
 class Workload(ScriptPool):
     """A steady state of one size on one server.
 
-    `watched` records what each call took to fill the queue; `placed`: any endpoint will do, so grants place.
+    `watched`: record the time of each call that fills the queue. `placed`: grants also place their requests.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Workload(ScriptPool):
         self._random = random.Random(seed)
         self._made = self._swept = 0
         self._running: deque[str] = deque()
-        # While it is a dict: server CPU in microseconds of each command, by its hash.
+        # Server CPU in µs of each command, by the command's hash; None: not recorded.
         self.took_us: dict[int, float] | None = {} if watched else None
         server.forget()
         for replica in (_OWNER, "silent"):
@@ -65,7 +65,7 @@ class Workload(ScriptPool):
         self.admit(size.queued, _FILL)
 
     def run(self, requests: int) -> None:
-        """Run `requests` more requests: as many arrive as end, so the queue keeps its length."""
+        """Run `requests` more requests. Arrivals and ends balance, so the queue keeps its length."""
         batch = self._size.batch
         for _ in range(requests // batch):
             self._running.extend(self.admit(batch, batch))
@@ -76,7 +76,7 @@ class Workload(ScriptPool):
         more, self._swept = True, 0
         while more and (most is None or most > 0):
             most = None if most is None else most - 1
-            self._swept += 1  # makes each call unique: the slow log is searched by command
+            self._swept += 1  # makes each call unique, as calls in the slow log are identified by command
             more = bool(self.call("sweep", _OWNER, 0, _GRACE_MS, NEVER_MS + self._swept, NEVER_MS)[7])
 
     def change_settings(self, **settings: Any) -> None:
@@ -87,7 +87,7 @@ class Workload(ScriptPool):
         self.change_settings(upper_per=stock / self._size.endpoints, lower_per=stock / self._size.endpoints)
 
     def expire_silent(self, silence_ms: int) -> None:
-        """Replicas that were silent for `silence_ms` are gone; this one is not."""
+        """Let replicas count as silent after `silence_ms`; this replica sends a heartbeat first."""
         self.call("heartbeat", _OWNER, "{}", silence_ms)
         self.change_settings(silence_ms=silence_ms)
 
@@ -99,12 +99,12 @@ class Workload(ScriptPool):
         return int(self.call("state", NEVER_MS)[3])
 
     def call_idle(self, calls: int) -> None:
-        """Make `calls` that change nothing but dispatch what fits."""
+        """Make `calls` calls that only dispatch the requests that fit."""
         for at in range(calls):
             self.settle([f"nobody-{at}"])
 
     def drain(self) -> None:
-        """End every request that waits or runs."""
+        """Serve all waiting requests and end all running ones."""
         while self._running:
             ending = [self._running.popleft() for _ in range(min(BATCH, len(self._running)))]
             self._go_on(self.settle(ending)[1])
@@ -112,14 +112,14 @@ class Workload(ScriptPool):
     def admit(
         self, count: int, batch: int, *, priority: int = 0, ttl_ms: int = NEVER_MS, owner: str = _OWNER
     ) -> list[str]:
-        """Admit `count` requests; returns those placed at once."""
+        """Admit `count` requests. Returns the ids of requests that were placed at once."""
         placed: list[str] = []
         for at in range(0, count, batch):
             args: list[Any] = []
             ids = []
             for _ in range(min(batch, count - at)):
                 self._made += 1
-                # As long as Envoy's request ids.
+                # The id has the length of Envoy's request ids.
                 id = f"{self._random.getrandbits(64):016x}-{self._made:019d}"
                 flow = f"tenant-{self._random.randrange(self._size.flows)}"
                 workload = f"workload-{self._random.randrange(self._size.workloads)}"
@@ -132,7 +132,7 @@ class Workload(ScriptPool):
         return placed
 
     def _go_on(self, grants: Sequence[bytes]) -> None:
-        """Go on with what a call has granted."""
+        """Acknowledge the grants of a call, and count their requests as running."""
         ids = granted_ids(grants)
         for at in range(0, len(ids) if self._placed else 0, BATCH):
             self.acknowledge(ids[at : at + BATCH])
@@ -150,7 +150,7 @@ class Workload(ScriptPool):
 _FIRST = "10.0.0.0:8000"
 
 
-_CALLS = 150  # at most, of each kind of upkeep
+_CALLS = 150  # most calls of each kind of upkeep
 MANY = 6000  # requests due at once
 _PER_CALL = MAX_BATCH
 _STARVING_MS, _TTL_MS = 4000, 8000  # longer than admitting MANY takes
@@ -165,7 +165,7 @@ _POLICIES = (
 
 
 def upkeep(state: Workload) -> Iterator[str]:
-    """Make the rare, large calls: sweeps, live changes, preemption. Yields the name of each kind after it."""
+    """Make the rare, large calls: sweeps, live changes, preemption. Yields each kind's name afterwards."""
     # Requests become overdue, then expire.
     started = time.monotonic()
     state.change_settings(starvation_ms=_STARVING_MS)
@@ -186,7 +186,7 @@ def upkeep(state: Workload) -> Iterator[str]:
     state.change_settings(total_capacity=None)
     state.sweep(_CALLS)
     yield "a sweep, preemptions are forgotten"
-    # The bounds rise while many wait, so each call grants as many as it may; then leases end.
+    # The bounds rise while many requests wait, so each call makes the most grants; then leases end.
     state.change_settings(lease_ms=1)
     state.set_bound(MANY)
     state.call_idle(_CALLS)

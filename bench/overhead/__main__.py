@@ -53,7 +53,7 @@ Medians of the rounds; latency from when a request is due to its answer's last b
 def _fleet(
     mode: str, endpoints: Sequence[str], checkout: Path | None
 ) -> contextlib.AbstractAsyncContextManager[RunningFleet]:
-    """One replica in `mode`, of this version or of the one in `checkout`."""
+    """Run one replica in `mode`, of this version or of the version in `checkout`."""
     options = ("--replicas", "1", "--endpoints", "0", "--mode", mode)
     how: dict[str, Any] = {}
     if checkout is not None:
@@ -83,7 +83,7 @@ async def _measure(rounds: int, modes: Sequence[str], checkout: Path | None) -> 
 
 
 async def _measure_beside_go(rounds: int, go: str) -> tuple[Readings, dict[str, Any]]:
-    # Only here: what tests have around an API server is on the path by `make`.
+    # Import here: only `make` puts these test modules on the path.
     from api_server import started
     from seat import opened
 
@@ -165,7 +165,7 @@ def _beside_go(found: Readings, hundred: Mapping[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 whatever the figures are, 1 if the measurement failed."""
+    """Measure and write the page. Exit code 0 whatever the figures are, 1 if the measurement failed."""
     parser = options_parser("python -m bench.overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--mode", choices=_MODES, action="append", help="only this one; may be repeated")

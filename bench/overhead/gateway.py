@@ -1,5 +1,5 @@
-"""The Go picker and this one behind an Envoy each as gateways configure it, by the same flags, with one real
-API server (tests/kubernetes/seat.py); and both with 100 endpoints.
+"""Runs the Go picker and this picker, each behind an Envoy configured like a gateway, with the same flags and
+one real API server (tests/kubernetes/seat.py); measures both with 100 endpoints.
 
 The Go picker is cmd/epp of sigs.k8s.io/gateway-api-inference-extension v1.5.0, built in an empty folder by:
 
@@ -31,7 +31,7 @@ from picker_tools.local_fleet.network import until
 from picker_tools.local_fleet.processes import picker_command
 
 GO, OURS = "the Go picker", "this picker, standard"
-# Of both pickers. The configuration is the Go picker's default, and its chart's.
+# Configuration of both pickers: the default of the Go picker and of its chart.
 _CONFIG = """\
 apiVersion: inference.networking.x-k8s.io/v1alpha1
 kind: EndpointPickerConfig
@@ -55,14 +55,14 @@ _SERVING_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A picker behind a gateway's Envoy, as the load sees it; the Go picker has no Valkey."""
+    """A picker behind a gateway's Envoy, as a target of the load; the Go picker has no Valkey."""
 
     seat: Seat
     url: str
     has_valkey: bool
 
     def cpu_us(self) -> tuple[float, float, float]:
-        """As `Target.cpu_us`."""
+        """CPU time in µs of the picker, Valkey and Envoy since they started."""
         seat = self.seat
         processes = seat.pickers[0].process, seat.redis.process if self.has_valkey else None, seat.envoy
         picker, valkey, envoy = (cpu_ns([process.pid] if process else []) / 1000 for process in processes)
@@ -71,12 +71,12 @@ class Behind:
 
 @contextlib.asynccontextmanager
 async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = "") -> AsyncIterator[Behind]:
-    """A picker of `pool`, the Go picker at `go` if that is given, and the Envoy in front of it."""
+    """Run a picker of `pool` with an Envoy in front: the Go picker with the binary `go`, or else this one."""
     launch: Callable[..., list[str]] = (lambda _, *flags: [go, *flags]) if go else picker_command
     async with opened(folder) as here:
         here.tls = False
         await here.start_picker(cluster.kubeconfig("admin"), pool, NAMESPACE, *_FLAGS, launch=launch)
-        # Envoy checks no health: not every picker answers checks where it takes requests.
+        # Envoy does no health checks: not every picker answers them on the port that takes requests.
         publish(discovery := folder / "pickers.json", [here.pickers[0].grpc])
         gateway = await here.start_gateway(discovery=discovery)
 
@@ -88,7 +88,7 @@ async def behind_gateway(cluster: ApiServer, folder: Path, pool: str, go: str = 
 
 
 def put_pods(cluster: ApiServer, endpoints: Sequence[str], pool: str) -> None:
-    """An InferencePool with a ready pod at each of `endpoints`, which have one port."""
+    """Create an InferencePool with a ready pod at each of `endpoints`, which share one port."""
     labels = {**APP, "pool": pool}
     cluster.put_pool(pool, [int(endpoints[0].rpartition(":")[2])], labels)
     for number, endpoint in enumerate(endpoints):
@@ -99,13 +99,13 @@ _HUNDRED = 100
 _PAGE = Path(__file__).parents[2] / "tests" / "data" / "pages" / "vllm-0.10-lora.prom"
 _SETTLE_S, _REST_S = 5.0, 10.0
 _PER_S, _SENT_S = 20, 15
-_BODIES = 40  # each another text: a client's own prompt
+_BODIES = 40  # different prompts
 _WHAT = {"at rest": 0, f"{_PER_S}/s of 1 KB": 1000, f"{_PER_S}/s of 400 KB": 400_000}  # bytes of a body
 
 
 @dataclass(slots=True)
 class Hundred:
-    """With 100 endpoints, by kind of load: cores of picker and Valkey, milliseconds to the last byte."""
+    """Figures with 100 endpoints by kind of load: cores of picker and Valkey, ms to the last byte."""
 
     picker: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
     valkey: dict[str, list[float]] = field(default_factory=lambda: {what: [] for what in _WHAT})
@@ -132,7 +132,7 @@ class Hundred:
             self.valkey[what].append(valkey)
 
     def rows(self, name: str) -> list[list[str]]:
-        """A row a kind of load: medians of the rounds, latencies of all requests."""
+        """The table's rows, one per kind of load: medians of the rounds, latencies of all requests."""
         return [
             [
                 what,
@@ -150,7 +150,7 @@ def _request(dice: random.Random, size: int) -> Request:
 
 
 async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
-    """Send by the clock, whatever is answered: ms from when each request was due to its answer's end."""
+    """Send `requests` in an open loop. Returns the ms from each request's due time to its answer's end."""
     plan = steady(_PER_S, lambda _, number: requests[number % len(requests)])
     with Client(url) as client:
         load = Load(client)
@@ -160,6 +160,6 @@ async def _at_rate(url: str, requests: Sequence[Request]) -> list[float]:
 
 
 async def hundred_endpoints(seat: Seat) -> list[str]:
-    """100 model servers that answer at once, at addresses of their own, with a page of metrics as vLLM's."""
+    """Start 100 model servers at different addresses; they answer at once, with vLLM's metrics page."""
     await start_servers(seat, _HUNDRED, str(_PAGE))
     return [f"{address(number)}:{seat.port}" for number in range(_HUNDRED)]

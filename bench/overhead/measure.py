@@ -1,4 +1,4 @@
-"""What is sent to each target, in turn and in changing order, and what it took."""
+"""Sends passes to each target, in turn and in changing order, and measures CPU and latency."""
 
 import asyncio
 import statistics
@@ -9,18 +9,18 @@ from typing import Protocol
 from bench.rig.passes import LARGE_BYTES, SMALL_BYTES, alike, per_s, warmed
 from bench.rig.report import percentile
 
-# The picker accounts for the last ends within milliseconds: by then all cost of a pass has been counted.
+# The picker settles the last requests within milliseconds: after this pause the whole pass is measured.
 _TAIL_S = 0.3
 _CALM_CONNECTIONS = 2
 _CALM_TURNS = 8
 _IDLE_S = 5
-_WARM_UP_SHARE = 3  # part of a pass, discarded before each round
+_WARM_UP_SHARE = 3  # 1/3 of a pass warms up each target before each round
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of request. `busy` are sent at full speed over `connections`, for CPU; `calm` over two, for
-    latency."""
+    """One kind of request. A busy pass sends `busy` requests at full speed over `connections`, to measure
+    CPU; a calm pass sends `calm` requests over two connections, to measure latency."""
 
     name: str
     prompt_bytes: int
@@ -38,20 +38,20 @@ CASES = (
 
 
 class Target(Protocol):
-    """What is loaded at `url`."""
+    """A target of the load, at `url`."""
 
     @property
     def url(self) -> str: ...
 
     def cpu_us(self) -> tuple[float, float, float]:
-        """CPU time since start of pickers, Valkey and Envoy, in microseconds."""
+        """CPU time in µs of pickers, Valkey and Envoy since they started."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One target in one round: CPU in µs a request of the busy pass, milliseconds to the answer's headers in
-    the calm one (0 without it)."""
+    """Figures of one target in one round: CPU in µs per request of the busy pass, and milliseconds to the
+    answer's headers in the calm pass (0 if there is none)."""
 
     requests_per_s: float
     picker_us: float
@@ -62,19 +62,19 @@ class Reading:
 
     @property
     def shared_us(self) -> float:
-        """Of picker and Valkey together."""
+        """CPU in µs per request of picker and Valkey together."""
         return self.picker_us + self.valkey_us
 
 
 class Readings:
-    """By case and target, one a round; and at rest, of picker and Valkey, in ms of CPU a second."""
+    """The figures of each round by case and target; `at_rest`: ms of CPU a second of picker and Valkey."""
 
     def __init__(self) -> None:
         self.at_rest: dict[str, list[float]] = {}
         self.by_case: dict[str, dict[str, list[Reading]]] = {case.name: {} for case in CASES}
 
     async def round(self, targets: Mapping[str, Target], number: int) -> None:
-        """All cases with each of `targets`."""
+        """Measure all cases with each of `targets`."""
         for case in CASES:
             for target in targets.values():
                 await _send(target, case, case.busy // _WARM_UP_SHARE)
@@ -88,12 +88,12 @@ class Readings:
                 self.by_case[case.name].setdefault(name, []).append(reading)
 
     def ratios(self, case: str, own: str, other: str, of: Callable[[Reading], float]) -> list[float]:
-        """A figure of target `own` by that of `other`, in each round."""
+        """The figure `of` of target `own` divided by that of target `other`, for each round."""
         pairs = zip(self.by_case[case][own], self.by_case[case][other], strict=True)
         return [of(a) / of(b) for a, b in pairs]
 
     def rows(self, case: str, none: str) -> list[list[str]]:
-        """A row a target: medians of the rounds; added latency is that above the target `none`."""
+        """The table's rows, one per target: medians of the rounds; latency in addition to target `none`."""
         found = []
         for name, readings in self.by_case[case].items():
             row = [case, name]
@@ -115,8 +115,8 @@ HEAD = (
 
 
 async def _send(target: Target, case: Case, requests: int) -> list[float]:
-    """Send `requests` at full speed: how many a second, and the CPU of one, access logs included, in µs of
-    pickers, Valkey and Envoy."""
+    """Send `requests` at full speed. Returns the requests a second, and the CPU in µs per request of pickers,
+    Valkey and Envoy, access logs included."""
     make_request = alike(case.prompt_bytes, case.tokens)
     async with warmed(target.url, case.connections, make_request) as send:
         before = target.cpu_us()
@@ -127,12 +127,12 @@ async def _send(target: Target, case: Case, requests: int) -> list[float]:
 
 
 async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> dict[str, Reading]:
-    """A busy pass of each target, then a calm one."""
+    """Measure a busy pass of each target, then a calm pass of each target."""
     names = tuple(targets)
     passes = {name: await _send(targets[name], case, case.busy) for name in _rotated(names, number)}
     calm_ms: dict[str, list[float]] = {name: [] for name in names}
     make_request = alike(case.prompt_bytes, case.tokens)
-    # Added latency is a small difference, so the calm passes are split and mixed.
+    # Added latency is a small difference, so split the calm passes and interleave the targets.
     for turn in range(_CALM_TURNS if case.calm else 0):
         for name in _rotated(names, number + turn):
             async with warmed(targets[name].url, _CALM_CONNECTIONS, make_request) as send:
@@ -145,5 +145,5 @@ async def _compare(targets: Mapping[str, Target], case: Case, number: int) -> di
 
 
 def _rotated(names: Sequence[str], by: int) -> Sequence[str]:
-    """Rotate the order, so that not always the same target follows an expensive one."""
+    """Rotate the order, so that different targets follow an expensive one."""
     return [*names[by % len(names) :], *names[: by % len(names)]]

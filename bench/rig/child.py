@@ -1,4 +1,4 @@
-"""A child process that is controlled over its pipes, a line at a time."""
+"""A child process that a bench controls over pipes, line by line."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import sys
 
 _ENDS_S = 5.0
 _ORDER_S = 3600.0
-_LINE_BYTES = 16 * 1024 * 1024  # an outcome of a load has every latency
+_LINE_BYTES = 16 * 1024 * 1024  # a line with the outcome of a load includes every latency
 
 
 class ChildFailed(Exception):
-    """A child printed another line than the expected one; the message says which."""
+    """A child ended or printed an unexpected line; the message tells which."""
 
 
 class Child:
@@ -35,11 +35,11 @@ class Child:
         self._process.stdin.write(f"{line}\n".encode())
 
     async def line(self, within_s: float) -> str:
-        """The next line that it prints.
+        """Read the next line that the child prints.
 
         Raises:
-            ChildFailed: it ends.
-            TimeoutError: it prints nothing.
+            ChildFailed: the child ended.
+            TimeoutError: the child printed nothing in time.
         """
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
@@ -49,12 +49,12 @@ class Child:
         return said
 
     async def expect(self, wanted: str, within_s: float) -> None:
-        """Wait until it prints `wanted`; ChildFailed if it prints another line, else as `line`."""
+        """Wait for the line `wanted`. Raises ChildFailed for another line, otherwise as `line` does."""
         if (said := await self.line(within_s)) != wanted:
             raise ChildFailed(f"{self.name} printed {said!r} instead of {wanted!r}")
 
     async def end(self) -> None:
-        """Close its stdin, which ends it; SIGKILL if it does not."""
+        """Close the child's stdin, which makes it end; SIGKILL if it does not end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         with contextlib.suppress(TimeoutError):
@@ -63,14 +63,14 @@ class Child:
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL, if it has not ended by itself; returns when it is gone."""
+        """SIGKILL the child unless it has ended. Returns when the process has ended."""
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
 
 
 class Orders:
-    """What a child reads of its stdin, a line at a time."""
+    """The orders that a child process reads from its stdin, one per line."""
 
     def __init__(self, lines: asyncio.StreamReader) -> None:
         self._lines = lines
@@ -83,6 +83,6 @@ class Orders:
         return cls(lines)
 
     async def next(self) -> str:
-        """The next order; '' at the end. TimeoutError if none comes for an hour."""
+        """The next order; '' at the end of stdin. TimeoutError if no order comes for an hour."""
         async with asyncio.timeout(_ORDER_S):
             return (await self._lines.readline()).decode().strip()

@@ -1,4 +1,4 @@
-"""A fleet of `picker up` for a bench or a long test: started with a configuration, waited for, ended."""
+"""Starts a fleet with `picker up` for a bench or a long test, waits until it is ready, and stops it."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ from bench.rig.report import cpu_ns, total
 from picker_fleet.errors import StartupError
 from picker_tools.local_fleet.processes import Child, picker_command, start_process
 
-_READY_S = 150.0  # of fifty replicas
+_READY_S = 150.0  # suffices for fifty replicas
 _STOP_S = 60.0
 _CALL_S = 120.0
 _FOLLOWED_S, _POLL_S = 30.0, 0.1
 
 
 class RunningFleet:
-    """What a fleet's state file says, its processes, and what its replicas say by `client`."""
+    """A running fleet: its state file, its processes, and its replicas' admin APIs, read with `client`."""
 
     def __init__(self, state_file: Path, child: Child, client: httpx.AsyncClient) -> None:
         self.state_file, self.child, self.client = state_file, child, client
@@ -36,7 +36,7 @@ class RunningFleet:
 
     @property
     def url(self) -> str:
-        """Where clients send requests: Envoy."""
+        """The URL of the fleet's Envoy, to which clients send requests."""
         return str(self.parts["envoy"])
 
     @property
@@ -58,13 +58,13 @@ class RunningFleet:
         return [psutil.Process(replica["pid"]) for replica in self.parts["replicas"]]
 
     def process(self, program: str) -> psutil.Process:
-        """Its only process with `program` in its name: `envoy`, or `server` for Valkey or Redis."""
+        """The fleet's only process with `program` in its name: `envoy`, or `server` for Valkey or Redis."""
         children = psutil.Process(self.child.pid).children(recursive=True)
         (found,) = (child for child in children if program in child.name())
         return found
 
     def cpu_us(self) -> tuple[float, float, float]:
-        """CPU time of replicas, Valkey and Envoy since they started, in microseconds."""
+        """CPU time in µs of the replicas, Valkey and Envoy since they started."""
         replicas, valkey, envoy = (
             cpu_ns(process.pid for process in processes) / 1000
             for processes in (self.replicas, [self.process("server")], [self.process("envoy")])
@@ -72,27 +72,27 @@ class RunningFleet:
         return replicas, valkey, envoy
 
     async def read(self, page: str) -> Any:
-        """A page of the first replica's admin API."""
+        """GET `page` from the first replica's admin API."""
         return (await self.client.get(f"{self.admins[0]}/api/v1/{page}")).json()
 
     async def counted(self, series: str, **labels: str) -> float:
-        """The sum of a counter over the replicas."""
+        """The sum of a counter over all replicas."""
         pages = [(await self.client.get(f"{admin}/metrics")).text for admin in self.admins]
         return sum(total(page, series, **labels) for page in pages)
 
     async def drift(self) -> int:
-        """Differences of the fleet's and the simulators' in-flight counts, plus all other counts."""
+        """Differences between the fleet's and the simulators' in-flight counts, plus all other counts."""
         state = await self.read("state")
         pages = zip(self.endpoints, await self._simulator_pages(), strict=True)
         differences = sum(abs(state["in_flight"].get(address, 0) - _busy(page)) for address, page in pages)
         return int(differences + state["stock"] + state["queued"] + state["leases"])
 
     async def at_model_servers(self) -> int:
-        """Requests that the simulators have at this moment, by their own pages."""
+        """Requests running or waiting at the simulators, by their metrics pages."""
         return sum(map(_busy, await self._simulator_pages()))
 
     async def finished(self) -> int:
-        """Requests that the simulators themselves count as finished."""
+        """Finished requests, by the simulators' metrics pages."""
         return int(sum(total(page, "vllm:request_success_total") for page in await self._simulator_pages()))
 
     async def _simulator_pages(self) -> list[str]:
@@ -100,7 +100,7 @@ class RunningFleet:
         return [answer.text for answer in await asyncio.gather(*calls)]
 
     async def wait_for_rest(self, within_s: float) -> None:
-        """Wait until all counts agree. TimeoutError if they do not."""
+        """Wait until no request is in flight and all counts agree. Raises TimeoutError."""
         async with asyncio.timeout(within_s):
             while await self.drift():  # noqa: ASYNC110 - the fleet notifies nobody of it
                 await asyncio.sleep(0.2)
@@ -109,8 +109,8 @@ class RunningFleet:
         """Change the live configuration, and wait until all replicas have the change.
 
         Raises:
-            httpx.HTTPError: the change was refused, or a replica did not answer.
-            TimeoutError: a replica did not follow.
+            httpx.HTTPError: the fleet refused the change, or a replica did not answer.
+            TimeoutError: a replica did not get the change in time.
         """
         answer = await self.client.patch(f"{self.admins[0]}/api/v1/config", json=tree)
         wanted = answer.raise_for_status().json()["tuned_version"]
@@ -133,12 +133,12 @@ async def picker_up(
     command: Sequence[str] = picker_command("up"),
     environment: Mapping[str, str] = os.environ,
 ) -> AsyncIterator[RunningFleet]:
-    """A fleet with `config` and `options` of `picker up`, ready, on ports of its own; it ends with the block.
+    """Run `picker up` with `config` and `options` on free ports until the block ends; yields the ready fleet.
 
-    `command` runs the `picker up` of another version.
+    `command`: the command line of another version's `picker up`.
 
     Raises:
-        StartupError: it did not become ready, or did not end well; with the end of its output.
+        StartupError: the fleet did not become ready, or failed at its end; with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="picker-bench-") as name:
         file, state_file, log = (Path(name) / each for each in ("picker.yaml", "state.json", "up.log"))

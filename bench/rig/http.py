@@ -1,4 +1,4 @@
-"""A model server in the benchmark's own process, so that one clock times it and the load."""
+"""A model server in the benchmark's process, so that one clock times both the server and the load."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ _ANSWER = json.dumps(
 
 
 class ModelServer(asyncio.Protocol):
-    """Serves one connection: a completion takes `served_s()`; the answer to all else, as a replica asks it,
-    is `page` at once."""
+    """Serves one connection. A completion takes `served_s()`; every other request, like a replica's scrape,
+    gets `page` at once."""
 
     page = b""
 
@@ -42,10 +42,10 @@ class ModelServer(asyncio.Protocol):
             self._answer(self.page)
 
     def arrived(self) -> None:
-        """A completion has come whole."""
+        """Hook: a request for a completion has arrived completely."""
 
     def ended(self) -> None:
-        """The answer to one has been written."""
+        """Hook: the answer to a completion has been written."""
 
     def _end(self) -> None:
         self._answer(_ANSWER)
@@ -58,7 +58,7 @@ class ModelServer(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def model_server(serve: Callable[[], ModelServer]) -> AsyncIterator[str]:
-    """`ip:port` of a server that makes a `ModelServer` for each connection."""
+    """Run a server that calls `serve` for each connection; yields its `ip:port`."""
     server = await asyncio.get_running_loop().create_server(serve, LOOPBACK, 0)
     async with server:
         yield f"{LOOPBACK}:{server.sockets[0].getsockname()[1]}"

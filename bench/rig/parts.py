@@ -1,4 +1,4 @@
-"""Parts that benches start beside fleets of `picker up`: model servers, an Envoy that asks no picker."""
+"""Processes that benches start next to a `picker up` fleet: simulators, and an Envoy without a picker."""
 
 import contextlib
 import tempfile
@@ -21,7 +21,7 @@ _READY_S, _GRACE_S = 30.0, 10.0
 def fleet_config(
     endpoints: Sequence[str], *, bound: int = PLENTY, scorers: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The configuration of a fleet before `endpoints`, each with room for `bound` requests."""
+    """The configuration of a fleet with `endpoints`, each bounded to `bound` requests."""
     bounds = ("lower_bound", "watermark", "upper_bound")
     return {
         "discovery": {"static": [{"address": address} for address in endpoints]},
@@ -33,7 +33,7 @@ def fleet_config(
 
 @contextlib.asynccontextmanager
 async def _running(name: str, command: Sequence[str], url: str) -> AsyncIterator[Child]:
-    """A process that answers `url` with 200; it ends with the block. StartupError if it does not start."""
+    """Run a process until the block ends, once `url` answers 200. StartupError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="picker-bench-") as folder:
         child = await Child.start(name, command, Path(folder) / "log")
 
@@ -50,7 +50,7 @@ async def _running(name: str, command: Sequence[str], url: str) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def simulators(hosts: Sequence[str], *options: str) -> AsyncIterator[list[str]]:
-    """`ip:port` of a model server by `picker sim` at each host of the loopback, all on one port."""
+    """Run a `picker sim` at each loopback address in `hosts`, all on one port; yields their `ip:port`."""
     port = free_port()
     async with contextlib.AsyncExitStack() as stack:
         for host in hosts:
@@ -61,19 +61,19 @@ async def simulators(hosts: Sequence[str], *options: str) -> AsyncIterator[list[
 
 @dataclass(frozen=True, slots=True)
 class PlainEnvoy:
-    """An Envoy that balances by itself, as benches see what they load."""
+    """An Envoy that balances load without a picker, as a target of a bench."""
 
     url: str
     pid: int
 
     def cpu_us(self) -> tuple[float, float, float]:
-        """As `RunningFleet.cpu_us`."""
+        """CPU time in µs of replicas and Valkey, which are absent, and of Envoy."""
         return 0.0, 0.0, cpu_ns([self.pid]) / 1000
 
 
 @contextlib.asynccontextmanager
 async def plain_envoy(endpoints: Sequence[str]) -> AsyncIterator[PlainEnvoy]:
-    """An Envoy before `endpoints` that asks no picker."""
+    """Run an Envoy that balances load over `endpoints` without a picker."""
     listen, admin = free_port(), free_port()
     kinds = "type.googleapis.com/envoy.extensions.filters"
     router = {"name": "router", "typed_config": {"@type": f"{kinds}.http.router.v3.Router"}}

@@ -1,4 +1,4 @@
-"""Passes: a number of equal requests in a closed loop over warm connections, each served whole."""
+"""A pass: a number of equal requests in a closed loop over warm connections; all must be served."""
 
 import asyncio
 import contextlib
@@ -6,20 +6,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from picker_tools.load.generator import Answer, Client, Load, MakeRequest, Request, flow_header
 
-SMALL_BYTES, LARGE_BYTES = 300, 400_000  # of a request's body
+SMALL_BYTES, LARGE_BYTES = 300, 400_000  # sizes of a request's body
 _WARM_UP_PER_CONNECTION = 2
 _FLOWS = 4
-_LIMIT_S = 180.0  # of a pass
+_LIMIT_S = 180.0  # timeout of a pass
 
 Send = Callable[[int], Awaitable[list[Answer]]]
 
 
 class WrongAnswer(Exception):
-    """A wrong answer, or none in time."""
+    """A request was not served, or not within the timeout."""
 
 
 def alike(prompt_bytes: int, tokens: int) -> MakeRequest:
-    """Streams of `tokens` for a body of `prompt_bytes`, of a few flows and workloads in turn."""
+    """Makes streamed requests for `tokens` with bodies of `prompt_bytes`, in turn from a few flows."""
     room = prompt_bytes - len(Request("", tokens, streamed=True).body())
     prompt = ("the quick brown fox jumps over the lazy dog " * (room // 44 + 1))[: max(0, room)]
     requests = [
@@ -39,7 +39,7 @@ def alike(prompt_bytes: int, tokens: int) -> MakeRequest:
 
 @contextlib.asynccontextmanager
 async def warmed(url: str, connections: int, make_request: MakeRequest) -> AsyncIterator[Send]:
-    """Open `connections` and warm them up. `Send` sends so many requests over them.
+    """Open `connections` and warm them up. Yields a function that sends a pass of N requests over them.
 
     Raises:
         WrongAnswer: a request of a pass was not served.
@@ -62,5 +62,5 @@ async def warmed(url: str, connections: int, make_request: MakeRequest) -> Async
 
 
 def per_s(answers: list[Answer]) -> float:
-    """Requests a second of a pass."""
+    """The rate of a pass in requests a second."""
     return len(answers) / (max(each.done_s for each in answers) - min(each.sent_s for each in answers))

@@ -1,4 +1,4 @@
-"""What benches and long tests share: the machine, CPU clocks, statistics, Markdown tables, the page."""
+"""Helpers of benches and long tests: machine description, CPU clocks, statistics, tables, result pages."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ T_95 = {
 
 
 def describe_run(command: str) -> str:
-    """`command`, the date, and the machine with its processor and load, without its name."""
+    """Describe a run: `command`, date, versions, and the machine's processor and load, without its name."""
     versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     return (
         f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores ({_processor()}), load "
@@ -42,30 +42,29 @@ _SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of the Linux ABI: user and system time of
 
 
 def cpu_ns(pids: Iterable[int]) -> int:
-    """CPU time of `pids` together since each started.
+    """The sum of the CPU times of `pids` since each process started, in nanoseconds.
 
-    Read from each process' own CPU clock (`clock_getcpuclockid`) in nanoseconds; /proc counts in steps of
-    10 ms.
+    It reads the CPU clock of each process (`clock_getcpuclockid`), because /proc counts in steps of 10 ms.
     """
     return sum(time.clock_gettime_ns((~pid << 3) | _SCHEDULER_CLOCK) for pid in pids)
 
 
 def options_parser(prog: str, description: str | None = None) -> argparse.ArgumentParser:
-    """A parser with `--out`, the folder of the page."""
+    """A parser with the option `--out`, the folder for result pages."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--out", type=Path, default=_RESULTS, metavar="DIR", help="default: bench/results")
     return parser
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write and print it."""
+    """Write `text` to `file` and print it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     print(text)
 
 
 def total(page: str, series: str, **labels: str) -> float:
-    """The sum of the samples of `series` on a page of metrics that have these labels; 0 without any."""
+    """The sum of the samples of `series` with these labels on a metrics page; 0 if there are none."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     lines = [line for line in page.splitlines() if re.match(rf"{series}[{{ ]", line)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
@@ -76,17 +75,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of `values` that at least `share` of them do not exceed; 0 of none."""
+    """The percentile `share` of `values` by nearest rank; 0 if `values` is empty."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval: of fewer than three,
-    the extremes."""
+    """Geometric mean of paired ratios, and the ends of its 95 % confidence interval; the extremes if there
+    are fewer than three ratios."""
     logs = [math.log(each) for each in ratios]
     if len(logs) < min(T_95):
         return math.exp(statistics.fmean(logs)), min(ratios), max(ratios)
     mean, spread = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    reach = T_95[max(number for number in T_95 if number <= len(logs))] * spread  # rather too wide
+    # Without an entry for this number of pairs, use the next smaller one: the interval becomes wider.
+    reach = T_95[max(number for number in T_95 if number <= len(logs))] * spread
     return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)

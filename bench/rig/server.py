@@ -1,4 +1,4 @@
-"""A Valkey of the benchmark's own, and its CPU time, memory and slow calls."""
+"""Runs a Valkey for a benchmark, and measures its CPU time, memory and slow calls."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from picker_tools.local_fleet.processes import valkey_binary
 
 _DEADLINE_S = 60.0
 _PIPELINED = 12  # commands sent before a reply is awaited
-# Longer calls are in the slow log. With 1000 us it had 15 000 calls for a million requests, and freeing them
+# Threshold of the slow log. With 1000 us the log had 15 000 calls after a million requests, and freeing it
 # delayed the next call by 20 to 50 ms.
 SLOW_US = 3000
 
@@ -31,14 +31,14 @@ SLOW_US = 3000
 def arrival(
     request_id: str, flow: str, *, ttl_ms: int, workload: str = "", priority: int = 0, candidates: str = "*"
 ) -> bytes:
-    """An argument of the script `admit`: a request of weight and cost 1, by default for any endpoint."""
+    """Pack an argument of the script `admit`: a request of weight and cost 1, by default for any endpoint."""
     numbers = {"priority": priority, "weight": 1, "cost": 1, "ttl_ms": ttl_ms, "criticality": 3}
     texts = (request_id, "1", flow, workload, "llama", candidates)
     return pack_arrival(texts, tuple(numbers.get(name, 0) for name in ARRIVAL_NUMBERS))
 
 
 class Server:
-    """A running server with the library in it. Times in microseconds."""
+    """A running Valkey with the Lua library loaded. Times are in microseconds."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.port = port
@@ -59,7 +59,7 @@ class Server:
         return cpu_ns([self.pid]) / 1000
 
     def cpu_us_of(self, work: Callable[[], object]) -> float:
-        """CPU that the server takes while `work` runs."""
+        """CPU time in µs that the server uses while `work` runs."""
         before = self.cpu_us()
         work()
         return self.cpu_us() - before
@@ -68,7 +68,8 @@ class Server:
         return int(self.client.info("memory")["used_memory"])
 
     def slow_us(self) -> dict[int, float]:
-        """Time of each slow call since the last `forget`, by its hash; of equal calls the longest."""
+        """Duration of each slow call since the slow log was reset, by the command's hash; of equal calls the
+        longest."""
         found: dict[int, float] = {}
         for entry in self.client.slowlog_get(100_000):
             command = entry["command"]
@@ -78,10 +79,8 @@ class Server:
         return found
 
     def replies(self, commands: Sequence[bytes]) -> Iterator[Any]:
-        """Send packed `commands` on a connection of their own, several at a time, so that the server never
-        waits for us; gives each reply.
-
-        RuntimeError if a command fails.
+        """Send packed `commands` on a new connection, several at a time so that the server never waits, and
+        yield each reply. Raises RuntimeError if a command fails.
         """
         reader = hiredis.Reader()
         with socket.create_connection((LOOPBACK, self.port), _DEADLINE_S) as connection:
@@ -98,9 +97,9 @@ class Server:
                         yield reply
 
     def forget(self) -> None:
-        # In the background, freeing would slow down the next calls and count as theirs.
+        # SYNC: freeing memory in the background would count towards the next calls.
         self.client.execute_command("FLUSHALL", "SYNC")
-        # The next large allocation sorts what was freed: 2 to 18 ms after a million requests. Make it now.
+        # Make a large allocation now: the first one sorts the freed memory (2 to 18 ms after 1e6 requests).
         self.client.set("{bench}much", bytes(1 << 20))
         self.client.execute_command("FLUSHALL", "SYNC")
         self.forget_slow()
@@ -122,8 +121,8 @@ _SETTINGS: dict[str, Any] = {
 
 
 class ScriptPool:
-    """Calls the scripts for one pool as its replica `owner`. Commands are appended to `recording` while
-    it is a list."""
+    """Calls the scripts of one pool as replica `owner`. Appends each command to `recording` if that is a
+    list."""
 
     def __init__(self, server: Server, name: str, owner: str) -> None:
         self.server, self.key, self.owner = server, Keys.of(name).pool, owner
@@ -139,7 +138,7 @@ class ScriptPool:
         return self.server.client.execute_command(*command)
 
     def publish(self, endpoints: int, in_flight: float, **settings: Any) -> None:
-        """So many endpoints, with room for `in_flight` requests of cost 1 together."""
+        """Publish `endpoints` endpoints with bounds for `in_flight` requests of cost 1 in total."""
         per = in_flight / endpoints
         hosts = [
             x
@@ -157,13 +156,13 @@ class ScriptPool:
 
 
 def granted_ids(grants: Sequence[bytes]) -> list[str]:
-    """Of what a call has granted: each is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
+    """The ids in a call's grants: each grant is `placed ATTEMPT ENDPOINTS LOADS ID` or `granted ID`."""
     return [item.split()[-1].decode() for item in grants]
 
 
 @contextlib.contextmanager
 def server() -> Iterator[Server]:
-    """A running Valkey."""
+    """Run a Valkey until the block ends."""
     port, binary = free_port(), valkey_binary()
     with tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(

@@ -1,46 +1,46 @@
 -- include: storage schema
--- The bands of the queue. Each has a priority, any int32; of waiting bands the one with the highest is served first.
+-- The bands of the queue. Each has a priority, any int32. By default the band of the highest priority that has waiting
+-- requests is served first; under the band policy `weighted`, bands share.
+-- Records and keys hold the number of a band, which fits in a byte. 0 to 2 are the named bands: Critical, Default and
+-- Sheddable, whatever their priorities. From 3 on are dynamic bands: `bands.of` makes one when a request of another
+-- priority arrives, and the sweep collects the band when none of its requests waits or runs. A dynamic band has the
+-- attributes of the nearest configured band at or below its priority, or else of the lowest configured band. While all
+-- numbers are in use, a request of yet another priority joins the nearest band.
 --
--- Records and keys hold the number of a band, which fits in a byte. 0 to 2 are Critical, Default and Sheddable,
--- whatever their priorities are. The numbers from 3 on belong to other priorities while those are in use: `bands.of`
--- makes a band when a request comes, and the sweep collects it when no request of it waits or runs. It has the
--- attributes of the nearest configured band at or below its priority, or else of the lowest one. While all numbers are
--- in use, a request of yet another priority joins the nearest band.
---
--- The bytes of the bodies that wait in a band are counted in a field of their own, which is written with the counters.
--- If the field is lost, the bytes begin at 0, in a new epoch. A request takes away its bytes in the epoch in which they
--- were added, and nothing in a later one.
+-- The waiting request bodies of each band are counted, in bytes, in the field `waiting_bytes`, which is written with
+-- the counters. If the field is lost, the counts restart at 0 in a new epoch. A request that leaves subtracts its bytes
+-- only if they were added in the current epoch.
 
 local pool = {} -- counters (lib/pool.lua)
--- By the number of a band: the names of its counters (formatting one costs as much as a command), and its attributes.
--- A number without a priority is not in use.
+-- Tables by band number: names of counters (to format a name costs as much as a command), then attributes. A number
+-- without a priority is not in use.
 local QUEUED, V, NEW, BAND_TAG = {}, {}, {}, {}
 local PRIORITY, RANK, BAND_WEIGHT, PREEMPTIBLE, GUARANTEED, CAPACITY = {}, {}, {}, {}, {}, {}
-local BANDS = {0, 1, 2} -- the numbers in use, the highest priority first
+local BANDS = {0, 1, 2} -- the band numbers in use, the highest priority first
 local LAST_NAMED = 2
 local LEAST_PRIORITY, MOST_PRIORITY = -2147483648, 2147483647
--- keeps_bytes: whether bytes wait, or the field of them must be emptied; limit_bytes: whether any band limits them
+-- keeps_bytes: whether `waiting_bytes` must be written with the counters; limit_bytes: whether any band limits bytes
 local bands = {keeps_bytes = false, limit_bytes = false}
 do -- a chunk may have 200 locals
   local LAST = 63
   -- number, priority, requests (waiting or running), queued, v, new, tag
   local STORED, FIELDS = '%d %d %d %d %.17g %.17g %.17g', 7
-  local DEFAULTS = { -- while the settings have no bands
+  local DEFAULTS = { -- the bands if the settings have none
     {priority = 10, guaranteed = true}, {priority = 0, preemptible = true}, {priority = -10, preemptible = true},
   }
-  local REQUESTS = {} -- as QUEUED
+  local REQUESTS = {} -- band number -> name of its counter of requests, like QUEUED
   for band = 0, LAST do
     QUEUED[band], V[band], NEW[band] = 'queued:' .. band, 'v:' .. band, 'new:' .. band
     BAND_TAG[band], REQUESTS[band] = 'band:' .. band, 'requests:' .. band
   end
 
-  local bytes, byte_limits = {}, {} -- by the number of a band: of the bodies that wait in it, and how many may
+  local bytes, byte_limits = {}, {} -- band number -> bytes of its waiting bodies, and their limit
   local bytes_epoch = 0
-  local bytes_text -- the same as text; nil: to be made, for formatting takes longer than counting
-  local configured, weights = DEFAULTS, {} -- Critical, Default and Sheddable first; and their weights
+  local bytes_text -- `bytes` as stored in Redis; nil: to be formatted, which takes longer than counting
+  local configured, weights = DEFAULTS, {} -- configured bands, and their weights; the three named bands come first
   local band_of = {} -- priority -> number
-  local others, stored = {}, '' -- numbers from 3 on that are in use; their text in Redis
-  -- The index of the nearest of `count` priorities at or below `priority`, or else of the lowest.
+  local others, stored = {}, '' -- the numbers of the dynamic bands; the field `bands` as stored in Redis
+  -- The index of the highest of `count` priorities at or below `priority`; if there is none, of the lowest.
   local function nearest(priority, count, priority_of)
     local found, lowest
     for i = 1, count do
@@ -88,7 +88,7 @@ do -- a chunk may have 200 locals
     for rank, band in ipairs(BANDS) do RANK[band] = rank end
   end
 
-  -- The settings in force have changed.
+  -- Apply the bands of new settings.
   function bands.configure(settings)
     configured, weights = settings.bands or DEFAULTS, settings.band_weights or {}
     bands.limit_bytes = false
@@ -96,7 +96,7 @@ do -- a chunk may have 200 locals
     arrange()
   end
 
-  -- The bands from 3 on as Redis has them (nil: none), with their counters.
+  -- Read the dynamic bands and their counters from the field `bands` (nil: none).
   function bands.read(text)
     text = text or ''
     if text == '' and not others[1] then return end
@@ -113,7 +113,7 @@ do -- a chunk may have 200 locals
     arrange()
   end
 
-  -- The bytes that wait, as Redis has them (nil or '': none).
+  -- Read the epoch and the bytes of each band from the field `waiting_bytes` (nil or '': none). `now` is in us.
   function bands.read_bytes(text, now)
     bands.keeps_bytes = (text or '') ~= ''
     for band in pairs(bytes) do bytes[band] = nil end
@@ -126,7 +126,7 @@ do -- a chunk may have 200 locals
     for at = 2, #numbers, 2 do bytes[numbers[at]] = numbers[at + 1] end
   end
 
-  -- The same as text; '' if none wait.
+  -- The text of the field `waiting_bytes`; '' if no bytes wait.
   function bands.bytes_text()
     if not bytes_text then
       local numbers = {bytes_epoch}
@@ -138,7 +138,7 @@ do -- a chunk may have 200 locals
     return bytes_text
   end
 
-  -- The body of a request waits (1), or does no longer (-1).
+  -- Add the body of r to the waiting bytes of its band (`change` 1), or subtract it (-1).
   function bands.count_bytes(r, change)
     if change > 0 then r.bytes_epoch = bytes_epoch elseif r.bytes_epoch ~= bytes_epoch then return end
     local band = r.band
@@ -146,12 +146,12 @@ do -- a chunk may have 200 locals
     bands.keeps_bytes, bytes_text, pool.touched = true, nil, true
   end
 
-  -- Begin to count the requests of each band, and their bytes, anew.
+  -- Reset the counts of requests and bytes of all bands. `now` is in us.
   function bands.begin_count(now)
     for _, band in ipairs(BANDS) do pool[QUEUED[band]] = 0 end
     for _, band in ipairs(others) do pool[REQUESTS[band]] = 0 end
     bands.read_bytes('', now)
-    bands.keeps_bytes = true -- empties the field
+    bands.keeps_bytes = true -- the commit then empties `waiting_bytes`
   end
 
   function bands.bytes(band) return bytes[band] or 0 end
@@ -161,7 +161,7 @@ do -- a chunk may have 200 locals
     if bytes[band] then bytes[band], bytes_text, bands.keeps_bytes, pool.touched = nil, nil, true, true end
   end
 
-  -- The same as text, if this call has changed it; else nil.
+  -- The text of the field `bands` if this call has changed it, else nil.
   function bands.change()
     if stored == '' and not others[1] then return nil end
     local lines = {}
@@ -186,19 +186,19 @@ do -- a chunk may have 200 locals
     return band
   end
 
-  -- The band of a priority; a new one if there is none.
+  -- The band of a priority. If it has none, make a dynamic band.
   function bands.of(priority) return band_of[priority] or make(priority) end
 
   -- The band of a priority; nil if it has none.
   function bands.find(priority) return band_of[priority] end
 
-  -- Count a request of a band from 3 on that has come (1) or gone (-1).
+  -- Count a request that enters (1) or leaves (-1) a dynamic band.
   function bands.count_request(band, change)
     local name = REQUESTS[band]
     pool[name] = math.max(pool[name] + change, 0)
   end
 
-  -- The bands that have no request and owe no turns to the others.
+  -- The dynamic bands without requests whose tag is not ahead of bv; in an idle pool, all without requests.
   function bands.idle()
     local idle = {}
     local at_rest = pool.queued == 0 and pool.stock == 0
@@ -209,7 +209,7 @@ do -- a chunk may have 200 locals
     return idle
   end
 
-  -- Collect an idle band. Its keys are removed at the end of the call, so the call must make no band.
+  -- Remove an idle dynamic band. Its keys are unlinked when the call ends, so the call must not make a band after this.
   function bands.collect(band)
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do
       defer_unlink(key[kind][band])

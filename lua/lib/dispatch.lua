@@ -1,6 +1,6 @@
 -- include: queue endpoints
--- The transitions of requests that several functions share: placement, end, timers and dispatch; and what begins and
--- ends every call. `run` performs all of a call or, if the call fails before it writes its result, nothing.
+-- Transitions of requests that several functions share (placement, end, timers, dispatch), and the begin and end of
+-- every call. If a call fails before it starts to commit, `run` undoes its writes.
 
 local function leave_endpoint(r, listed)
   local endpoint = endpoints.first(listed)
@@ -16,7 +16,7 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
--- End a request in any state: everything it takes is given back, exactly once.
+-- End a request in any state: remove its record, and give back, exactly once, everything that the request takes.
 local function finish_request(r, event, note)
   local state = r.state
   if state == STATE_QUEUED then
@@ -40,7 +40,7 @@ local function finish_request(r, event, note)
   end
 end
 
--- Count a placed request on `endpoint`, where Envoy has sent it; `listed` are the endpoints that it has from now on.
+-- Count a placed request on `endpoint`, to which Envoy has sent it; `listed` becomes its list of endpoints.
 local function move_placed(r, endpoint, listed)
   local old = endpoints.first(r.endpoints)
   endpoints.release(old)
@@ -59,9 +59,9 @@ local function end_and_notify(r, event)
   notifications.add(r.owner, r.id, event)
 end
 
--- Place r: the endpoint is chosen and reserved in one step, so two replicas never both take one for idle (G1). Returns
--- 'placed a,b,c LOADS'; or nil, whether only a limit prevents it, and the endpoints that are at their own limit. The
--- caller accounts for the stock and the total of the flow.
+-- Choose and reserve an endpoint for r in one step, so that two replicas never both take the same idle endpoint (G1).
+-- Return 'placed a,b,c LOADS'; or nil, whether only a limit prevents the placement, and the endpoints that are at their
+-- own limit. The caller accounts for the stock and for the total of the flow.
 local function place_request(r, candidates, turn, picks)
   local picked, seen, endpoint = endpoints.pick(r, candidates, turn, picks)
   if not picked then return nil, seen, endpoint end
@@ -74,10 +74,10 @@ local function place_request(r, candidates, turn, picks)
   return 'placed ' .. picked .. ' ' .. seen
 end
 
--- Place a granted request. If every endpoint that it may use is at its limit, or at the limit of its flow, the request
--- returns to its place in the queue, and its charge is refunded. Its flow queue is throttled until a request of the
--- flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops anyway, and the
--- flow queue stays in order.
+-- Place a granted request. If every endpoint that it may use is at its own limit or at the flow's limit, the request
+-- returns to its position in the queue, and its charge is refunded. Its flow queue is throttled until a request of the
+-- flow ends or one of those endpoints has room. If no endpoint of the pool has room, dispatch stops anyway, so the flow
+-- queue stays in order.
 local function place_granted(r, candidates, turn, picks)
   notifications.withdraw(r.owner, r.id)
   local reply, limited, closed = place_request(r, candidates, turn, picks)
@@ -105,10 +105,10 @@ local function place_granted(r, candidates, turn, picks)
   return 'queued ' .. (r.deadline_ms - now_ms)
 end
 
--- Run the timers that are due, the earliest first: a queued request becomes overdue, then expires; an orphaned one is
--- given up. Returns how many ran, and how many requests ended.
+-- Run at most `limit` due timers, the earliest first: a queued request becomes overdue, then expires; an orphaned
+-- request is abandoned. Return the number of timers that ran, and the number of requests that ended.
 local TIMERS_LIMIT = 24
-local timers_ran -- in this call
+local timers_ran -- whether run_timers has run in this call
 local function run_timers(limit)
   timers_ran = true
   if not timers.due() then return 0, 0 end
@@ -131,7 +131,7 @@ local function run_timers(limit)
           end_and_notify(r, NOTIFY_EXPIRED)
           expired = expired + 1
         else
-          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- by arrival within a ms
+          defer_write('ZADD', key.overdue, due[2 * i] * 1000 + r.arrived % 1000, id) -- us; within a ms by arrival
           timers.set(id, r.deadline_ms)
           pool.overdue = pool.overdue + 1
         end
@@ -150,11 +150,11 @@ local function is_live(owner)
   return live[owner]
 end
 
-local GUARD_CREDIT = 1 - 1e-9 -- of 1: the sum of ten times 0.1 is slightly less
+local GUARD_CREDIT = 1 - 1e-9 -- credit for one guard dispatch; not 1, since ten times 0.1 sums to slightly less
 
--- Grant r its start: out of the queue, into the stock, its owner notified. If any endpoint will do, r is placed, so
--- its replica need not ask. `turn_of`: the flow queue whose turn it was; nil if the starvation guard chose r. `picks`:
--- how many requests this call may still place.
+-- Grant r: remove it from the queue, add `take` to the stock, notify its owner. Also place r if any endpoint will do,
+-- so that its replica need not ask. `turn_of`: the flow queue whose turn it is; nil if the starvation guard chose r.
+-- `picks`: how many requests this call may still place.
 local function grant(r, tag, take, turn_of, picks)
   local id, share = r.id, queue.serve(r, tag, turn_of)
   r.state, r.taken, r.tag = STATE_GRANTED, take, tag
@@ -166,7 +166,7 @@ local function grant(r, tag, take, turn_of, picks)
     credit = credit - 1
   end
 
-  -- At most one credit is saved, and the fraction by which the last addition exceeded it.
+  -- Cap the credit at 1 + guard_share, so that at most one guard dispatch is saved up.
   counters.credit = credit < 1 and credit + guard_share or 1 + guard_share
   counters.stock, counters.dispatches = counters.stock + take, counters.dispatches + 1
   if r.limit > 0 then endpoints.count_flow(r, nil, 1) end
@@ -181,8 +181,8 @@ local function grant(r, tag, take, turn_of, picks)
   end
 end
 
--- Serve the queue while the stock is below the lower bound, never above the upper (G1). A request past its TTL is not
--- served (G5). One whose replica is silent is orphaned, so that another can adopt it (G7).
+-- Grant queued requests while the stock is below the lower bound; never exceed the upper bound (G1). End a request past
+-- its TTL (G5). Orphan a request whose replica is silent, so that another replica can adopt it (G7).
 local DISPATCH_LIMIT = 24 -- requests per call; every call ends with a dispatch, so the next one continues
 local function dispatch()
   if next(live) then live = {} end
@@ -194,7 +194,7 @@ local function dispatch()
   if settings.queue_enabled == 0 then lower = math.huge end
   local room = math.min(counters.queued, math.ceil(lower - counters.stock), DISPATCH_LIMIT)
   if room > 0 then
-    -- As many as have ended in this call are likely to fit; if costs differ, this is an estimate.
+    -- Estimate: as many requests fit as have ended in this call. Exact only if all cost the same.
     queue.prefetch(math.min(room, counters.ended - counters.ended_before))
   end
   local places = room > 0 and endpoints.caps and endpoints.free_slots() or math.huge
@@ -225,7 +225,7 @@ local function dispatch()
   return served, attempts
 end
 
--- Write what the call has decided. Nothing is read from here on, and each step may be repeated.
+-- Write the call's changes to Redis. From here on nothing is read, and each step may be repeated.
 local function commit()
   read_ahead.commit()
   record.commit()
@@ -238,7 +238,7 @@ local function commit()
 end
 
 local committing = false
--- A write failed after others were done. Write the rest; a command that fails twice is skipped, and its error raised.
+-- Commit again after a write failed and others were done. Skip a command that fails twice; raise its error at the end.
 local function commit_again()
   local server, failed = redis, nil
   redis = {call = function(...)
@@ -252,9 +252,9 @@ local function commit_again()
   if failed then error(failed, 0) elseif not done then error(why, 0) end
 end
 
-local epoch, epoch_text -- of the pool in the last call
--- Every call that may change the queue ends here. Returns the start of each reply: epoch of the pool, notifications for
--- the caller, attempts to dispatch, and how many of them were served.
+local epoch, epoch_text -- epoch of the pool in the last call
+-- End a call that may change the queue: dispatch, then commit. Return its reply: the pool's epoch, notifications for
+-- the caller, dispatch attempts, how many of the attempts granted a request, then `replies`.
 local function finish_call(replies)
   local served, attempts = 0, 0
   if pool.known then served, attempts = dispatch() end
@@ -266,8 +266,8 @@ local function finish_call(replies)
   return {epoch_text, notifications.for_caller, attempts, served, unpack(replies or {})}
 end
 
--- Answer a batch: `answer(index, fields...)` for each `size` arguments after the caller's name, at most five. Handlers
--- with fewer fields must ignore the extra arguments; they belong to the next item.
+-- Answer a batch of items, each `size` arguments (at most five) behind the caller's name, by calling
+-- `answer(index, fields...)`. `answer` always gets five fields: those beyond `size` belong to the next item.
 local function for_each_item(args, size, answer)
   reset_notifications(args[1])
   local replies, count = {}, 0
@@ -278,7 +278,7 @@ local function for_each_item(args, size, answer)
   return finish_call(replies)
 end
 
--- The n-th of every `size` arguments, without empty ones, and how many. The table is reused by the next call.
+-- The n-th argument of each item, without empty ones, and their number. The next call reuses the returned table.
 local column_found = {}
 local function column(args, size, n)
   local found, count = column_found, 0
@@ -316,13 +316,13 @@ local function perform(act, keys, args)
   return reply
 end
 
--- The first word of an error is its code; Redis puts ERR before a text alone.
+-- Raise `why` as a Redis error whose first word is a code; add ERR if it has none.
 local function fail(why)
   local text = type(why) == 'table' and why.err or tostring(why)
   error({err = string.find(text, '^%u+ ') and text or 'ERR ' .. text}, 0)
 end
 
--- What each function of the library runs. Raises the error of a failed call, after undoing its writes.
+-- Entry point of every library function. If a call fails, undo its writes unless the commit has begun; raise its error.
 local function run(act, keys, args)
   use_builtins()
   local done, reply = pcall(perform, act, keys, args)

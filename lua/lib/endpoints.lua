@@ -1,24 +1,24 @@
 -- include: pool
--- The live load of every endpoint, and the choice among them. The load of an endpoint is its number of requests in
--- flight; plus UNPICKABLE if it takes nothing new (draining, marked, or unpublished while requests still run there).
+-- The live load of every endpoint, and the choice among endpoints. The load is the endpoint's number of requests in
+-- flight, plus UNPICKABLE if it takes no new requests (draining, marked, or unpublished while requests still run).
 -- `limits` counts the requests in flight of flows that have a limit per endpoint. `endpoints.caps` is endpoint ->
--- limit, nil if no endpoint has one: the configured limits and, while endpoints are full or on trial, theirs
--- (lib/outliers.lua).
+-- limit, nil if no endpoint has a limit: the configured limits, and the temporary limits of endpoints that are full or
+-- on trial (lib/outliers.lua).
 
--- ANY: the candidates of a request for which any endpoint will do; counts_flows: whether any flow had a limit yet
+-- ANY: `candidates` of a request that accepts any endpoint; counts_flows: whether a flow has had a limit so far
 local endpoints = {ANY = '*', counts_flows = false}
 local reset_endpoints
 do -- a chunk may have 200 locals
-  -- endpoint -> load, as far as this call knows it. It is kept for the next call while nobody else changes the pool.
+  -- endpoint -> load, as far as known. Cached between calls while only this library changes the pool.
   local loads, loads_known = {}, 0
-  local MOST_LOADS = 1000 -- requests may name any number of unknown ones
+  local MOST_LOADS = 1000 -- cache size: requests may name any number of unknown endpoints
   local changed_loads = {}
-  local all_counted -- what `counted` returned in this call
-  local window, window_left -- the least loaded endpoints, and for how many choices they suffice
+  local all_counted -- the result of `counted` in this call
+  local window, window_left -- the least loaded endpoints, and the number of choices for which they suffice
   local READ_AT_ONCE = 2000 -- unpack() puts its values on a stack of limited depth
-  local SMALL = 8 -- least size of a window; one that is smaller has all endpoints, for any number of choices
+  local SMALL = 8 -- least size to read; a smaller window has all endpoints, and suffices for any number of choices
 
-  -- A function that keeps what `make` returns for a text, since the same ones come again and again.
+  -- Wrap `make`, a function of a text, so that its results are cached: the same texts recur.
   local function memoized(make)
     local results, known = {}, 0
     return function(text)
@@ -32,7 +32,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- The first of 'a,b,c'.
+  -- The first endpoint of a list 'a,b,c'.
   endpoints.first = memoized(function(list) return string.match(list, '^[^,]*') end)
 
   -- Read the loads of the first `named` addresses with one command.
@@ -62,16 +62,16 @@ do -- a chunk may have 200 locals
     return loads[address]
   end
 
-  -- Requests in flight on an endpoint, whether it takes new ones or not.
+  -- The number of requests in flight on an endpoint, whether or not it takes new requests.
   function endpoints.in_flight(address)
     local load = load_of(address)
     return load >= UNPICKABLE and load - UNPICKABLE or math.max(load, 0)
   end
 
-  -- Whether an endpoint is published, or still runs requests from when it was.
+  -- Whether an endpoint is published, or was published and still runs requests.
   function endpoints.is_known(address) return load_of(address) >= 0 end
 
-  -- An endpoint begins or ceases to take new requests, so a window may lack it, or have it for nothing.
+  -- Set the load of an endpoint that begins or ceases to take new requests. The window is then out of date.
   local function set_load(address, load)
     loads[address], changed_loads[address] = load, true
     window, all_counted = nil, nil
@@ -91,17 +91,17 @@ do -- a chunk may have 200 locals
     loads[address], changed_loads[address] = load, true
   end
 
-  -- Publish an endpoint; its requests in flight stay counted.
+  -- List a published endpoint; its requests in flight stay counted.
   function endpoints.add_published(address, draining)
     local load, count = load_of(address), endpoints.in_flight(address)
     local listed_load = draining and count + UNPICKABLE or count
     if listed_load ~= load then set_load(address, listed_load) end
   end
 
-  -- Whether a description says draining.
+  -- Whether an endpoint's JSON description says `draining`.
   endpoints.is_draining = memoized(function(description) return cjson.decode(description).draining == true end)
 
-  -- An endpoint is no longer published: it takes nothing new, and is forgotten when its last request ends.
+  -- Stop new requests to an endpoint that is no longer published; forget the endpoint when its last request ends.
   function endpoints.remove_published(address)
     local load = load_of(address)
     if load <= 0 or load == UNPICKABLE then
@@ -114,8 +114,8 @@ do -- a chunk may have 200 locals
   local function is_pickable(load) return load >= 0 and load < UNPICKABLE end
   local function is_less_loaded(a, b) return loads[a] < loads[b] end
 
-  -- Read the candidates for `picks` requests: the `picks` + `want` least loaded ones include the best of each request.
-  -- Those whose load this call has changed are not listed by Redis, or not in their order, so they are merged.
+  -- Read the window for `picks` requests: the `picks` + `want` least loaded endpoints, which include the best of each
+  -- request. Endpoints whose load this call has changed are merged in, since Redis has their former loads.
   local function read_window(picks, want)
     local most = math.max(math.max(picks, 1) + want, SMALL)
     local changed, changed_count, own = changed_loads, 0, {}
@@ -147,7 +147,7 @@ do -- a chunk may have 200 locals
     loads_known, window_left = loads_known + count, count < SMALL and math.huge or most - want
   end
 
-  -- Requests in flight of limited flows, by their fields of `limits`, as far as this call knows them; which changed.
+  -- Field of `limits` -> requests in flight of a limited flow, as far as this call knows it; the fields that changed.
   local limit_counts, changed_limits = {}, {}
   local function flow_counts(fields)
     local counts, asked = {}, {}
@@ -163,7 +163,7 @@ do -- a chunk may have 200 locals
     return counts
   end
 
-  -- The addresses of a list, and their scores by address if the list has scores.
+  -- Parse `candidates`: return the addresses, at most 1000, and address -> score (nil without scores).
   local function listed(candidates)
     local found, seen, scores = {}, {}, nil
     for address, score in string.gmatch(candidates, '([^,=]+)=?([^,]*)') do
@@ -181,7 +181,7 @@ do -- a chunk may have 200 locals
   -- Whether an endpoint takes new requests: it is published, not draining and not marked.
   function endpoints.is_ready(address) return is_pickable(load_of(address)) end
 
-  -- All addresses with a load; read once a call.
+  -- All listed endpoints, with requests in flight or not; read once a call.
   function endpoints.counted()
     if all_counted then return all_counted end
     local all, listed_ones = redis.call('ZRANGE', key.load, 0, -1), {}
@@ -198,8 +198,8 @@ do -- a chunk may have 200 locals
     return all
   end
 
-  -- How many more requests may be granted before every endpoint that takes new ones is at its limit. A granted request
-  -- that is not placed yet will need a slot too. Only asked where endpoints have limits.
+  -- The number of requests that may be granted until every endpoint that takes new requests is at its limit. A granted
+  -- request that is not placed yet will need a slot too. Called only if endpoints have limits.
   function endpoints.free_slots()
     local caps, left, placed = endpoints.caps, 0, 0
     for _, address in ipairs(endpoints.counted()) do
@@ -215,13 +215,13 @@ do -- a chunk may have 200 locals
     return left - (read('ZCARD', key.inflight) - placed)
   end
 
-  -- Whether an endpoint has a limit and takes one more request.
+  -- Whether an endpoint has a limit, takes new requests and is below the limit.
   function endpoints.has_free_slot(address)
     local cap, load = endpoints.caps[address], load_of(address)
     return cap and is_pickable(load) and load < cap
   end
 
-  -- Of the endpoints `among` that take new requests: those below their limit, and those at it.
+  -- Split the endpoints of `among` that take new requests into those below their limit and those at their limit.
   function endpoints.split_by_limit(among)
     local caps, free, closed = endpoints.caps, {}, {}
     for _, address in ipairs(among) do
@@ -234,7 +234,7 @@ do -- a chunk may have 200 locals
     return free, closed
   end
 
-  -- Those of `among` on which the flow of r is below its limit; and whether any of `among` takes new requests at all.
+  -- The ready endpoints of `among` on which the flow of r is below its limit; and whether any of `among` is ready.
   local function below_limit(r, among)
     local able, fields, free = {}, {}, {}
     for _, address in ipairs(among) do
@@ -250,7 +250,7 @@ do -- a chunk may have 200 locals
     return free, true
   end
 
-  -- The cost of an endpoint among candidates with scores: its share of the live load, minus its score. The lowest wins.
+  -- The cost function for candidates with scores: live_weight * load / highest load - score. The lowest cost wins.
   local function cost_function(among, scores)
     local most = 1
     for _, address in ipairs(among) do
@@ -260,8 +260,8 @@ do -- a chunk may have 200 locals
     return function(address) return settings.live_weight * load_of(address) / most - (scores[address] or 0) end
   end
 
-  -- The loads that a choice was made from, joined by commas: those of the named candidates in their order, '' for one
-  -- that was not eligible; without named candidates, those of the chosen ones.
+  -- The loads on which a choice was based, joined by commas: the loads of the named candidates in their order ('' if
+  -- not eligible) or, without named candidates, the loads of the chosen endpoints.
   local load_fields, load_texts = {}, {} -- kept between calls: formatting costs five times a lookup
   local function load_text(load)
     if not is_pickable(load) then return '' end
@@ -292,10 +292,10 @@ do -- a chunk may have 200 locals
     return table.concat(load_fields, ',', 1, count)
   end
 
-  -- Choose endpoints, the best first; `turn` rotates among equal ones. `candidates` is '*' (all), 'a,b,c' (the least
-  -- loaded of them) or 'a=0.7,b=0.5' (scores without live load). `picks` is how many requests this call may still
-  -- place. Returns 'a,b,c' with up to `fallbacks` more than one, the loads seen, and the first; or nil, whether only a
-  -- limit prevents it, and the endpoints that are at their own limit.
+  -- Choose endpoints for r, the best first; `turn` rotates among endpoints of equal cost. `candidates` is '*' (all),
+  -- 'a,b,c' (choose by load) or 'a=0.7,b=0.5' (scores, which do not include live load). `picks` is how many requests
+  -- this call may still place. Return 'a,b,c' (the endpoint and up to `fallbacks` fallbacks), the loads seen, and the
+  -- endpoint; or nil, whether only a limit prevents a choice, and the endpoints that are at their own limit.
   local best_ones, their_costs = {}, {} -- reused by each choice
   local function choose(r, candidates, turn, picks)
     local want, among, scores, named = settings.fallbacks + 1
@@ -315,7 +315,7 @@ do -- a chunk may have 200 locals
       limited = limited or #closed > 0
     end
     local cost_of = scores and cost_function(among, scores) -- nil: by load alone
-    -- Insertion sort into the few best so far; of equal ones the later stays behind.
+    -- Insert each endpoint into the `want` best so far; equal costs keep the order in which they are visited.
     local best, costs, kept, count = best_ones, their_costs, 0, #among
     local next_one = turn % count
     for _ = 1, count do
@@ -337,11 +337,11 @@ do -- a chunk may have 200 locals
     return table.concat(best, ',', 1, kept), loads_seen(named, among, costs, kept), best[1]
   end
 
-  -- Marks: why a published endpoint takes nothing new (drained by an operator, down, or ejected), and since when.
+  -- Reasons why a published endpoint takes no new requests: drained by an operator, down, or ejected.
   local MARKS = {'drained', 'down', 'ejected'}
 
-  -- Choose as `choose` does. Where the candidates that are named have only ejected ones that could take r, one of these
-  -- is tried.
+  -- Like `choose`; but if none of the named candidates is eligible, and no limit is the cause, choose among those that
+  -- are only ejected.
   function endpoints.pick(r, candidates, turn, picks)
     local picked, seen, first = choose(r, candidates, turn, picks)
     if picked or seen or candidates == endpoints.ANY or pool.outliers == 0 then return picked, seen, first end
@@ -360,8 +360,8 @@ do -- a chunk may have 200 locals
   function endpoints.has_mark(what, address) return read('HEXISTS', key.marks, joined(what, address)) == 1 end
   function endpoints.is_ejected(address) return endpoints.has_mark('ejected', address) end
 
-  -- What is known of endpoints that fail or are full, by address; {} if nothing (lib/outliers.lua). While there is
-  -- nothing, a call pays one comparison for it.
+  -- Read the entries of endpoints that fail or are full, by address (lib/outliers.lua). Without any, this costs a call
+  -- one comparison.
   function endpoints.read_outliers()
     endpoints.caps, endpoints.outliers = settings.caps, {}
     if pool.outliers == 0 then return end
@@ -389,7 +389,7 @@ do -- a chunk may have 200 locals
           endpoints.caps = {}
           for each, cap in pairs(settings.caps or {}) do endpoints.caps[each] = cap end
         end
-        local cap = is_over and entry.cap + 1 or entry.cap -- one that was full has to answer first
+        local cap = is_over and entry.cap + 1 or entry.cap -- one request tries an endpoint that was full
         endpoints.caps[address] = math.min(cap, endpoints.caps[address] or cap)
       end
     end
@@ -401,7 +401,7 @@ do -- a chunk may have 200 locals
     return false
   end
 
-  -- Set or remove a mark. Returns whether the endpoint is known.
+  -- Set or remove a mark. Return whether the endpoint is published.
   function endpoints.mark(what, on, address)
     local description = read('HGET', key.endpoints, address)
     if not description then return false end
@@ -424,7 +424,7 @@ do -- a chunk may have 200 locals
     return true
   end
 
-  -- Nothing else is ready: ejected endpoints take requests again.
+  -- If no endpoint is ready, end all ejections.
   function endpoints.try_ejected()
     if pool.ready > 0 or pool.outliers == 0 then return end
     for address in pairs(endpoints.outliers) do
@@ -447,7 +447,7 @@ do -- a chunk may have 200 locals
     endpoints.forget_outlier(address)
   end
 
-  -- Remove `down` marks that no replica has confirmed for `down_ms`; the next request tries the endpoint.
+  -- Remove strays, and `down` marks that no replica has confirmed for `down_ms`: the next request tries the endpoint.
   function endpoints.expire_down_marks(down_ms)
     local marks = read('HGETALL', key.marks)
     for i = 1, #marks, 2 do
@@ -456,15 +456,15 @@ do -- a chunk may have 200 locals
       if not since_ms or read('HEXISTS', key.endpoints, address or '') == 0 then
         drop_stray('HDEL', key.marks, marks[i])
       elseif what == 'ejected' and not endpoints.outliers[address] then
-        endpoints.mark('ejected', false, address) -- why it was ejected is lost
+        endpoints.mark('ejected', false, address) -- the entry that explains the ejection was lost
       elseif what == 'down' and now_ms - since_ms > down_ms then
         endpoints.mark('down', false, address)
       end
     end
   end
 
-  -- A limited flow's requests in flight (granted and placed) are counted in total and per endpoint. A granted request
-  -- will need a slot too, so the total decides before any endpoint does.
+  -- Whether r's flow is at its limit in total, over all ready endpoints. The total counts granted requests too, which
+  -- will each need a slot; the counts per endpoint, only placed requests.
   function endpoints.flow_at_limit(r)
     return r.limit > 0 and flow_counts({r.flow})[1] >= r.limit * pool.ready
   end
@@ -476,7 +476,7 @@ do -- a chunk may have 200 locals
     limit_counts[field], changed_limits[field] = flow_counts({field})[1] + difference, true
   end
 
-  local scored_addresses = {} -- load, address, and so on: filled again by each call
+  local scored_addresses = {} -- load, address, load, address ...; reused by each call
   function endpoints.commit()
     local count = 0
     for address in pairs(changed_loads) do

@@ -1,26 +1,26 @@
 -- include: dispatch
--- Outlier ejection: an endpoint that fails takes nothing new for a while, in the whole fleet; one that answers 429
--- takes nothing new until it has ended a request. Included by what is told of failures and answers, and by the sweep.
---
--- An entry of `outliers`, JSON: by: {id, flow} of its failures since its last answer, oldest first, flow '' of a
--- request that failed on another endpoint too; elsewhere: 1 once another endpoint has answered one of those flows
--- since; at: when the last came, why; times: ejections in a row; until_ms: of the last one; seen_ms: when a probe last
--- found it unwell; trial: 1 while one request tries it; returned_ms: when it passed; cap, cap_until: most requests in
--- flight there, and until when; fulls: how often in a row it was full; stuck_ms, stuck_ended: since when its page
--- stands still, and how many requests the pool had ended by then.
+-- Outlier ejection: for a while the whole fleet sends no new request to an endpoint that fails. An endpoint that
+-- answers 429 takes one new request for each that it ends. Included by the functions that report failures and answers,
+-- and by the sweep.
+-- An entry of `outliers`, JSON: by: {id, flow} of the endpoint's failures since its last answer, oldest first, with
+-- flow '' if the request also failed on another endpoint; elsewhere: 1 once another endpoint has since answered one of
+-- these flows; at, why: time and reason of the last fault; times: ejections in a row; until_ms: end of the last
+-- ejection; seen_ms: when a probe last failed; trial: 1 while one request tries the endpoint; returned_ms: when the
+-- trial passed; cap, cap_until: limit of its requests in flight, and when the limit ends; fulls: how often in a row it
+-- was full; stuck_ms, stuck_ended: since when its metrics page is unchanged, and pool.ended at that time.
 
 local outliers = {}
 do
-  local MOST_FAILURES = 8 -- that an entry keeps
-  -- Failures in a row that eject although one flow has them all, if it has the pool to itself and others answer it.
+  local MOST_FAILURES = 8 -- failures that an entry keeps
+  -- Failures in a row of a single flow that eject, if all requests in flight are of that flow and others answer it.
   local MOST_ALONE = 5
-  local LOOKED_AT = 32 -- requests in flight, to know whether a flow has the pool to itself
-  -- After which a trial counts as passed: its request takes long, and has not failed. One that was stuck must answer.
+  local LOOKED_AT = 32 -- requests in flight that has_pool_alone reads
+  -- A trial whose request has not failed for so long has passed. An endpoint that was stuck has to answer instead.
   local TRIAL_MS, STUCK_TRIAL_MS = 15000, 3600000
-  local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- how long one that says no time is full; bounds
-  local STUCK_MS = 10000 -- how long others must have answered while the page of one stands still
-  local UNSEEN_MS = 10000 -- an ejection that is over, and that no probe has confirmed for so long, ends
-  local KEPT_MS = 60000 -- an entry that says nothing any more is kept for so long
+  local FULL_MS, LEAST_FULL_MS, MOST_FULL_MS = 1000, 100, 60000 -- duration of `full` by default; its bounds
+  local STUCK_MS = 10000 -- an endpoint is ejected if its metrics page is unchanged for so long while others answer
+  local UNSEEN_MS = 10000 -- an ejection ends so long after until_ms and after the last probe that failed
+  local KEPT_MS = 60000 -- how long an entry without effect is kept
 
   local function is_on() return (settings.eject_ms or 0) > 0 end
 
@@ -40,7 +40,7 @@ do
     endpoints.update_caps()
   end
 
-  -- Whether every request in flight is of `flow`, as far as a look at some shows.
+  -- Whether every request in flight is of `flow`, judged by the LOOKED_AT requests with the latest leases.
   local function has_pool_alone(flow)
     local ids = read('ZREVRANGE', key.inflight, 0, LOOKED_AT - 1)
     record.prefetch(ids, #ids)
@@ -51,8 +51,8 @@ do
     return true
   end
 
-  -- Whether the failures of an endpoint count against it: they are of two flows, so that no client alone can eject it,
-  -- or many of the only flow that there is.
+  -- Whether an endpoint's failures justify an ejection: they are of two flows, so that no one client can eject it, or
+  -- at least MOST_ALONE are of the only flow in flight, which another endpoint has answered.
   local function is_failing(entry)
     local first, count
     for _, failure in ipairs(entry.by) do
@@ -71,7 +71,7 @@ do
     end
   end
 
-  -- Eject, unless as many are ejected as may be; one that is ready always stays.
+  -- Eject an endpoint. At most eject_percent of the endpoints are ejected, and never the last ready endpoint.
   local function eject(address, entry, why)
     local ejected = 0
     for each in pairs(endpoints.outliers) do
@@ -88,7 +88,7 @@ do
     return true
   end
 
-  -- End an ejection: one request tries the endpoint.
+  -- End an ejection and begin a trial: one request tries the endpoint.
   local function try(address, entry)
     entry.trial, entry.cap = 1, endpoints.in_flight(address) + 1
     entry.cap_until = now_ms + (entry.why == 'stuck' and STUCK_TRIAL_MS or TRIAL_MS)
@@ -96,8 +96,8 @@ do
     endpoints.mark('ejected', false, address)
   end
 
-  -- A request has failed on an endpoint, each counted once. One that fails on two says nothing of either: it may be of
-  -- a kind that makes engines fail. Returns whether that has ejected the endpoint.
+  -- Count the failure of a request on an endpoint, once. A request that fails on two endpoints counts against neither:
+  -- the request itself may make engines fail. Return whether this failure has ejected the endpoint.
   function outliers.failed(address, id, flow, why)
     if not (is_on() and endpoints.is_known(address)) then return end
     for other, entry in pairs(endpoints.outliers) do
@@ -116,10 +116,10 @@ do
       end
     end
     local entry = entry_of(address)
-    if not endpoints.is_ready(address) then return end -- it began there before
+    if not endpoints.is_ready(address) then return end -- the request was placed earlier
     table.insert(entry.by, {id, flow})
     if #entry.by > MOST_FAILURES then
-      local at = 1 -- one whose flow has others in the list
+      local at = 1 -- drop the oldest failure of this flow or of no flow; else the oldest
       for i = #entry.by - 1, 1, -1 do
         if entry.by[i][2] == '' or entry.by[i][2] == flow then at = i end
       end
@@ -130,7 +130,7 @@ do
     return is_failing(entry) and eject(address, entry, why)
   end
 
-  -- An endpoint has answered a request of `flow` well. One on trial has passed.
+  -- Note that an endpoint has answered a request of `flow` well. If the endpoint is on trial, the trial has passed.
   function outliers.answered(address, flow)
     for other, entry in pairs(endpoints.outliers) do
       if other ~= address and not entry.elsewhere and has_failed(entry, flow) then
@@ -147,8 +147,8 @@ do
     if says_nothing then drop(address) else put(address, entry) end
   end
 
-  -- An endpoint is full: it keeps what it has, `mine` of which is ending, and takes no more for `hold_ms` (0: it did
-  -- not say), but one for each that ends. Then one more tries it; the time doubles until it answers one.
+  -- An endpoint is full: for `hold_ms` (0: unknown) limit it to its requests in flight, less `mine`, which are ending.
+  -- Afterwards the limit is one higher, so that one request tries it. The time doubles until the endpoint answers.
   function outliers.full(address, mine, hold_ms)
     if not (is_on() and endpoints.is_known(address)) then return end
     local entry = entry_of(address)
@@ -161,7 +161,7 @@ do
     put(address, entry)
   end
 
-  -- A probe has found an ejected endpoint well or not.
+  -- Note the result of a probe of an ejected endpoint. Return whether it was ejected.
   function outliers.probed(address, is_well)
     local entry = endpoints.outliers[address]
     if not entry or not endpoints.is_ejected(address) then return false end
@@ -174,8 +174,8 @@ do
     return true
   end
 
-  -- Requests in flight on an endpoint are old, and its page stands still. If others answer, it is ejected. Returns
-  -- whether it was.
+  -- Note whether an endpoint is stuck: its requests in flight are old, and its metrics page is unchanged. Eject it if
+  -- the pool ends requests meanwhile. Return whether this call has ejected it.
   function outliers.stuck(address, is_stuck)
     local entry = entry_of(address)
     if not (is_stuck and is_on() and endpoints.is_ready(address)) then
@@ -191,7 +191,7 @@ do
     end
   end
 
-  -- The sweep's part: end ejections that no probe confirms, and drop entries that say nothing any more.
+  -- Called by the sweep: end ejections that no probe confirms, and drop entries without effect.
   function outliers.sweep()
     if pool.outliers == 0 then return end
     local count = 0
@@ -212,6 +212,6 @@ do
         if is_over and now_ms - last_ms > KEPT_MS or not is_on() then drop(address) end
       end
     end
-    if count == 0 then pool.outliers = 0 end -- the entries were lost
+    if count == 0 then pool.outliers = 0 end -- the hash `outliers` was lost
   end
 end

@@ -1,27 +1,27 @@
 -- include: bands
 -- [clock] Tests replace the code between these marks (picker_fleet/state/scripts.py).
--- The only clock: that of Redis, corrected for its steps. Clocks of replicas are never compared.
+-- The only clock: Redis's TIME, corrected for steps. Clocks of replicas are never compared.
 --
 -- TIME may be set forward or back by hours. The pool's time is TIME plus an offset. The field `clock` stores the offset
 -- and a recent value of the pool's time, at most a quarter of a second old. The pool's time never goes back, except by
--- that much when another server takes over. If it would advance by more than STEP_US since the last call, either TIME
--- was set or nobody called, so it stays where it was. The next heartbeat adds the time that really passed, as its
--- replica has measured it (`advance_clock`). So nothing is due early by more than STEP_US.
+-- that quarter of a second when another server takes over. If the pool's time would advance by more than STEP_US since
+-- the last call, either TIME was set or no call came, so the pool's time stays. The next heartbeat adds the time that
+-- really passed, measured by its replica (`advance_clock`). So nothing is due early by more than STEP_US.
 
 local now_us, now_ms
 local steady_clock, advance_clock, clock_change
-local clock_shift_ms = 0 -- how far now is ahead of TIME
+local clock_shift_ms = 0 -- time of the pool minus TIME
 do
   local STEP_US = 1000000
   local SAVED_EVERY_US = 250000
   local offset_us, last_us, saved_us
-  local moved -- must be stored
+  local moved -- whether the offset must be stored
   local function set(us)
     now_us, last_us = us, us
     now_ms, clock_shift_ms = math.floor(us / 1000), offset_us / 1000
   end
 
-  -- Set now. `text` is the stored offset and time; it is read only if they are not `known` already.
+  -- Set now_us and now_ms. `text`, the stored offset and time, is read unless the cached ones are valid (`known`).
   function steady_clock(known, text)
     local time = redis.call('TIME')
     local time_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -37,15 +37,15 @@ do
     set(time_us + offset_us)
   end
 
-  -- Now is at least `us`.
+  -- Advance the pool's time to `us`, unless it is already later.
   function advance_clock(us)
     if us <= now_us then return end
     offset_us, moved = offset_us + us - now_us, true
     set(us)
   end
 
-  -- The text to store in `clock`; nil if nothing has changed. The caller changes a counter with it, so that others read
-  -- it.
+  -- The text to store in the field `clock`; nil if the stored one is recent. The caller also changes a counter, so that
+  -- other libraries read the clock.
   function clock_change()
     if not (moved or now_us - saved_us >= SAVED_EVERY_US) then return nil end
     saved_us, moved = now_us, false
@@ -54,23 +54,23 @@ do
 end
 -- [/clock]
 
--- The pool's counters: read once a call, written once if they changed. They are packed as doubles in one field, which
--- costs a tenth of a field for each; bands.lua packs those of bands from 3 on in another. And the settings, decoded
--- only if they have changed. A pool of another format, or one without a number, fails the call before it reads more.
-local settings, settings_text -- of the last call; a library outlives its calls
--- Whether what this library keeps between calls is still true: nobody else has changed the counters or published
--- endpoints. Each call that changes settings, endpoints, their loads or the clock changes a counter (`pool.touched`).
--- The cache is valid for REMEMBERED_MS at most, since a demoted primary misses changes.
+-- The pool's counters: read once a call, written once if they changed. All are packed as doubles in one field, at a
+-- tenth of the cost of a field each; bands.lua packs the counters of dynamic bands in another field. Also the settings,
+-- decoded only if they changed. A pool whose format number differs or is missing fails the call at once.
+local settings, settings_text -- kept from the last call: a library outlives its calls
+-- Whether this library's caches are valid: no other library has changed the counters or published endpoints since the
+-- last call. Each call that changes settings, endpoints, loads or the clock changes a counter (`pool.touched`). The
+-- caches are valid for REMEMBERED_MS at most, since a demoted primary misses changes.
 local cache_is_valid
 local REMEMBERED_MS = 1000
 do -- a chunk may have 200 locals
-  local counters_text, saved = nil, {} -- as last read or written: packed, and in order
-  local unsaved = false -- packed, but not yet written
+  local counters_text, saved = nil, {} -- the counters as last read or written: packed; in the order of COUNTERS
+  local unsaved = false -- whether counters_text is not written yet
   local MOVED = 1
   while COUNTERS[MOVED] ~= 'moved' do MOVED = MOVED + 1 end
-  -- The first BUSY counters change with each request. The others stay packed while they do not change.
+  -- The first BUSY counters change with each request. The others are packed (calm_text) only when one of them changes.
   local BUSY = 8
-  local calm_text, added = nil, '' -- added: counters at the end that only a later version knows
+  local calm_text, added = nil, '' -- added: packed counters at the end that only a later version knows
   local BUSY_FORMAT, CALM_FORMAT -- made by the first call: a library has no `string` while it loads
   local called_ms, endpoints_version, read_key = 0, nil, nil
   local NO_SETTINGS = {
@@ -78,7 +78,7 @@ do -- a chunk may have 200 locals
     window_ms = 60000, ema_alpha = 0.2, guard_share = 0, starvation_ms = 0, ordering = ORDERING_FCFS, weights = {},
   }
 
-  -- Within a format counters are only added, at the end. Those that another version did not write are 0.
+  -- Within a format, versions only add counters at the end. Counters that the writing version did not know are 0.
   local function padded(text)
     local missing = 8 * #COUNTERS - #text
     return missing > 0 and text .. string.rep('\0', missing) or text
@@ -130,14 +130,14 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Number the pool before the first write to its hash. Each function that may make the hash calls this first.
+  -- Store the format number before the first write to the pool's hash. Functions that may create the hash call this.
   function pool.create()
     if pool.is_new then write_now('HSET', key.pool, 'format', FORMAT) end
     pool.is_new = false
   end
 
-  -- Nothing is admitted before the first publish, which brings the settings and gives the pool its epoch. If a key of
-  -- the pool was lost, the epoch is 0 until the next publish has rebuilt the pool.
+  -- End the epoch, because the key `lost` was lost: set it to 0 until the next publish has rebuilt the pool. While the
+  -- epoch is 0, as before the first publish, nothing is admitted.
   function pool.await_rebuild(lost)
     write_now('HSET', key.pool, 'lost', lost)
     pool.epoch = 0
@@ -158,10 +158,10 @@ do -- a chunk may have 200 locals
       if number ~= values[i] then values[i], changed = number, i end
     end
     local touched, clock_text = pool.touched, clock_change()
-    pool.touched = false -- once, even if this is repeated
+    pool.touched = false -- a repeated commit must not count `moved` again
     if changed == 0 and not unsaved then
       if not (touched or clock_text) then return end
-      counters.moved, changed = counters.moved + 1, MOVED -- tells other libraries to read again
+      counters.moved, changed = counters.moved + 1, MOVED -- makes other libraries drop their caches
       values[MOVED] = counters.moved
     end
     unsaved = true
@@ -181,28 +181,28 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Records of running requests may be missing if this server did not make the last change itself (it was lost, restarted
--- or not the primary), or if a replica was away and has come back. Replicas report running requests again, at the
--- latest with their next renewal; then nothing is missing any more.
-local LONGER_MS = 10000 -- how much later than a lease a journal may still report
+-- Records of running requests may be missing if this server did not make the last change itself (its data was lost, it
+-- restarted, or it was not the primary), or if a replica was away and has come back. Replicas report running requests
+-- again, at the latest with their next renewal; then no record is missing any more.
+local LONGER_MS = 10000 -- how long after the end of a lease an outage journal may still report its request
 function pool.note_possible_loss() key.lacks_ms = now_ms end
 function pool.may_lack_records() return now_ms - key.lacks_ms < settings.lease_ms + LONGER_MS end
 
--- A call has found that a key was lost; the next sweep sees to it.
+-- Note that the key `name` was lost; the next sweep ends the epoch.
 function pool.note_lost(name)
   if pool.known then defer_write('HSET', key.pool, 'lost', name) end
 end
 
--- Give back the stock of a request. Sums of fractions leave a residue, which must not count as a request.
+-- Return `taken` to the stock. Sums of fractions leave a residue, which must not count as a request.
 local RESIDUE = 1e-6
 function pool.release(taken)
   local left = pool.stock - taken
   pool.stock = left > RESIDUE and left or 0
 end
 
--- The stock that a request of `cost` takes under the bound `most`: at most `largest_claim` of the bound, since a client
--- may claim any number of sequences or tokens, but a whole request where the bound has room for one. With the queue off
--- it takes nothing: requests are placed as they arrive.
+-- The stock that a request takes under the bound `most`: its cost, at most the fraction `largest_claim` of the bound,
+-- since a client may claim any number of sequences or tokens. The limit is at least 1, or the bound if that is below 1.
+-- With the queue off a request takes nothing: requests are placed as they arrive.
 function pool.stock_for(cost, most)
   if settings.queue_enabled == 0 then return 0 end
   local claim = most * (settings.largest_claim or settings.claim_share or 1)
@@ -210,14 +210,14 @@ function pool.stock_for(cost, most)
   return cost < claim and cost or claim
 end
 
--- The bounds are per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
+-- Bounds are configured per ready endpoint. Nine digits undo binary rounding: 20 times 1.15 is 23, not 22.999...
 function pool.update_bounds()
   local function scaled(bound) return tonumber(string.format('%.9g', bound * pool.ready)) end
   pool.upper = scaled(settings.upper_per)
   pool.lower = math.max(scaled(settings.lower_per), 1e-9) -- with 0, an empty pool still admits one
 end
 
--- The upper bound that the pool has when all endpoints are ready. A restored request takes no more than it allows.
+-- The upper bound if all published endpoints were ready. It limits the stock that a restored request takes.
 function pool.largest_bound()
   return math.max(pool.upper, settings.upper_per * math.max(read('HLEN', key.endpoints), 1))
 end
@@ -225,28 +225,28 @@ end
 do -- a chunk may have 200 locals
   local SMALLEST, MOST_RETRY_S = 1e-9, 60
 
-  -- An exponential moving average, 0 below SMALLEST: halved on and on it would become so small that quotients overflow.
+  -- An exponential moving average. Below SMALLEST it is 0: quotients of ever smaller averages would overflow.
   function pool.smoothed(mean, figure, alpha)
     local found = alpha * figure + (1 - alpha) * mean
     return found < SMALLEST and 0 or found
   end
 
-  -- Dispatches a second, between two sweeps. While requests wait, a measured rate does not fall to 0, which means
-  -- unknown.
+  -- Update pool.rate, dispatches per second, by the rate measured between two sweeps. While requests wait, a known rate
+  -- does not fall to 0, which means unknown.
   function pool.measure_rate(measured)
     local rate = pool.rate == 0 and measured or pool.smoothed(pool.rate, measured, 0.5)
     if rate == 0 and pool.rate > 0 and pool.queued > 0 then rate = SMALLEST end
     pool.rate = rate
   end
 
-  -- How long the queue takes to drain, in whole seconds: the Retry-After of a client that the pool refuses.
+  -- The Retry-After of a refused client: the estimated time until the queue has drained, 1 to MOST_RETRY_S seconds.
   function pool.retry_after_s()
     if pool.rate == 0 then return 1 end
     return math.max(1, math.min(MOST_RETRY_S, math.ceil((pool.queued + 1) / pool.rate)))
   end
 end
 
--- The arrival time in us. No two arrivals have the same, so it orders a flow queue.
+-- The arrival number: time of arrival in us. Unique, except for a request that is registered again with its age.
 function pool.next_arrival_us(age_ms)
   if age_ms > 0 then return math.floor(now_us - age_ms * 1000 + 0.5) end
   local seq = pool.seq + 1
@@ -255,9 +255,9 @@ function pool.next_arrival_us(age_ms)
   return seq
 end
 
--- The decision log: one stream entry per event, in the order of decisions; off when log_max is 0. It is written at the
--- end, so a call that fails earlier leaves no entry. `tag` is the start tag of the flow queue, `by` is turn or guard,
--- `note` is listed in docs/redis-schema.md.
+-- The decision log: one stream entry per event, in the order of decisions; off when log_max is 0. Entries are written
+-- when the call commits, so a call that fails earlier leaves none. `tag` is the start tag of the flow queue, `by` is
+-- `turn` or `guard`; docs/redis-schema.md lists the values of `note`.
 local entries, logged = {}, 0
 local function exact(number) return string.format('%.17g', number) end
 local function log_event(event, r, tag, by, note)
@@ -287,7 +287,7 @@ local function reset_log()
   if logged > 0 then entries, logged = {}, 0 end
 end
 
--- An event of a flow queue or of the whole pool.
+-- The fields of an event that concerns no single request, but a flow queue or the whole pool.
 local NO_REQUEST = {
   id = '', flow = '', band = 0, workload = '', cost = 0, weight = 1, arrived = 0, deadline_ms = 0, limit = 0,
   bytes = 0, owner = '', endpoints = '',
@@ -302,8 +302,8 @@ local function log_flow_queue(event, band, flow_queue, tag)
   log_event(event, subject, tag)
 end
 
--- Notifications for the replicas that own requests. They stay in a replica's inbox until it takes them; a wake-up is
--- published as a hint. The calling replica gets its own in the reply instead.
+-- Notifications for the replicas that own requests. They stay in a replica's inbox until the replica takes them, and
+-- are published as a wake-up, a hint. The calling replica gets its notifications in the reply, not by wake-up.
 local notifications = {}
 local function notify(owner, line)
   if owner == notifications.caller then
@@ -316,15 +316,15 @@ local function notify(owner, line)
 end
 
 function notifications.add(owner, id, what)
-  -- Only live replicas are granted requests. Nobody would empty the inbox of one that is gone.
+  -- A silent replica that the sweep has forgotten would never empty its inbox. Grants go to live replicas only.
   if what == NOTIFY_GRANTED or read('ZSCORE', key.replicas, owner) then
     defer_write('HSET', key.inbox[owner], id, what)
   end
   notify(owner, what .. ' ' .. id)
 end
 
--- r was placed when it was granted; `reply` is what `place` would have answered. The inbox says for which attempt,
--- since r may end, and its id come again, before its replica has taken the notification.
+-- Notify the owner of r that the grant has also placed r; `reply` is in the format of a reply of `place`. The
+-- notification names the attempt, since the id may be reused before the replica reads the notification.
 function notifications.placed_for(attempt) return NOTIFY_PLACED .. ' ' .. attempt end
 function notifications.add_placed(r, reply)
   local note = notifications.placed_for(r.attempt)
@@ -332,7 +332,7 @@ function notifications.add_placed(r, reply)
   notify(r.owner, note .. string.sub(reply, 7) .. ' ' .. r.id)
 end
 
--- Whether r is granted, and its replica has not said that it knows its place. `note` is what the inbox has about r.
+-- Whether r is granted, or placed by its grant and not yet acknowledged. `note`: the notification about r, if read.
 function notifications.is_untaken(r, note)
   note = note or read('HGET', key.inbox[r.owner], r.id)
   return r.state == STATE_GRANTED or r.state == STATE_PLACED and note == notifications.placed_for(r.attempt)
@@ -351,17 +351,17 @@ local function reset_notifications(caller)
   if next(notifications.for_others) then notifications.for_others = {} end
 end
 
--- The order of requests has changed: the sweep moves all of them to their new places, chunk by chunk.
+-- The order of requests has changed: let the sweep move all waiting requests to their new positions, chunk by chunk.
 function pool.file_anew()
   pool.refiling = 1
   defer_write('HSET', key.pool, 'walk', '0')
 end
 
--- Put settings in force: the published configuration, overlaid by live changes.
+-- Put settings in force: the published configuration `base`, overlaid by the live changes `overrides`.
 local function put_settings(base, overrides)
   local changed = false
   for name, value in pairs(overrides) do base[name] = value end
-  -- These decide the order of requests.
+  -- The settings that decide the order of requests.
   for _, name in ipairs({'fairness', 'ordering', 'wait_signal', 'wait_weight', 'criticality_weight', 'rate_weight',
     'wait_cap_ms', 'rate_cap'}) do
     changed = changed or settings[name] ~= base[name]

@@ -1,14 +1,14 @@
 -- include: registry
 -- The queue: bands; in each band, flow queues ordered by start tag; in each flow queue, requests by the ordering in
--- force. Also the timers of waiting requests and the candidates for preemption.
+-- force. Also the timers of waiting requests and the preemption candidates.
 --
--- Timers: when the next event of each waiting request is due. The time of the earliest, or an earlier time, is kept
--- between calls. Until then Redis is not asked.
+-- Timers: when the next event of each waiting request is due. Between calls this library keeps a lower bound of the
+-- earliest due time, and does not ask Redis before that.
 
 local timers = {}
 do
-  local next_ms -- nil: unknown
-  local set_ms -- the earliest one set by this call
+  local next_ms -- due time of the earliest timer, or less; nil: unknown
+  local set_ms -- the earliest due time that this call has set
   function timers.reset()
     if not cache_is_valid then next_ms = nil end
     set_ms = math.huge
@@ -26,7 +26,7 @@ do
     return tonumber(reader('ZRANGE', key.timers, 0, 0, 'WITHSCORES')[2] or math.huge)
   end
 
-  -- Whether a timer is due. All timers are then in Redis.
+  -- Whether a timer is due. If so, all timers that this call has set are already written to Redis.
   function timers.due()
     if next_ms and now_ms < next_ms then return false end
     next_ms = math.min(first_ms(read_stored), set_ms)
@@ -36,17 +36,17 @@ do
   end
 end
 
--- Which request of a flow queue is served first. queue:B:L holds all of them: by arrival (fcfs) or by deadline (edf).
--- workload-aware has an index beside it.
+-- The order of requests within a flow queue. The sorted set queue:B:L holds all its requests: by deadline under edf,
+-- else by arrival. Under workload-aware a separate index decides.
 --
 -- workload-aware (spec 001): score = wait_weight * min(wait / wait_cap, 1) + g, highest first, where
--- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest request of each
--- workload competes: the head of the workload's line. An anonymous request is a workload of its own. Below the cap all
--- scores grow at the same speed, so `growing` orders heads by a key that time does not change: the arrival minus the
--- wait that adds as much to a score as g does. A head past the cap, or one scored by its workload's average, is in
--- `static`, ordered by -score. The better of the two first heads is served. Before that, a first head in `growing` that
--- is past the cap moves to `static`. Others past the cap may stay in `growing`: their keys overstate their scores, so
--- one that is not first by its key would not win by its score either.
+-- g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). The requests of a workload in a
+-- flow queue form a line; only the oldest, the head, competes. An anonymous request is a line of its own. Below
+-- wait_cap all scores grow at the same speed, so `growing` orders heads by a constant key: the arrival minus the wait
+-- that adds as much score as g. Heads past wait_cap, and heads scored by their workload's average wait, are in
+-- `static`, ordered by -score. The first head of `growing` is compared with the first of `static`, and the higher score
+-- is served. A first head of `growing` past wait_cap moves to `static` before that. Other heads past wait_cap may stay
+-- in `growing`: their keys overstate their scores, so a head that is not first by key would not win by score either.
 local order, queue = {}, {}
 do
   local function constant_score(r)
@@ -57,8 +57,8 @@ do
   local function cap_us() return settings.wait_cap_ms * 1000 end
   local function by_average(r) return settings.wait_signal == WAIT_SIGNAL_WORKLOAD_AVERAGE and r.workload ~= '' end
 
-  -- Put r into one part of the index, or (nil, nil) into none. A part that r cannot be in by the settings is not
-  -- written, except while requests are moved to a new order, when it may still be there.
+  -- Set the key of r in `growing` and in `static`; a nil key removes r. Skip a set that cannot hold r under the current
+  -- settings, except while requests are moved to a new order, when both sets may hold r.
   local function set_index(r, flow_queue, growing_key, static_key)
     local never_grows = settings.wait_weight == 0 or by_average(r)
     local growing, static = key.growing[r.band][flow_queue], key.static[r.band][flow_queue]
@@ -68,7 +68,7 @@ do
     end
   end
 
-  -- Index a head by its current score.
+  -- Put the head of a line into `growing` or `static` by its current score.
   local function index(r, flow_queue)
     local g, waited = constant_score(r), nil
     if by_average(r) then
@@ -83,9 +83,9 @@ do
     end
   end
 
-  -- The heads of lines are kept for the next call while nobody else changes the pool: each arrival needs one.
+  -- Cache the heads of lines between calls while only this library changes the pool: each arrival needs a head.
   local MOST_HEADS = 256
-  local heads, known_heads = {}, 0 -- line -> what `index` needs of its head
+  local heads, known_heads = {}, 0 -- line -> the fields of its head that `index` needs
   local function forget_heads() heads, known_heads = {}, 0 end
 
   function order.reset()
@@ -109,7 +109,7 @@ do
     head.workload, head.band, head.flow = r.workload, r.band, r.flow
   end
 
-  -- Read the oldest waiting request of a line, or nil. Ids of requests that no longer wait are dropped.
+  -- Return the oldest waiting request of a line, or nil. Drop ids of requests that no longer wait.
   local function read_head(line)
     for _ = 1, STRAYS do
       local id = read_ahead.first_member(line)
@@ -123,13 +123,13 @@ do
     keep_head(line, nil)
   end
 
-  -- The score of r in its flow queue. Under edf, requests with the same deadline (ms) are ordered by arrival.
+  -- The score of r in its flow queue. Under edf, the arrival's part below 1 ms breaks ties between deadlines (ms).
   function order.score(r)
     if settings.ordering == ORDERING_EDF then return r.deadline_ms * 1000 + r.arrived % 1000 end
     return r.arrived
   end
 
-  -- Add r to the index of workload-aware.
+  -- Add r to the workload-aware index.
   function order.insert(r, flow_queue)
     if r.workload == '' then return index(r, flow_queue) end
     local line = key.line(r.band, flow_queue, r.workload)
@@ -144,10 +144,10 @@ do
     index(head, flow_queue) -- an arrival changes the rate of the head's workload
   end
 
-  -- Take r out of a line; its next head is indexed.
+  -- Remove r from a line. If r was the head, index the next head.
   local function leave(line, r, flow_queue)
     local was_head = read_ahead.first_member(line) == r.id
-    if not was_head then -- it still may be: strays may come before it
+    if not was_head then -- r may still be the head: strays may precede it
       local head = read_head(line)
       was_head = head and head.id == r.id
     end
@@ -160,14 +160,14 @@ do
     end
   end
 
-  -- Take r out of the index of workload-aware; nothing happens if it is not in it.
+  -- Remove r from the workload-aware index, if it is there.
   function order.remove(r, flow_queue)
     set_index(r, flow_queue)
     if r.workload ~= '' then leave(key.line(r.band, flow_queue, r.workload), r, flow_queue) end
   end
 
-  -- The id that the flow queue serves next; nil until a change of the ordering has reached it. A call moves at most
-  -- MOST_CAPPED requests that have waited to the cap, and serves the best of those; the next call continues.
+  -- Return the id that the flow queue serves next; nil if its requests are not indexed yet after a change of ordering.
+  -- A call moves at most MOST_CAPPED heads past wait_cap to `static`, then serves its first; the next call continues.
   local MOST_CAPPED = 256
   function order.head(band, flow_queue)
     local growing, static = key.growing[band][flow_queue], key.static[band][flow_queue]
@@ -196,7 +196,7 @@ do
     forget_heads()
   end
 
-  -- Append the first `count` heads of a flow queue to `found`.
+  -- Append the ids of the first `count` heads in a flow queue's `growing` set to `found`.
   function order.first_heads(band, flow_queue, count, found)
     local front, known = read_ahead.scored_front(key.growing[band][flow_queue]), #found
     for i = 1, math.min(2 * count, #front), 2 do found[known + (i + 1) / 2] = front[i] end
@@ -217,13 +217,13 @@ do
     record.prefetch(found, count)
   end
 
-  -- Whether r is where workload-aware looks for it: in its line or, if it has none, in one part of the index.
+  -- Whether the workload-aware index has r: in its line or, if r is anonymous, in `growing` or `static`.
   function order.is_indexed(r, flow_queue)
     if r.workload ~= '' then return read('ZSCORE', key.line(r.band, flow_queue, r.workload), r.id) end
     return read('ZSCORE', key.growing[r.band][flow_queue], r.id) or read('ZSCORE', key.static[r.band][flow_queue], r.id)
   end
 
-  -- Index the head of r's workload again, since the workload's rate falls with time. For the sweep.
+  -- Index r again if it heads its line: the rate of its workload falls with time. Called by the sweep.
   function order.refresh(r, flow_queue)
     if settings.ordering ~= ORDERING_WORKLOAD_AWARE or r.workload == '' then return end
     local head = read_head(key.line(r.band, flow_queue, r.workload))
@@ -231,9 +231,9 @@ do
   end
 end
 
--- The candidates for preemption when the queue is full: the backlogged flow queues of each preemptible band, ordered by
--- the time of their last preemption. While there is pressure, `preempted` keeps that time of flow queues that have
--- drained.
+-- The preemption candidates when the queue is full: the backlogged flow queues of each preemptible band, ordered by
+-- the time of their last preemption. While pool.pressed is 1, `preempted` keeps the last preemption times of flow
+-- queues that have emptied.
 local preemption = {}
 do
   function preemption.add_candidate(band, flow_queue)
@@ -250,8 +250,8 @@ do
     defer_write('ZREM', key.candidates[band], flow_queue)
   end
 
-  -- The flow queue to preempt next, and its newest request (under edf, the one with the latest deadline); nil if there
-  -- is none. If the set of candidates was lost, the backlogged flow queues stand in for it.
+  -- Return the flow queue to preempt from next, and the id of its newest request (under edf, its latest deadline); nil
+  -- if the band has none. If the set of candidates was lost, choose among the backlogged flow queues.
   function preemption.next_candidate(band)
     for _ = 1, STRAYS do
       local candidate = read('ZRANGE', key.candidates[band], 0, 0)[1]
@@ -265,14 +265,14 @@ do
 end
 
 -- Start-time fair queueing (Goyal, Vin, Cheng, 1996; for several servers: Jin, Chase, Kaur, SFQ(D), 2004): a flow queue
--- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. There is one tag per flow
--- queue, so a request that leaves early leaves no gap. docs/fairness.md has the proofs.
+-- that becomes backlogged starts at S = max(v, F); serving it sets v = S and F = S + share. Tags belong to flow queues,
+-- not to requests, so a request that leaves unserved leaves no gap. docs/fairness.md has the proofs.
 local reset_lengths
 do
   local clamp = bands.clamp
 
-  -- What serving r costs its flow queue. Weight and cost of a damaged record may be anything, so they are clamped to
-  -- numbers that the sums bear.
+  -- The share that serving r adds to its flow queue's tag. A damaged record may hold any weight or cost, so both are
+  -- clamped to numbers that the sums bear.
   function queue.share(r)
     if settings.fairness == FAIRNESS_ROUND_ROBIN then return 1 end
     local cost = clamp(r.cost, 0, MOST_COST)
@@ -283,7 +283,7 @@ do
   function queue.clamp_cost(cost) return clamp(cost, 0, MOST_COST) end
   function queue.flow_queue(r) return settings.fairness == FAIRNESS_NONE and '' or r.flow end
 
-  -- The flow queue that r is in. While requests are moved to a new order it may be that of the former policy.
+  -- The flow queue that holds r. While requests are moved to a new order, the previous policy's may still hold r.
   local function current_flow_queue(r)
     local flow_queue, flow_queues = queue.flow_queue(r), key.queue[r.band]
     if pool.refiling == 0 or read('ZSCORE', flow_queues[flow_queue], r.id) then return flow_queue end
@@ -291,8 +291,8 @@ do
     return read('ZSCORE', flow_queues[other], r.id) and other or flow_queue
   end
 
-  local lengths = {} -- of flow queues, by the key of their requests, as far as this call knows them
-  local ordered = {} -- the flow queues that this call knows to be ordered, likewise
+  local lengths = {} -- key of the requests of a flow queue -> their number, as far as this call knows it
+  local ordered = {} -- the same key -> true if the flow queue is known to be ordered or throttled
   function reset_lengths()
     if next(lengths) then lengths = {} end
     if next(ordered) then ordered = {} end
@@ -336,10 +336,10 @@ do
     if r.bytes > 0 then bands.count_bytes(r, change) end
   end
 
-  -- The start tag of a flow queue that becomes backlogged with r and was last charged up to `finish`. One that owes
-  -- nothing starts at v, before all that have been served since. A client that makes a new flow for each request would
-  -- thus always be served first. So all such newcomers together are charged like one flow of weight 1 (`new`). While
-  -- `new` is NEWCOMERS shares or more ahead of v, newcomers start one share after v, as if they had been served once.
+  -- Return the start tag of a flow queue that becomes backlogged with r and whose last finish tag is `finish`. If
+  -- finish <= v, the flow queue is a newcomer and starts at v. A client that makes a new flow for each request would
+  -- thus always be served first, so all newcomers together are charged to `new`, like one flow. While `new` is at least
+  -- NEWCOMERS shares ahead of v, a newcomer starts one share after v, as if it had been served once.
   local NEWCOMERS = 100
   local function start_tag(r, finish)
     local v, new, share = pool[V[r.band]], NEW[r.band], queue.share(r)
@@ -350,7 +350,7 @@ do
     return v
   end
 
-  -- Put a backlogged flow queue in order. A band that had none does not catch up on turns that it missed.
+  -- Put a backlogged flow queue in order. A band without ordered flow queues does not catch up on missed turns.
   local function activate(band, flow_queue, tag)
     local flows, name = key.flows[band], BAND_TAG[band]
     if pool[name] < pool.bv and read('ZCARD', flows) == 0 then pool[name] = pool.bv end
@@ -364,12 +364,12 @@ do
       or read('ZSCORE', key.throttled[band], flow_queue)
   end
 
-  -- Queue r. Returns the start tag of its flow queue if that has just become backlogged. The caller writes the record.
+  -- Queue r; the caller writes the record. Return the start tag of r's flow queue if r makes it backlogged, else nil.
   function queue.insert(r)
     local band, flow_queue = r.band, settings.fairness == FAIRNESS_NONE and '' or r.flow
     local requests = key.queue[band][flow_queue]
     local length = lengths[requests] or queue.length(band, flow_queue)
-    local is_new = length == 0 or not (ordered[requests] or is_ordered(band, flow_queue)) -- else strays only
+    local is_new = length == 0 or not (ordered[requests] or is_ordered(band, flow_queue)) -- unordered: strays
     ordered[requests] = true
     read_ahead.discard(requests)
     defer_write('ZADD', requests, order.score(r), r.id)
@@ -395,11 +395,11 @@ do
     if band > 0 or PREEMPTIBLE[0] then preemption.remove_candidate(band, flow_queue) end
   end
 
-  -- Take r out of its flow queue, timers and indexes. Returns whether the flow queue is now empty.
+  -- Remove r from its flow queue, timers and indexes. Return whether the flow queue is now empty.
   local function take_out(r, flow_queue)
     local id, band = r.id, r.band
     local requests, is_aware = key.queue[band][flow_queue], settings.ordering == ORDERING_WORKLOAD_AWARE
-    if is_aware then queue.length(band, flow_queue) end -- r is rarely the first
+    if is_aware then queue.length(band, flow_queue) end -- r is rarely first, so read_ahead.remove cannot tell
     local emptied, left = read_ahead.remove(requests, id), lengths[requests]
     if left then
       lengths[requests], emptied = left - 1, left == 1
@@ -432,13 +432,13 @@ do
     if tag then deactivate(band, flow_queue, tag) end
   end
 
-  -- Take r out without serving it; the tag of its flow queue stays.
+  -- Remove r from the queue unserved; the tag of its flow queue does not change.
   function queue.remove(r)
     local flow_queue = current_flow_queue(r)
     if take_out(r, flow_queue) then deactivate_if_empty(r.band, flow_queue) end
   end
 
-  -- Take out an id that belongs to no queued request.
+  -- Remove a stray, an id without a queued request, from a flow queue and its indexes.
   function queue.drop_stray(id, band, flow_queue)
     local requests = key.queue[band][flow_queue]
     read_ahead.discard(requests)
@@ -448,8 +448,8 @@ do
     if lengths[requests] == 0 then deactivate_if_empty(band, flow_queue) end
   end
 
-  -- Take r out and charge it to its flow queue, whose start tag is `tag`. A turn of flow queue `turn_of` moves v to the
-  -- tag; what the guard serves out of turn (nil) does not. Returns the share that was charged.
+  -- Remove r from the queue and charge its share to its flow queue, whose start tag is `tag`. A turn of flow queue
+  -- `turn_of` moves v to `tag`; if the starvation guard serves r (`turn_of` nil), v stays. Return the share.
   function queue.serve(r, tag, turn_of)
     local flow_queue, band, share = turn_of or current_flow_queue(r), r.band, queue.share(r)
     local emptied = take_out(r, flow_queue)
@@ -466,8 +466,8 @@ do
     return share
   end
 
-  -- Change what a flow queue was charged by `difference`. A flow queue without a stored tag owes nothing; its tag
-  -- before the change is v, or `floor` if that is less. Returns the new tag.
+  -- Correct a charge for r: add `difference` to the tag of `flow_queue`. If no tag is stored, add it to v, or to
+  -- `floor` if that is less. Return the new tag.
   function queue.correct(r, flow_queue, difference, floor)
     for _, place in ipairs({key.flows[r.band], key.throttled[r.band], key.finish[r.band]}) do
       local tag = read('ZSCORE', place, flow_queue)
@@ -482,22 +482,22 @@ do
     return tag
   end
 
-  -- Charge the band of r, where bands have shares. A negative cost refunds.
+  -- Under the band policy `weighted`, charge `cost` to the band of r. A negative cost refunds.
   function queue.charge_band(r, cost)
     if settings.band_policy ~= BAND_POLICY_WEIGHTED then return end
     local name = BAND_TAG[r.band]
     pool[name] = pool[name] + cost / BAND_WEIGHT[r.band]
   end
 
-  -- Take a flow queue out of the order because its flow, or the endpoints of its next request, are at their limits.
-  -- When it returns it does not catch up on turns that it missed.
+  -- Take a flow queue out of the order because its flow, or every endpoint that its next request may use, is at its
+  -- limit. An unthrottled flow queue does not catch up on missed turns.
   function queue.throttle(band, flow_queue, tag)
     read_ahead.set_score(key.flows[band], flow_queue)
     defer_write('ZADD', key.throttled[band], tag, flow_queue)
     log_flow_queue('throttled', band, flow_queue, tag)
   end
 
-  -- Returns whether it was throttled and is ordered again.
+  -- Put a throttled flow queue back in order. Return false if it was not throttled or holds no request.
   function queue.unthrottle(band, flow_queue)
     local tag = read('ZSCORE', key.throttled[band], flow_queue)
     if not tag then return false end
@@ -513,7 +513,7 @@ do
     return true
   end
 
-  -- Let a throttled flow queue wait for room on one of the endpoints `closed`. Only the first 16 are noted: the sweep
+  -- Note that a throttled flow queue waits for room on one of the endpoints `closed`. Note only the first 16: the sweep
   -- puts throttled flow queues back in order as well.
   function queue.wait_for_endpoints(band, flow_queue, tag, closed)
     if #closed == 0 then return end
@@ -528,8 +528,8 @@ do
     defer_write('HSET', key.blockers, name, table.concat(added, ','))
   end
 
-  -- Orphan a silent replica's request: it leaves the order until another replica adopts it. Its record keeps its
-  -- deadline, so the adopter has the rest of its TTL.
+  -- Orphan a silent replica's request: remove it from the queue until another replica adopts it, `until_ms` at the
+  -- latest. The record keeps the deadline, so the adopter has the rest of the TTL.
   function queue.orphan(r, until_ms)
     queue.remove(r)
     r.state = STATE_ORPHANED
@@ -538,7 +538,7 @@ do
     log_event('orphaned', r)
   end
 
-  -- Move r to the place that the policy in force gives it. For the sweep.
+  -- Move r to its position under the policy in force. Called by the sweep.
   function queue.reorder(r)
     local flow_queue = current_flow_queue(r)
     if flow_queue ~= queue.flow_queue(r) then
@@ -565,7 +565,7 @@ do
     return by_tag
   end
 
-  -- An endpoint at its limit has room again: put the first flow queue that waits for it back in order.
+  -- An endpoint at its limit has room again: put the first flow queue that waits for the endpoint back in order.
   function queue.endpoint_has_room(address)
     for _, band in ipairs(bands_in_order()) do
       for _ = 1, STRAYS do
@@ -578,8 +578,8 @@ do
     end
   end
 
-  -- Read ahead for up to `count` turns: the next flow queues, and the records of as many requests of each as are served
-  -- if all are served equally often.
+  -- Read ahead for up to `count` turns: the next flow queues, and the records of the first requests of each, equally
+  -- many of each flow queue.
   function queue.prefetch(count)
     read_ahead.expect(count)
     if count < 2 then return end
@@ -600,7 +600,7 @@ do
     if settings.ordering == ORDERING_WORKLOAD_AWARE then order.prefetch_followers(ids) end
   end
 
-  -- The request whose turn it is: id, start tag of its flow queue, band, flow queue; nil if nobody can be served.
+  -- Return the request to serve next: its id, its flow queue's start tag, band and name; nil if none can be served.
   function queue.next_turn()
     local in_order = settings.band_policy == BAND_POLICY_WEIGHTED and bands_in_order() or BANDS
     for i = 1, #in_order do
@@ -612,7 +612,7 @@ do
           local id = settings.ordering == ORDERING_WORKLOAD_AWARE and order.head(band, flow_queue)
             or read_ahead.first_member(key.queue[band][flow_queue])
           if id then return id, tag, band, flow_queue end
-          strays = strays + 1 -- nobody waits in it
+          strays = strays + 1 -- the flow queue is empty
           read_ahead.set_score(key.flows[band], flow_queue)
           flow_queue, tag = read_ahead.first_scored(key.flows[band])
         end
@@ -620,8 +620,8 @@ do
     end
   end
 
-  -- The most overdue request whose flow queue is not throttled, and the start tag of that; nil if none is among the
-  -- first GUARD_LOOKS_AT.
+  -- Return the longest overdue request whose flow queue is not throttled, and the start tag of that flow queue; nil if
+  -- the first GUARD_LOOKS_AT overdue requests include none.
   local GUARD_LOOKS_AT = 16
   function queue.most_overdue()
     for _, id in ipairs(read('ZRANGE', key.overdue, 0, GUARD_LOOKS_AT - 1)) do

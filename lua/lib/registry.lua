@@ -1,9 +1,9 @@
 -- include: pool
--- What the pool stores of requests (records, tombstones), of workloads, and of the answers of each flow.
+-- Stored state of requests (records, tombstones), of workloads, and of the answer lengths of each flow.
 --
 -- A record is one request, packed. Its state is queued, orphaned (its replica is silent; stored as `held`), granted or
--- placed. Fields contain no control characters (replicas refuse them), so none ends a string early. There may be
--- millions of waiting requests, so their records leave out endpoints, stock and tag. A call reads each record once.
+-- placed. Replicas refuse control characters in fields, so no field ends a packed string early. There may be millions
+-- of waiting requests, so their records leave out endpoints, stock and tag. A call reads each record once.
 
 local record = {}
 local reset_records
@@ -23,13 +23,13 @@ do -- a chunk may have 200 locals
     return r
   end
 
-  -- A record that cannot be read, or whose band does not exist, is a stray: it is dropped, and the request is unknown.
+  -- Unpack a record. Drop a record that cannot be unpacked or whose band does not exist: the request is then unknown.
   local function parse(id, text)
     local r = record.new(id)
     if not (pcall(unpack_record, r, text) and PRIORITY[r.band]) then
       strays = strays + 1
       record.remove(r)
-      defer_write('ZADD', key.unheard, now_ms, id) -- it may run, and is then restored
+      defer_write('ZADD', key.unheard, now_ms, id) -- if the request runs, its next renewal restores it
       return nil
     end
     known[id] = r
@@ -48,7 +48,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- The record that a scan of `requests` has found; nil if this call has removed it.
+  -- The record of an id that a scan of `requests` found with `text`; nil if this call has removed the record.
   function record.from_scan(id, text)
     local r = known[id]
     if r then return r end
@@ -56,7 +56,7 @@ do -- a chunk may have 200 locals
     known[id] = false
   end
 
-  -- The record, or nil.
+  -- The record of an id, or nil.
   function record.read(id)
     local r = known[id]
     if r then return r end
@@ -67,10 +67,10 @@ do -- a chunk may have 200 locals
   record.NO_DEADLINE = 0
   function record.is_restored(r) return r.deadline_ms == record.NO_DEADLINE end
 
-  -- Let this call find r, without writing it.
+  -- Let `record.read` find r in this call, without writing r.
   function record.know(r) known[r.id] = r end
 
-  -- `put` and `remove` take effect in Redis at the end of the call, once for each id, as the record is then.
+  -- `put` and `remove` are written when the call commits, with the record as it is then.
   function record.put(r)
     local id = r.id
     known[id], changed_count = r, changed_count + 1
@@ -83,7 +83,7 @@ do -- a chunk may have 200 locals
     changed_ids[changed_count] = id
   end
 
-  local packed, removed = {}, {} -- reused by each call: id, text, id, text ...; ids
+  local packed, removed = {}, {} -- id, text, id, text ...; ids. Reused by each call
   function record.commit()
     local packs, removals = 0, 0
     for i = 1, changed_count do
@@ -113,8 +113,8 @@ do -- a chunk may have 200 locals
   end
 end
 
--- Drop ids from a set that has their times: those older than `life_ms`, and those not among the latest LIMIT; at most
--- `most`. `hash` has a field for each of them, which goes, too. Returns whether there may be more.
+-- Drop at most `most` ids from the zset `set` of id -> time, ms: ids older than `life_ms`, and ids beyond the latest
+-- LIMIT. Also drop their fields of `hash`, if given. Return whether there may be more to drop.
 local drop_old
 do
   local LIMIT = 100000
@@ -134,12 +134,12 @@ do
 end
 
 -- Tombstones: requests whose end was reported while some replica was without Redis. A replica that missed the end still
--- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were given up
--- without a report of their end; they may run, and their next renewal restores them. The scores of both are times, ms.
+-- has the request in its journal, and must not restore it (renew). `unheard`: requests in flight that were reclaimed
+-- without a report of their end; they may still run, and are then restored by their next renewal. Scores are times, ms.
 local tombstones = {}
 do
   local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
-  local GIVEN_UP_MS = 3600000 -- how long a request that was given up may come back
+  local GIVEN_UP_MS = 3600000 -- how long a reclaimed request may be restored
   function tombstones.put(id, ended_ms)
     defer_write('ZADD', key.tombstones, ended_ms, id)
     defer_write('ZREM', key.unheard, id)
@@ -152,15 +152,15 @@ do
 
   function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
 
-  -- Whether the request has ended. `seen_ms`: when the caller, which admitted the request itself, last saw it alive; if
-  -- that is after the end, it is a later request of the same id. nil: another reports it, maybe with an old accounting
-  -- token.
+  -- Whether a tombstone forbids to restore the request. `seen_ms`: when the caller, which admitted the request, last
+  -- saw it alive; if later than the end, it is a new request with the same id. nil: the report comes from an access
+  -- log, maybe with an old accounting token.
   function tombstones.covers(id, seen_ms)
     local ended_ms = tonumber(read('ZSCORE', key.tombstones, id) or nil)
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- Drop old tombstones, at most `most` of each kind. Returns whether there may be more. For the sweep.
+  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`. Return whether more may be left.
   function tombstones.expire(most)
     local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)
     return drop_old(key.unheard, GIVEN_UP_MS, most) or more
@@ -168,41 +168,41 @@ do
 end
 
 -- The workload registry (spec 001): total, active, dispatched, average wait (ms), last request (ms), slot, and
--- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate is the newest count, the five
--- before it, and the part of the seventh that the window still covers. Anonymous requests (workload '') leave nothing
--- here. Neither does a workload beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
+-- seven counts of arrivals, newest first, each over a sixth of the rate window. The rate sums the six newest counts and
+-- the part of the seventh that the window still covers. Anonymous requests (workload '') are not counted, nor are new
+-- workloads beyond `max_workloads`, so a client that invents ids cannot make the registry grow.
 --
--- It counts by id. Clients choose their ids, so those of two flows may be the same: under `workload-aware` the same is
--- counted by flow and id as well, without active ones, and only that decides a score. So no client can change the order
--- within another flow.
+-- `workloads` counts by workload id. Clients choose the ids, so two flows may use the same id. Under `workload-aware`
+-- `flow_workloads` therefore counts by flow and id as well, except active requests, and only these counts decide
+-- scores. So no client can change the order within another flow.
 local workloads = {}
 local parse_workload, reset_workloads
 do
   local WORKLOAD = 'ddddddddddddd'
-  -- Workloads are kept for the next call while nobody else changes the pool. (Keeping records would gain less, and need
-  -- more memory than Redis does for them.)
+  -- Size of the cache of workloads, kept between calls while only this library changes the pool. (A cache of records
+  -- would gain less, and need more memory than Redis needs for the records.)
   local MOST_KNOWN = 256
 
   local function unpack_workload(text) return {struct.unpack(WORKLOAD, text)} end
 
-  -- The entries of the hash `name`.
+  -- An accessor of the hash `name`, by workload id or by flow and workload id.
   local function registry(name)
     local it = {known = {}, changed = {}}
     local known_count = 0
-    local registered -- how many there are, once this call has asked
+    local registered -- the number of entries, once this call has read it
 
     function it.parse(id, text)
       local known, w = false, nil
       if text then
         known, w = pcall(unpack_workload, text)
-        if not known then strays = strays + 1 end -- start again
+        if not known then strays = strays + 1 end -- a damaged entry restarts at 0
       end
       if not known then w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
       it.known[id], known_count = w, known_count + 1
       return w
     end
 
-    -- Read the entries of the first `named` ids with one command; '' is no workload.
+    -- Read the entries of the first `named` ids with one command; skip '' (anonymous).
     local asked_workloads = {} -- reused by each call
     function it.prefetch(ids, named)
       local known, asked, count = it.known, asked_workloads, 0
@@ -220,7 +220,7 @@ do
 
     function it.find(id) return it.known[id] or it.parse(id, read('HGET', key[name], id)) end
 
-    -- Whether the registry takes one more workload; if so, it is counted.
+    -- Whether the registry has room for a new workload. If so, count the workload as registered.
     function it.has_room()
       registered = registered or read('HLEN', key[name])
       if settings.max_workloads and registered >= settings.max_workloads then return false end
@@ -228,7 +228,7 @@ do
       return true
     end
 
-    -- Whether more than half of the room is taken, as far as this call has asked.
+    -- Whether more than half of `max_workloads` is taken; false if this call has not read the number of entries.
     function it.is_half_full()
       local most = settings.max_workloads
       return most and registered and registered > most / 2
@@ -250,7 +250,7 @@ do
       return not known or (active == 0 and now_ms - last_ms > idle_ms)
     end
 
-    local packed = {} -- id, text, and so on: filled again by each call
+    local packed = {} -- id, text, id, text ...; reused by each call
     function it.commit()
       local count = 0
       for id, w in pairs(it.changed) do
@@ -284,9 +284,9 @@ do
     by_flow.prefetch(names, count)
   end
 
-  local slot -- the current sixth of a rate window, by number; nil until this call needs it
+  local slot -- number of the current sixth of a rate window; nil until this call needs it
 
-  -- Move the counts of arrivals to the current slot.
+  -- Shift the counts of arrivals so that the newest belongs to the current slot.
   local function slide(w)
     slot = slot or math.floor(now_ms / (settings.window_ms / 6))
     if slot > w[6] then
@@ -306,13 +306,13 @@ do
 
   function workloads.rate(id) return rate(by_id.find(id)) end
 
-  -- Of the workload of r in its flow.
+  -- The rate of r's workload within r's flow; 0 if r is anonymous.
   function workloads.rate_of(r)
     return r.workload == '' and 0 or rate(by_flow.find(joined(r.flow, r.workload)))
   end
   function workloads.wait_ms_of(r) return by_flow.find(joined(r.flow, r.workload))[4] end
 
-  -- Returns the entry, or nil if it is new and the registry is full.
+  -- Count an arrival in one registry. Return the entry, or nil if it would be new and the registry is full.
   local function count_arrival(registered, name)
     local w = registered.find(name)
     if w[5] <= 0 and not registered.has_room() then return nil end
@@ -322,7 +322,7 @@ do
     return w
   end
 
-  -- Count an arrival. Returns its workload, or '' if that is new and the registry is full.
+  -- Count an arrival. Return its workload id, or '' if the workload is new and the registry is full.
   function workloads.arrived(flow, id)
     if id == '' then return '' end
     local w = count_arrival(by_id, id)
@@ -346,7 +346,7 @@ do
     if name and by_flow.find(name)[5] > 0 then count_dispatch(by_flow, name, wait_ms) end
   end
 
-  -- A granted request waits again, and will be dispatched again. The average wait keeps the wait until this grant.
+  -- A granted request returns to the queue: uncount its dispatch. The average wait keeps the wait until this grant.
   function workloads.sent_back(id)
     if id == '' then return end
     local w = by_id.find(id)
@@ -358,13 +358,13 @@ do
     if id == '' then return end
     local w = by_id.find(id)
     local active = w[2]
-    if active < 1 then pool.note_lost('workloads') end -- an active request is always counted
+    if active < 1 then pool.note_lost('workloads') end -- the count of active requests was lost
     w[2], w[5] = active > 1 and active - 1 or 0, now_ms
     by_id.changed[id] = w
   end
 
-  -- The request just counted was refused. A workload without earlier requests is then kept only while half of the
-  -- registry is free, so that refused requests with invented ids do not crowd out workloads that are served.
+  -- The request just counted was refused. Forget its workload if this was its first request and more than half of the
+  -- registry is taken: refused requests with invented ids must not crowd out workloads that are served.
   function workloads.refused(flow, id)
     if id == '' then return end
     workloads.ended(id)
@@ -374,7 +374,7 @@ do
     end
   end
 
-  -- A running request whose record was lost.
+  -- Count a running request as active whose record was lost and is restored.
   function workloads.restored(id)
     if id == '' then return end
     local w = by_id.find(id)
@@ -394,10 +394,10 @@ do
   end
 end
 
--- The mean length of a flow's answers in tokens: the estimate for requests that set no maximum.
+-- The mean length of each flow's answers, in tokens: the estimate for requests that set no maximum.
 local answers = {}
 do
-  -- An entry that cannot be read is a stray, and is learned again.
+  -- Return the mean and the time of the last answer; nil if the entry is damaged, which counts as a stray.
   local function parse_answer(text)
     local known, mean, last_ms = pcall(struct.unpack, 'dd', text)
     if known and mean == mean and mean >= 0 then return mean, last_ms end
@@ -409,7 +409,7 @@ do
     return text and parse_answer(text) or settings.default_answer
   end
 
-  local learned, learned_by, new_flows -- flow -> its entry as a call has changed it; that call; its number of new flows
+  local learned, learned_by, new_flows -- flow -> entry changed by a call; that call; its count of new flows
 
   function answers.learn(flow, tokens)
     if learned_by ~= call_number then learned, learned_by, new_flows = {}, call_number, 0 end

@@ -1,13 +1,13 @@
--- The keys of a pool, and how a call reads and writes them. The file that owns counters, records, workloads or loads
--- caches those itself.
+-- The keys of a pool, and how a call reads and writes them. Counters, records, workloads and loads are cached by the
+-- files that own them.
 --
 -- Write-behind: `defer_write` keeps a write until the end of the call. One command then carries all values of a key,
 -- and a call that fails earlier has written nothing. Read-ahead: the first members of the sorted sets that dispatch
--- serves are read once and changed in memory. `read` flushes both for its key first, so a call always sees its own
--- writes. `undo_writes` restores what was flushed before a call failed.
+-- serves are read once and changed in memory. `read` first flushes the deferred writes and read-ahead changes of its
+-- key, so a call always sees its own writes. If a call fails, `undo_writes` restores the former values of flushed keys.
 
 -- Lua and Redis functions as locals: Redis guards the globals, so a lookup there takes three steps. While a library
--- loads it has only `redis`, so the first call fetches the others.
+-- loads, only `redis` exists, so the first call fetches the others.
 local function builtins()
   return redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next
 end
@@ -17,51 +17,51 @@ local function use_builtins()
   redis, struct, string, table, math, ipairs, pairs, tonumber, unpack, pcall, next = builtins()
 end
 
--- Every key of the pool is derived from the one that is declared: keys[1] = epp:{POOL}:pool. All carry the hash tag
+-- Every key of the pool is derived from the declared key, keys[1] = epp:{POOL}:pool. All carry the hash tag
 -- {POOL}, so a Cluster keeps them in one slot. B is the number of a band (lib/bands.lua). L is a flow queue: the flow's
 -- name or, under `fairness: none`, '' for the whole band. Byte 31 joins two names in a key or field; no name
--- can contain it (picker_fleet/units.py), so two pairs of names never spell the same key.
+-- can contain it (picker_fleet/units.py), so two pairs of names never make the same key.
 --
--- key           type    what it holds                                             removed by
--- pool          hash    format, counters (packed, lib/pool.lua), settings ...     nobody (FLUSHALL)
+-- key           type    content                                                   removed by
+-- pool          hash    format, counters (packed, lib/pool.lua), settings ...     never (FLUSHALL)
 -- requests      hash    request id -> record (lib/registry.lua)                   the request's end
 -- inflight      zset    granted or placed request id -> lease expiry, ms          the request's end
 -- timers        zset    queued or orphaned id -> when its next event is due, ms   dispatch, the request's end
 -- overdue       zset    queued id -> when it became overdue, us                   dispatch, the request's end
 -- queue:B:L     zset    ids in a flow queue -> arrival, us; under edf, deadline   Redis, when empty
--- line:B:L<31>W zset    the ids of workload W there -> arrival (workload-aware)   Redis, when empty
+-- line:B:L<31>W zset    ids of workload W in L -> arrival (workload-aware)        Redis, when empty
 -- growing:B:L   zset    heads of lines whose score grows (lib/queue.lua)          Redis, when empty
--- static:B:L    zset    heads of lines whose score does not                       Redis, when empty
+-- static:B:L    zset    heads of lines whose score does not grow                  Redis, when empty
 -- flows:B       zset    backlogged flow queue -> its start tag                    Redis, when empty
--- throttled:B   zset    throttled flow queue -> its start tag                     the end of its waiting
--- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag the end of its waiting
--- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  the end of its waiting
+-- throttled:B   zset    throttled flow queue -> its start tag                     unthrottle, or emptying
+-- blocked:B:E   zset    throttled flow queue that waits for endpoint E -> its tag unthrottle, or emptying
+-- blockers      hash    B\31L of such a flow queue -> the endpoints it waits for  unthrottle, or emptying
 -- finish:B      zset    idle flow queue -> its last finish tag, while above v     sweep
 -- candidates:B  zset    flow queue -> when it was last preempted, us              Redis, when empty
--- preempted:B   zset    the same of idle flow queues, under pressure              sweep
+-- preempted:B   zset    the same for idle flow queues, while pool.pressed is 1    sweep
 -- limits        hash    limited flow, or flow\31endpoint -> requests in flight    the request's end
 -- load          zset    endpoint -> requests in flight (+ UNPICKABLE)             publish, release
 -- endpoints     hash    endpoint -> JSON {labels, draining}                       publish
 -- marks         hash    drained\31endpoint, down…, ejected… -> since when, ms     undrain, probes, sweep
 -- outliers      hash    endpoint that fails or is full -> JSON (lib/outliers.lua) its next answer, sweep
--- metrics       hash    endpoint -> JSON of its last scrape; and its channel      scraping
+-- metrics       hash    endpoint -> JSON of its last scrape; also a channel       scraping
 -- queue_snapshot string snapshot of all flow queues, or the claim to read them    Redis, when old
--- routes        stream  what was routed where, and completed (scheduling)         its own cap
--- origins       hash    id of the Responses API -> the endpoint that has its state sweep
+-- routes        stream  routed and completed requests, for scheduling             its own cap
+-- origins       hash    Responses API id -> endpoint that has its state           sweep
 -- origin_times  zset    the same id -> when it was last noted, ms                 sweep
 -- workloads     hash    workload id -> metrics (lib/registry.lua)                 sweep, when idle
 -- flow_workloads hash   flow\31workload id -> the same, under workload-aware     sweep, when idle
--- answers       hash    flow -> mean tokens of its answers, last use              sweep, when idle
+-- answers       hash    flow -> mean tokens of its answers, time of the last      sweep, when idle
 -- replicas      zset    replica incarnation -> last heartbeat, ms                 sweep
 -- replica_info  hash    replica incarnation -> its replica info, JSON             sweep
 -- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
 -- tombstones    zset    id whose end was reported -> when, ms                     sweep
--- unheard       zset    id given up without a report of its end -> when, ms       its next renewal, sweep
+-- unheard       zset    id reclaimed without a report of its end -> when, ms      its next renewal, sweep
 -- orphan_cursors hash   silent replica -> cursor of the sweep's scan              sweep, heartbeat
 -- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
 -- log           stream  the decision log, when it is on                           its own cap
--- operator_changes stream what operators have changed (state/store.py)            its own cap
--- wake:R        channel the same notifications as a hint to replica R             (never stored)
+-- operator_changes stream changes by operators (state/store.py)                   its own cap
+-- wake:R        channel notifications of the inbox, as a hint to replica R        (never stored)
 local key -- the keys of the pool that this call serves
 local use_keys, joined
 local call_number = 0
@@ -70,7 +70,7 @@ local commit_deferred_writes, reset_storage
 local read_ahead = {}
 do -- a chunk may have 200 locals
   local pools = {} -- declared key -> the keys of its pool
-  -- Names that begin with `prefix`, by their ending. The last ones are kept: to make a name costs twenty lookups.
+  -- A table of ending -> `prefix` .. ending. It caches MOST_NAMES names: to make a name costs twenty lookups.
   local MOST_NAMES = 256
   local function names_with_prefix(prefix)
     local kept = 0
@@ -85,7 +85,7 @@ do -- a chunk may have 200 locals
     end})
   end
 
-  -- What `make` has for each band, made when it is first asked for.
+  -- A table of band -> `make`(band), filled on first use.
   local function by_band(make)
     return setmetatable({}, {__index = function(made, band)
       made[band] = make(band)
@@ -123,13 +123,13 @@ do -- a chunk may have 200 locals
   -- Write-behind.
   local AT_MOST = 2000 -- unpack() puts its values on a stack of limited depth
   local deferred = {} -- key -> its newest deferred command, with n arguments
-  local commands, used = {}, 0 -- deferred commands in order; the tables are reused by later calls
-  local unlinked = {} -- keys to remove at the end
+  local commands, used = {}, 0 -- deferred commands in order; later calls reuse the tables
+  local unlinked = {} -- keys to remove at the end of the call
   local originals = {} -- key -> member or field -> its score or value before this call, false if there was none
-  local present, is_hash = {}, {} -- key -> the same as it is now; whether the key is a hash
-  local fronts = {} -- key -> members that were read ahead, see below
+  local present, is_hash = {}, {} -- key -> member or field -> its current score or value; key -> whether it is a hash
+  local fronts = {} -- key -> its front: the members that were read ahead
 
-  -- One command with the first `n` of `values`, or as many commands as that takes.
+  -- Write the first `n` of `values` to key `name`, in commands of at most AT_MOST values.
   function write_values(command, name, values, n)
     if n == 0 then return end
     if n <= AT_MOST then return redis.call(command, name, unpack(values, 1, n)) end
@@ -147,13 +147,13 @@ do -- a chunk may have 200 locals
     return former, present[name]
   end
 
-  -- Note the score that a member has (nil: none) before this call changes it, so that undoing need not read it.
+  -- Note the score of a member (nil: none) before this call changes the member, so that `undo_writes` can restore it.
   function note_original(name, member, value)
     local former, current = originals_of(name)
     if former[member] == nil then former[member], current[member] = value or false, value or false end
   end
 
-  local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- among the arguments
+  local FIRST_MEMBER = {ZADD = 2, ZREM = 1, HSET = 1, HDEL = 1} -- index of the first member or field
   local EACH = {ZADD = 2, ZREM = 1, HSET = 2, HDEL = 1} -- arguments per member
   local READ = {ZADD = 'ZMSCORE', ZREM = 'ZMSCORE', HSET = 'HMGET', HDEL = 'HMGET'}
   local function note_originals(command, name, values, n)
@@ -220,7 +220,7 @@ do -- a chunk may have 200 locals
 
   function defer_unlink(name) unlinked[#unlinked + 1] = name end
 
-  -- Write one member or field at once. Returns whether ZREM or HDEL has removed anything.
+  -- Write one member or field at once. Return whether ZREM or HDEL has removed anything.
   local pair = {} -- reused by each call
   function write_now(command, name, a, b)
     flush(name)
@@ -228,7 +228,7 @@ do -- a chunk may have 200 locals
     local member = command == 'ZADD' and b or a
     local current = present[name]
     local was = current and current[member]
-    -- Most members that are added are new. The score is read only of one that is not, to be restored.
+    -- Most added members are new. Only the score of an existing member is read, to be restored by `undo_writes`.
     if was == nil and command == 'ZADD' and redis.call('ZADD', name, 'NX', a, b) == 1 then
       note_original(name, b)
       present[name][b] = a
@@ -241,7 +241,7 @@ do -- a chunk may have 200 locals
     return true
   end
 
-  -- Restore what a failed call has written. What cannot be restored is skipped.
+  -- Restore the members and fields that a failed call has written. Skip those that cannot be restored.
   function undo_writes()
     for name, former in pairs(originals) do
       for member, value in pairs(former) do
@@ -268,14 +268,14 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Read-ahead of what dispatch takes from the front of sorted sets: of a band, its flow queues; of a flow queue, its
-  -- requests or the heads of its lines; of a line, its requests. A front holds members from index `at` on, and is
-  -- `whole` if the set has no others.
-  local expected = 1 -- requests that may be served
+  -- Read-ahead: the first members of the sorted sets that dispatch serves from the front (flow queues of a band;
+  -- requests, or heads of lines, of a flow queue; requests of a line). A front holds members from index `at` on, and is
+  -- `whole` if the set has no other members.
+  local expected = 1 -- number of requests that this call may serve
   local moved_members, gone_members, unread_members = {}, {}, {} -- reused by each call
 
-  -- Write what has changed in a front. Of a front without scores, the members before `at` have left; they are removed
-  -- by rank. In a front with scores, `scores` has the new score of each member that changed, or false if it left.
+  -- Write the changes of a front. In a front without scores, members before `at` have left, and are removed by rank. In
+  -- a front with scores, `scores` has the new score of each changed member, or false if the member left.
   local function write_front(name, front)
     local scores = front.scores
     if not scores then
@@ -314,7 +314,7 @@ do -- a chunk may have 200 locals
     for member, score in pairs(scores) do current[member] = score end
   end
 
-  -- Write a front's changes and forget it; writes deferred to the set afterwards come after them.
+  -- Write a front's changes and forget the front, so that writes deferred afterwards come after these changes.
   function read_ahead.discard(name)
     local front = fronts[name]
     if not front then return end
@@ -334,25 +334,25 @@ do -- a chunk may have 200 locals
     end
   end
 
-  function read_ahead.expect(count) expected = math.max(count, 1) end -- 0 would read everything
+  function read_ahead.expect(count) expected = math.max(count, 1) end -- with 0, read_scored would read the whole set
 
-  -- Write what is deferred for a key.
+  -- Write the deferred writes and the read-ahead changes of a key.
   function flush(name)
     if fronts[name] then read_ahead.discard(name) end
     if deferred[name] then flush_deferred(name) end
   end
 
-  -- A command that reads key `name`, with this call's writes flushed first.
+  -- Read key `name`, after flushing this call's writes to the key.
   function read(command, name, ...)
     if fronts[name] then read_ahead.discard(name) end
     if deferred[name] then flush_deferred(name) end
     return redis.call(command, name, ...)
   end
 
-  -- The same without this call's deferred writes, for a caller that keeps count of what it has deferred.
+  -- Read key `name` without flushing, for a caller that accounts for its own deferred writes.
   function read_stored(command, name, ...) return redis.call(command, name, ...) end
 
-  -- Sets whose members leave from the front. One member more than wanted is read, to know whether the front is whole.
+  -- Fronts without scores: members leave from the front. One member too many is read, to know if the front is whole.
   local function read_members(name, more)
     local front = read('ZRANGE', name, 0, more)
     front.at, front.whole = 1, #front <= more
@@ -368,7 +368,7 @@ do -- a chunk may have 200 locals
     return read_members(name, 1)[1]
   end
 
-  -- The member behind the first, or nil.
+  -- The second member, or nil.
   function read_ahead.second_member(name)
     local front = fronts[name]
     if not (front and (front.whole or front[front.at + 1])) then front = read_members(name, 1) end
@@ -381,7 +381,7 @@ do -- a chunk may have 200 locals
     for i = 1, math.min(count, #front) do found[known + i] = front[i] end
   end
 
-  -- Remove a member. Returns whether it was the last; nil if that is not known.
+  -- Remove a member. Return whether the set is now empty; nil if unknown.
   function read_ahead.remove(name, member)
     local front = fronts[name]
     if front and front[front.at] == member then
@@ -395,8 +395,8 @@ do -- a chunk may have 200 locals
     return nil
   end
 
-  -- Sets whose members get other scores. `scores` has those that changed, false for one that left. Of those that belong
-  -- to the front, the order is in `back` from `first` to `last`; equal scores are ordered by member, as in Redis.
+  -- Fronts with scores: `scores` has the new score of each changed member, false if it left. Changed members that are
+  -- part of the front are in `back`, in order from `first` to `last`; equal scores are ordered by member, as in Redis.
   local function precedes(score, member, other_score, other)
     return score < other_score or (score == other_score and member < other)
   end
@@ -411,7 +411,7 @@ do -- a chunk may have 200 locals
     return front
   end
 
-  -- What was read: member, score, member, score ... Not to be changed.
+  -- The front as it was read: member, score, member, score ... The caller must not change it.
   function read_ahead.scored_front(name)
     local front = fronts[name]
     if front and (front.whole or front[front.at] or front.back[front.first]) then return front end
@@ -441,7 +441,7 @@ do -- a chunk may have 200 locals
     end
   end
 
-  -- Give a member, or a new one, this `score`, or remove it (nil).
+  -- Set the score of a member, new or not; nil removes the member.
   function read_ahead.set_score(name, member, score)
     local front = fronts[name]
     if not front then
@@ -478,9 +478,9 @@ do -- a chunk may have 200 locals
   end
 end
 
--- A stray is a member whose request or flow queue is missing. Whichever function finds one drops it and goes on.
+-- A stray is a member whose request or flow queue is missing. A function that finds a stray drops it and goes on.
 local strays = 0
-local STRAYS = 16 -- dropped in one place before the call goes on without it
+local STRAYS = 16 -- most strays that a call drops in one set before it gives up on the set
 local function drop_stray(command, name, member)
   strays = strays + 1
   write_now(command, name, member)

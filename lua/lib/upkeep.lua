@@ -4,11 +4,11 @@
 local upkeep = {}
 do
   local MOST_TAG = 2 ^ 62
-  local HEALED = 100 -- tags of a set per call
+  local HEALED = 100 -- unsound tags replaced per set and call
   local function is_sound(tag) return tag > -MOST_TAG and tag < MOST_TAG end
 
-  -- Replace tags that are not finite, or higher than years of use can make them, by v or, if v is such a tag, by the
-  -- lowest sound tag.
+  -- Replace unsound tags (not finite, or beyond MOST_TAG, which years of use do not reach) by v or, if v is unsound, by
+  -- the band's lowest sound tag.
   function upkeep.heal_tags(band)
     local flows = key.flows[band]
     local least = read('ZRANGEBYSCORE', flows, '(' .. exact(-MOST_TAG), '(' .. exact(MOST_TAG), 'WITHSCORES',
@@ -33,7 +33,7 @@ do
   -- lowered by the same amount, which keeps their order. Records of running requests keep their higher tags; the
   -- `floor` of `queue.correct` allows for that.
   local REBASED_AT, REBASED_TO = 2 ^ 26, 2 ^ 20
-  local MOST_REBASED = 30000 -- tags; a band with more is left until it has fewer
+  local MOST_REBASED = 30000 -- tags; a band with more tags is not rebased
   local function lower(set, by)
     local found = read('ZRANGE', set, 0, -1, 'WITHSCORES')
     for i = 1, #found, 2 do defer_write('ZADD', set, found[i + 1] - by, found[i]) end
@@ -70,9 +70,9 @@ do
     for _, band in ipairs(BANDS) do pool[BAND_TAG[band]] = pool[BAND_TAG[band]] - by end
   end
 
-
   local MOST_IDLE = 10000 -- finish tags, and preemption times, that are kept for each band
-  -- Remove the lowest members beyond MOST_IDLE. The first `from` are being removed already. Returns how many.
+  -- Remove at most `limit` of the lowest members beyond MOST_IDLE, and return how many. The caller already removes the
+  -- first `from` members.
   local function drop_lowest(set, from, limit)
     local surplus = math.min(read_stored('ZCARD', set) - from - MOST_IDLE, limit)
     if surplus > 0 then
@@ -83,9 +83,9 @@ do
     return surplus
   end
 
-  -- Drop finish tags at or below v, which have no effect. In an idle pool no flow queue owes anything, so v moves to
-  -- the highest of them. If there are too many, drop the lowest; each is at most one charge above v. Returns whether
-  -- there may be more.
+  -- Drop finish tags at or below v, which have no effect. In an idle pool v first moves to the highest finish tag: no
+  -- flow has to wait for another. If too many finish tags remain, drop the lowest; each is at most one charge above v.
+  -- Also drop surplus preemption times. Return whether more may be left.
   function upkeep.drop_finish_tags(band, limit)
     local v, finish = pool[V[band]], key.finish[band]
     flush(finish)
@@ -102,7 +102,7 @@ do
     return #stale == limit or surplus == limit or forgotten == limit
   end
 
-  -- The pressure has ended: forget who was preempted when. Returns whether there may be more.
+  -- Reset preemption times, once the queue is no longer nearly full. Return whether more may be left.
   function upkeep.forget_preemptions(limit)
     local more = false
     for _, band in ipairs(BANDS) do
@@ -116,7 +116,7 @@ do
     return more
   end
 
-  -- Add the candidates that are missing: those from before Critical became preemptible, or all if the set was lost.
+  -- Add missing preemption candidates: flow queues from before Critical became preemptible, or all if the set was lost.
   function upkeep.add_preemption_candidates(limit)
     for _, band in ipairs(BANDS) do
       local candidates, flows = key.candidates[band], key.flows[band]
@@ -131,7 +131,7 @@ do
     end
   end
 
-  -- While nobody waits in a band its flow queues are strays, and so is what is overdue while nobody waits at all.
+  -- If no request waits in a band, drop the band's flow queues as strays.
   function upkeep.drop_stray_flow_queues(band, limit)
     if pool[QUEUED[band]] > 0 then return end
     for _, set in ipairs({key.flows[band], key.throttled[band]}) do
@@ -152,11 +152,11 @@ do
   end
 end
 
--- A key of the pool was lost: evicted, or deleted by hand. The sweep finds it by counts that do not agree, and ends the
--- epoch. The next publish files the records of all requests anew, so every key that follows from them is right again;
--- then replicas register what they hold, as after a FLUSHALL, so lost records come back, too.
+-- Recovery after a key of the pool was lost: evicted, or deleted by hand. The sweep detects the loss by counts that do
+-- not agree, and ends the epoch. The next publish rebuilds every key that derives from the records of requests. Then
+-- replicas register their requests again, as after a FLUSHALL, which restores lost records, too.
 do
-  local MOST_FILED = 10000 -- records; of more, each call drops as many, and replicas register their requests again
+  local MOST_FILED = 10000 -- records; if there are more, a call drops so many, and replicas register requests again
   local MOST_LOOKED_AT = 1000 -- flow queues, endpoints, running requests; if there are more, they are not counted
   local LAST_BAND = 63
 
@@ -176,7 +176,7 @@ do
     return false
   end
 
-  -- Whether a published endpoint takes nothing new for no reason.
+  -- Whether a published endpoint takes no new requests although it is neither draining nor marked.
   local function is_mark_lost()
     local closed = read('ZRANGEBYSCORE', key.load, UNPICKABLE, '+inf', 'LIMIT', 0, MOST_LOOKED_AT)
     for _, address in ipairs(closed) do
@@ -188,7 +188,7 @@ do
     return false
   end
 
-  -- Whether flows with a limit have other requests in flight than are counted.
+  -- Whether `limits` counts fewer requests in flight of a limited flow than there are.
   local function is_limit_lost()
     if not endpoints.counts_flows or read('ZCARD', key.inflight) > MOST_LOOKED_AT then return false end
     local ids, running = read('ZRANGE', key.inflight, 0, -1), {}
@@ -203,8 +203,8 @@ do
     return false
   end
 
-  -- There are other records than leases and timers. Which key was lost, if the counters have more requests than are in
-  -- both; if they do not, the surplus are strays.
+  -- Called if there are more or fewer records than leases and timers. Return which of these three keys was lost, by
+  -- comparison with the counters; nil if the counters have no surplus, since the difference is then strays.
   local function lost_of_requests()
     local queued, stock = 0, 0
     for _, set in ipairs({key.timers, key.inflight}) do
@@ -221,7 +221,7 @@ do
     return stock < pool.stock - 1e-6 and 'inflight' or nil
   end
 
-  -- The name of a key that was lost, or of one that follows from it; nil if all counts agree.
+  -- The name of a key that was lost, or of a key that derives from the lost key; nil if all counts agree.
   function upkeep.find_lost_key()
     local lost = nil
     if read('HLEN', key.requests) ~= read('ZCARD', key.inflight) + read('ZCARD', key.timers) then
@@ -242,7 +242,7 @@ do
     for _, kind in ipairs({'queue', 'growing', 'static'}) do names[#names + 1] = key[kind][band][flow_queue] end
   end
 
-  -- The tags of flow queues outlive their sets, if the counters that they are compared with are not lost.
+  -- Add the keys of a set's flow queues to `names`. Keep their tags as finish tags, unless `pool`, with v, was lost.
   local function keep_tags(band, set, names, lost)
     local tagged = read('ZRANGE', set, 0, -1, 'WITHSCORES')
     for i = 1, #tagged, 2 do
@@ -251,8 +251,8 @@ do
     end
   end
 
-  -- Remove every key that follows from the records. Returns the records by id, and the name of the lost key, '' if that
-  -- was `pool` itself; nil if there are too many and this call has only dropped some of them.
+  -- Remove every key that derives from the records. Return the records and the name of the lost key ('' for `pool`
+  -- itself); nil if there are more than MOST_FILED records, of which this call has only dropped some.
   function upkeep.take_records()
     local lost, names, records = read('HGET', key.pool, 'lost') or '', {}, {}
     local too_many = read('HLEN', key.requests) > MOST_FILED
@@ -304,7 +304,7 @@ do
     if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
     if r.state == STATE_QUEUED then
       queue.insert(r)
-      record.put(r) -- its bytes are counted in another epoch
+      record.put(r) -- queue.insert has changed bytes_epoch
     elseif r.state == STATE_ORPHANED then
       timers.set(r.id, math.min(r.deadline_ms, now_ms + settings.lease_ms))
     else
@@ -318,13 +318,13 @@ do
     end
   end
 
-  -- File the records that `take_records` has returned, once settings and endpoints are published. One of a band that is
-  -- not known any more is dropped; its replica registers it again.
+  -- Rebuild the keys from the records that `take_records` has returned, once settings and endpoints are published. Drop
+  -- a record whose band is unknown: its replica registers the request again.
   function upkeep.file_records(records, lost)
     pool.stock, pool.queued, pool.overdue, pool.refiling = 0, 0, 0, 0
     bands.begin_count(now_us)
     pool.note_possible_loss()
-    if records[1] then pool.log_seq = pool.log_seq + 1 end -- the log begins anew, and not with the first decision
+    if records[1] then pool.log_seq = pool.log_seq + 1 end -- a gap in `seq`: the new log lacks decisions
     for _, r in ipairs(records) do
       if PRIORITY[r.band] then
         record.know(r)
@@ -334,7 +334,7 @@ do
         record.remove(r)
       end
     end
-    if read('HLEN', key.marks) > 0 then -- tells replicas to read them
+    if read('HLEN', key.marks) > 0 then -- a new version makes replicas read the marks
       local version = tonumber(read('HGET', key.pool, 'marks_version') or 0) or 0
       defer_write('HSET', key.pool, 'marks_version', version + 1)
     end

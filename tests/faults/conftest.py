@@ -1,4 +1,4 @@
-"""What the fault tests share: Debian's Redis, with a pool for each test, and a proxy before it."""
+"""Fixtures of the fault tests: Debian's Redis, a pool for each test, and a proxy in front of Redis."""
 
 import itertools
 from collections.abc import AsyncIterator, Iterator
@@ -14,14 +14,14 @@ _POOLS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def redis7(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Debian's Redis. Where it is missing, the tests fail."""
+    """Debian's Redis. The tests fail if it is not installed."""
     with redis_server(tmp_path_factory.mktemp("redis7"), binary=debian("redis-server")) as server:
         yield server
 
 
 @pytest.fixture
 async def between(redis7: Server) -> AsyncIterator[Proxy]:
-    """A proxy to Debian's Redis, which can fail."""
+    """A proxy in front of Debian's Redis, which can inject faults."""
     async with proxy(redis7.port) as it:
         yield it
 
@@ -33,7 +33,7 @@ def pool() -> str:
 
 @pytest.fixture
 async def patient(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
-    """One replica, whose Redis is behind the proxy; it waits long before it gives it up."""
+    """One replica that reaches Redis through the proxy and tolerates HANGS_S of silence."""
     through = {"a": between.url}
     async with running(redis7.url, pool, "a", upper_per=8, through=through, silence_s=HANGS_S) as it:
         yield it

@@ -1,4 +1,4 @@
-"""One replica's use of every function and command of Redis, under every policy."""
+"""One replica calls every Redis function and command, under every queue policy."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ _NUMBERS = itertools.count(1)
 
 
 async def use_everything(fleet: Fleet, store: Store) -> None:
-    """Bring `store`, of one of the fleet's two replicas, through all it can do, until all is at rest."""
+    """Make every call of `store`, the first of the fleet's two replicas, then wait for the fleet's rest."""
     me, other = fleet.replicas
     assert store is me.store
     for policy in POLICIES:
@@ -38,7 +38,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
     await store.notifications()
     await store.state(60)
     await store.evict("nobody")
-    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one waits
+    await asyncio.gather(*(each.store.queue_snapshots.read(10) for each in (me, other)))  # one read waits
     await _many_notifications(fleet)
     await _flows_without_end(fleet)
     await until(fleet.at_rest)
@@ -47,7 +47,7 @@ async def use_everything(fleet: Fleet, store: Store) -> None:
 
 
 async def _many_notifications(fleet: Fleet) -> None:
-    """More notifications than a heartbeat returns."""
+    """Leave more notifications than a heartbeat returns, and read them all."""
     me, _ = fleet.replicas
     notifications = {f"gone-{n}": "evicted" for n in range(300)}
     await fleet.redis.hset(fleet.keys.inbox(me.name), mapping=notifications)
@@ -56,7 +56,7 @@ async def _many_notifications(fleet: Fleet) -> None:
 
 
 async def _flows_without_end(fleet: Fleet) -> None:
-    """More idle flows than are remembered, in a pool that is not at rest."""
+    """Sweep a pool that remembers too many idle flows while a request is in flight."""
     me, _ = fleet.replicas
     name = f"r{next(_NUMBERS)}"
     await me.admit(name)
@@ -67,7 +67,7 @@ async def _flows_without_end(fleet: Fleet) -> None:
 
 
 async def _reads(reads: Reads, request_id: str) -> None:
-    """Every list that operators may ask for, with pages that go on behind what has left."""
+    """Read every list of the admin API, also from a page cursor whose flow or request has left."""
     await reads.flow_queues(10)
     await reads.flow_queues(10, behind=("1", "gone"))
     await reads.flow_queue("low")
@@ -82,7 +82,7 @@ async def _reads(reads: Reads, request_id: str) -> None:
 
 
 async def _requests(fleet: Fleet) -> None:
-    """Requests of all kinds and ends, on two endpoints that take one each."""
+    """Requests of every kind and every outcome, on two endpoints with room for one request each."""
     me, other = fleet.replicas
     names = [f"r{next(_NUMBERS)}" for _ in range(9)]
     kinds: tuple[dict[str, Any], ...] = (
@@ -108,7 +108,7 @@ async def _requests(fleet: Fleet) -> None:
     await me.store.mark_endpoint("10.0.0.1:8000", "down", False)
     await me.store.return_grant(names[5])
     await me.store.cancel(names[4], 1, "cancelled")
-    # The set of candidates for preemption is lost.
+    # Redis loses the set of preemption candidates.
     await fleet.redis.delete(fleet.keys.prefix + "candidates:1")
     for name in names:
         await me.beat()

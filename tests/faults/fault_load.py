@@ -1,4 +1,4 @@
-"""Load on the gates of replicas while something fails."""
+"""Load on the replicas' gates while a test injects faults."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from picker_fleet.errors import StateUnavailable
 
 LEASE_S = 3.0
 HEARTBEAT_S = 0.5
-SWEEP_S = 0.5  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
+SWEEP_S = 0.5  # `request_queue_controller.expiry_cleanup_interval`: a sweep ends expired leases
 JOINED = {
     "leases": {
         "inflight": f"{LEASE_S:g}s", "access_log_interval": "1s", "replica_silence": "2s",
@@ -26,9 +26,9 @@ JOINED = {
     "fair_request_queue": {"flow_capacity": 1000},
     "decision_log": {"enabled": True},
 }  # fmt: skip
-UPPER = 4  # of one endpoint
-MACHINE_S = 9.0  # patience with a stalled machine
-HANGS_S = 30.0  # no request takes so long unless it hangs
+UPPER = 4  # upper bound of one endpoint, in requests
+MACHINE_S = 9.0  # extra wait for a stalled machine
+HANGS_S = 30.0  # a request that takes longer counts as hung
 _SERVICE_S = 0.02
 _PAUSE_S = 0.05
 _NUMBERS = itertools.count(1)
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(slots=True)
 class Load:
-    """`running` requests are placed and not yet settled, by their clients' own count."""
+    """Counts of the clients' requests; `running` are placed and not yet settled."""
 
     running: int = 0
     highest: int = 0
@@ -45,7 +45,7 @@ class Load:
     placed: list[str] = field(default_factory=list)
 
     async def request(self, replica: Replica, request_id: str, service_s: float) -> None:
-        """One request; TimeoutError if it hangs."""
+        """Admit one request, serve it and settle it. TimeoutError if its admission hangs."""
         try:
             async with asyncio.timeout(HANGS_S):
                 await replica.gate.admit(ask(request_id), stream_owned=True)
@@ -62,14 +62,14 @@ class Load:
         replica.gate.settle(ended(request_id))
 
     async def served_more(self, count: int) -> None:
-        """Wait until `count` more have been served than now."""
+        """Wait until `count` further requests have been served."""
         goal = self.served + count
         await until(lambda: self.served >= goal)
 
 
 @asynccontextmanager
 async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE_S) -> AsyncIterator[Load]:
-    """A closed loop of clients, spread over the replicas, until the block ends and each has finished."""
+    """A closed loop of clients, spread over the replicas; on leaving, each client finishes its request."""
     load, stopping = Load(), asyncio.Event()
 
     async def client(replica: Replica) -> None:
@@ -86,7 +86,7 @@ async def loaded(fleet: Fleet, *, clients: int = 16, service_s: float = _SERVICE
 
 
 async def serve(fleet: Fleet, count: int) -> Load:
-    """Load of which `count` more are served and none is refused; the fleet is at rest then."""
+    """Serve `count` requests and wait until the fleet is at rest; assert that none is refused."""
     async with loaded(fleet) as load:
         await load.served_more(count)
     assert load.refused == 0
@@ -95,7 +95,7 @@ async def serve(fleet: Fleet, count: int) -> Load:
 
 
 async def admit_all(replica: Replica, *request_ids: str) -> None:
-    """Place requests whose clients wait on streams of the replica's."""
+    """Place requests whose clients wait on streams of `replica`."""
     for request_id in request_ids:
         await replica.gate.admit(ask(request_id), stream_owned=True)
 
@@ -106,12 +106,12 @@ def settle_all(replica: Replica, *request_ids: str) -> None:
 
 
 async def rests_within_a_lease(fleet: Fleet) -> None:
-    """Wait until every count is exactly 0. AssertionError past a lease, a sweep and MACHINE_S."""
+    """Wait until every count is exactly 0. AssertionError after a lease, a sweep and MACHINE_S."""
     await until(lambda: _rests(fleet), LEASE_S + SWEEP_S + MACHINE_S)
 
 
 async def _rests(fleet: Fleet) -> bool:
-    """`Fleet.at_rest`; False while Redis is away."""
+    """`Fleet.at_rest`; False while Redis is unavailable."""
     try:
         return await fleet.at_rest()
     except (StateUnavailable, RedisError):

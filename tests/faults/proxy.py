@@ -1,21 +1,21 @@
-"""A TCP proxy that can fail: between a replica and Redis, an endpoint, or anything else on the loopback.
+"""A TCP proxy with fault injection: between a replica and Redis, an endpoint, or another loopback server.
 
-Its attributes and methods take effect at once, on connections old and new:
+Its attributes and methods take effect at once, on old and new connections:
 
-    async with proxy(port) as between:      # between.port is where clients go
-        between.delay_s = 0.05              # replies arrive this much later
-        between.stalled = True              # both directions stall; nothing is lost
+        async with proxy(port) as between:      # clients connect to between.port
+            between.delay_s = 0.05              # replies arrive this many seconds later
+            between.stalled = True              # both directions stall; no data is lost
         between.hold(True)                  # replies wait until hold(False) or pass_one(); requests pass
-        between.vanished = True             # half-open: both directions are swallowed, nothing is closed
+            between.vanished = True             # half-open: drops data in both directions, closes nothing
         between.refusing = True             # new connections are closed at once
-        between.lose_replies = 3            # each of the next replies is swallowed and its connection cut,
-                                            # after the server has acted
-        between.lose_script_replies = 3     # the same, of connections whose last request called a script and
-                                            # that have passed on `spared` such replies before
-        between.refuse("OOM full", times=3) # that many commands (all, if None) are answered with this error
-        between.drop_messages = True        # published messages are swallowed, and nothing else
-        between.cut()                       # every connection is reset
-        between.strand()                    # every connection is half-open for good; new ones work
+            between.lose_replies = 3            # drop each of the next replies and reset its connection,
+                                                # after the server has executed the command
+            between.lose_script_replies = 3     # the same for replies to script calls, on connections that
+                                                # have already delivered `spared` such replies
+            between.refuse("OOM full", times=3) # answer 3 commands (None: all) with this error
+            between.drop_messages = True        # drop published messages only
+            between.cut()                       # reset every connection
+            between.strand()                    # make every open connection half-open for good; new ones work
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _MESSAGES = (b"message", b"pmessage", b"smessage")
 
 
 class Proxy:
-    """See the module. `lost` counts replies, `dropped` messages, `connections` all that were ever made."""
+    """Counts dropped replies (`lost`), dropped messages (`dropped`), and `connections` accepted so far."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -54,7 +54,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Of a Redis behind it."""
+        """URL of a Redis behind the proxy."""
         return f"redis://{LOOPBACK}:{self.port}/0"
 
     @property
@@ -83,7 +83,7 @@ class Proxy:
             self.hold(True)
 
     def refuse(self, error: str, times: int | None = None) -> None:
-        """Answer that many commands (all, if None) with `error`, and pass none of them on."""
+        """Answer `times` commands (None: all) with `error` instead of forwarding them."""
         self.error, self.errors_left = error, math.inf if times is None else times
 
     def cut(self) -> None:
@@ -92,7 +92,7 @@ class Proxy:
             link.cut()
 
     def strand(self) -> None:
-        """Every connection there is now is swallowed in both directions and never closed."""
+        """Drop all data of the open connections in both directions, and never close them."""
         for link in self._links:
             link.stranded = True
 
@@ -110,7 +110,7 @@ class Proxy:
                 self._links.add(link)
                 await link.carry()
         except asyncio.CancelledError:
-            pass  # the proxy is being closed, and nobody waits for this task
+            pass  # the proxy is being closed, and no other task waits for this one
         finally:
             self._tasks.discard(task)
             if link is not None:
@@ -126,14 +126,14 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Link:
-    """One connection: the client's end and the server's."""
+    """One client connection and its connection to the server."""
 
     def __init__(self, proxy: Proxy, client: Ends, server: Ends) -> None:
         self._proxy = proxy
         self._client, self._server = client, server
         self._subscribed = self._calls = False
         self._called = 0
-        self._replies_read = hiredis.Reader()  # of a subscriber
+        self._replies_read = hiredis.Reader()  # parses replies to a subscriber
         self.stranded = False
 
     @property
@@ -145,7 +145,7 @@ class _Link:
         self._server[1].transport.abort()
 
     async def carry(self) -> None:
-        """Until either end closes; then the other is closed too."""
+        """Forward data until either side closes, then close the other."""
         ways = {asyncio.ensure_future(self._requests()), asyncio.ensure_future(self._replies())}
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ class _Link:
 
     async def _requests(self) -> None:
         reader, writer = self._client[0], self._server[1]
-        refused = hiredis.Reader()  # reads commands as it does replies
+        refused = hiredis.Reader()  # commands and replies have the same wire format
         while data := await reader.read(_CHUNK):
             await self._proxy.requests_flow.wait()
             if self._proxy.errors_left > 0:
@@ -169,7 +169,7 @@ class _Link:
         await self._stay_if_vanished()
 
     async def _replies(self) -> None:
-        """Late data keeps its order and its distances: a delay adds to the time, not to the work."""
+        """Delay each chunk by `delay_s` without changing order or spacing; delays do not add up."""
         reader, loop = self._server[0], asyncio.get_running_loop()
         late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         passing = asyncio.ensure_future(self._pass(late))
@@ -210,12 +210,12 @@ class _Link:
             late.task_done()
 
     async def _stay_if_vanished(self) -> None:
-        """A peer that has vanished does not say goodbye either."""
+        """Keep the connection open: a peer that has vanished does not close it either."""
         if self._gone:
             await asyncio.Event().wait()
 
     def _without_messages(self, data: bytes) -> bytes:
-        """The whole ones of a subscriber's replies, but for messages where these are dropped."""
+        """The complete replies to a subscriber, without published messages if `drop_messages` is set."""
         self._replies_read.feed(data)
         passed = []
         while (reply := self._replies_read.gets()) is not False:
@@ -233,7 +233,7 @@ async def _cancelled(*tasks: "asyncio.Future[None]") -> None:
 
 
 def _resp2(reply: Any) -> bytes:
-    """A reply as a server writes it, by RESP2."""
+    """`reply` in RESP2 wire format."""
     match reply:
         case list():
             return b"*%d\r\n%b" % (len(reply), b"".join(map(_resp2, reply)))
@@ -253,7 +253,7 @@ def proxy_to(url: str) -> AbstractAsyncContextManager[Proxy]:
 
 @contextlib.asynccontextmanager
 async def proxy(port: int) -> AsyncIterator[Proxy]:
-    """A `Proxy` to this port of the loopback, in this event loop."""
+    """A `Proxy` to `port` on the loopback, run by this event loop."""
     between = Proxy(port)
     listener = await asyncio.start_server(between.accept, LOOPBACK, 0)
     between.port = listener.sockets[0].getsockname()[1]

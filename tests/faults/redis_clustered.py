@@ -1,4 +1,4 @@
-"""A Cluster of six nodes, by Valkey or Redis."""
+"""A Redis Cluster of six nodes, with Valkey or Redis."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ SLOTS = 16384
 
 @dataclass(slots=True)
 class Cluster:
-    """Three primaries, and a replica of each."""
+    """Three primaries with a replica each."""
 
     servers: list[Server]
 
@@ -25,7 +25,7 @@ class Cluster:
         return f"redis+cluster://{hosts(self.servers)}"
 
     def owner(self, pool: str, *, but: Sequence[Server] = ()) -> Server | None:
-        """The node that serves the slot of `pool`, by the majority of the nodes that are not in `but`."""
+        """The node that serves the slot of `pool`, as most nodes report; nodes in `but` are not asked."""
         slot = key_slot(Keys.of(pool).pool.encode())
         seen = []
         for server in self.servers:
@@ -53,7 +53,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def clustered(folder: Path, binary: str = "", *, silence_ms: int = SILENCE_MS) -> Iterator[Cluster]:
-    """Six nodes whose Cluster serves every slot."""
+    """Start six nodes; the Cluster serves every slot."""
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(6):

@@ -1,6 +1,6 @@
-"""A Valkey or Redis as a real process, in memory only, with TLS or ACL if needed. A test may restart it.
+"""Valkey or Redis as a real process, in memory only, optionally with TLS. A test may kill and restart it.
 
-`redis_watched.py` and `redis_clustered.py` make Sentinels and a Cluster of it.
+`redis_watched.py` adds Sentinels, and `redis_clustered.py` forms a Cluster.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from tls_files import Pair
 
 READY_S = 30.0
-SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that has been silent for so long
-PATIENT_MS = 15_000  # where nothing is killed: a stalled primary must not be replaced
-REPLACED_S = 60.0  # a failed election is repeated after 10 s
+SILENCE_MS = 1500  # Sentinels and Clusters replace a primary that is silent for this long
+PATIENT_MS = 15_000  # for tests that kill no server: a stalled primary must not be replaced
+REPLACED_S = 60.0  # time for a failover: a failed election is repeated after 10 s
 _POLL_S = 0.02
-_TRIES = 3  # another process may take a port between its choice and its use
+_TRIES = 3  # another process may take the chosen port before the server binds it
 _IN_MEMORY = ("--save", "", "--appendonly", "no")
 
 
 def debian(name: str) -> str:
-    """Path of one of Debian's programs. AssertionError, with the package, where it is missing."""
+    """Path of a Debian program. AssertionError naming the package if it is not installed."""
     found = shutil.which(name)
     assert found, f"{name} is missing: install Debian's {name}"
     return found
 
 
 def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> Any:
-    """The first true value of `condition`; an unreachable server counts as false."""
+    """Poll `condition` and return its first true value; an unreachable server counts as false."""
     end, tick = time.monotonic() + within_s, threading.Event()
     last: object = None
     while time.monotonic() < end:
@@ -56,9 +56,9 @@ def wait(condition: Callable[[], Any], what: str, within_s: float = READY_S) -> 
 
 @dataclass(slots=True)
 class Server:
-    """A running server; `options` are redis-py's, for a user who may do everything.
+    """A running server; `options` are redis-py's, for a user with all permissions.
 
-    `folder` and `command` are those of its start; empty for one that is not restarted.
+    `folder` and `command` restart the server; empty if it is never restarted.
     """
 
     port: int
@@ -75,7 +75,7 @@ class Server:
         return redis.Redis(LOOPBACK, self.port, protocol=2, socket_timeout=5.0, **self.options)
 
     def ask(self, *command: object) -> Any:
-        """Its reply to one command."""
+        """The server's raw reply to one command."""
         with self.client() as client:
             client.set_response_callback(str(command[0]), lambda reply, **_: reply)
             return client.execute_command(*command)
@@ -85,24 +85,24 @@ class Server:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def follows(self, primary: int | None = None) -> bool:
-        """Whether it is a replica in step with its primary, or with the one at this port."""
+        """Whether this server is a replica in sync with its primary, or with the one at port `primary`."""
         seen = self.info("replication")
         of_it = primary is None or seen.get("master_port") == str(primary)
         return of_it and seen.get("master_link_status") == "up"
 
     def began(self) -> str:
-        """Whether it answers, `yes`, or has ended, `no`."""
+        """`yes` if the server answers, `no` if its process has ended, otherwise empty."""
         if self.process.poll() is not None:
             return "no"
         return "yes" if self.ask("PING") else ""
 
     def kill(self) -> None:
-        """SIGKILL, and gone when this returns."""
+        """Send SIGKILL and wait for the exit."""
         self.process.kill()
         self.process.wait()
 
     def revive(self) -> None:
-        """Start it again as it was started first: empty, at the same port. Returns when it answers."""
+        """Restart the server, empty, with the same command and port; wait until it answers."""
         self.process = begun(self.folder, self.command)
         assert wait(self.began, f"an answer of {self.command[0]}") == "yes", "it did not come back"
 
@@ -117,8 +117,8 @@ class Server:
 def redis_server(
     folder: Path, *options: str, binary: str = "", tls: "Pair | None" = None, **asking: Any
 ) -> Iterator[Server]:
-    """A server of `options` that answers, Valkey by default. With `tls` nothing else is
-    spoken, to clients that have the same. `asking`: how redis-py connects."""
+    """A server started with `options`, Valkey by default; it answers. With `tls` it accepts TLS only, from
+    clients with the same certificate. `asking`: redis-py's connection options."""
     folder.mkdir(parents=True, exist_ok=True)
     binary = binary or valkey_binary()
     if tls is not None:

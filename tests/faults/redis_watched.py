@@ -1,4 +1,4 @@
-"""Redis watched by three Sentinels, which replace its primary."""
+"""A Redis primary and replica under three Sentinels, which replace a failed primary."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ class Watched:
         return f"redis+sentinel://{hosts(self.sentinels)}/{SERVICE}"
 
     def primary(self) -> Server:
-        """The one that most Sentinels name."""
+        """The server that most Sentinels name as primary."""
         named = [sentinel.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE) for sentinel in self.sentinels]
         ports = [int(address[1]) for address in named]
         port = max(set(ports), key=ports.count)
         return next(server for server in self.servers if server.port == port)
 
     def is_whole(self) -> bool:
-        """Whether the primary has a replica in step, and all Sentinels know of it."""
+        """Whether the primary has a replica in sync, and all Sentinels know both."""
         return self.replica().follows() and all(map(_sees_all, self.sentinels))
 
     def replica(self) -> Server:
@@ -40,7 +40,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(folder: Path, *options: str, silence_ms: int = SILENCE_MS) -> Iterator[Watched]:
-    """Redis with a replica in step, and Sentinels that agree on them. `options` are the servers'."""
+    """Start a primary, a replica in sync, and Sentinels that know both. `options` are for the two servers."""
     server, sentinel = debian("redis-server"), debian("redis-sentinel")
     fast = ("--repl-diskless-sync-delay", "0", "--repl-timeout", "5", *options)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The Redis users of docs/redis.md may do what they need, and nothing else."""
+"""The Redis users documented in docs/redis.md have the permissions they need, and no others."""
 
 import asyncio
 import re
@@ -26,7 +26,7 @@ SECRET = "p@ss"
 
 @pytest.fixture
 def restricted(redis7: Server) -> str:
-    """The URL of the documented user. Another one has loaded the library; earlier denials are cleared."""
+    """URL of the documented picker user. The loader user has loaded the library; the ACL log is empty."""
     for name, rules in (PICKER, LOADER, AUDITOR):
         redis7.ask("ACL", "SETUSER", name, "reset", "on", f">{SECRET}", *rules.split())
     redis7.ask("FUNCTION", "FLUSH")
@@ -37,7 +37,7 @@ def restricted(redis7: Server) -> str:
 
 
 def of_the_scripts() -> set[str]:
-    """Commands that the Lua calls."""
+    """Commands that the Lua scripts call."""
     source = "".join(file.read_text() for file in PROJECT.glob("lua/**/*.lua"))
     writers = "defer_write|write_now|write_values|drop_stray"
     calls = re.findall(rf"(?:redis\.call|read(?:er|_stored)?|{writers})\('([A-Z]+)'", source)
@@ -60,10 +60,10 @@ def test_the_page_allows_each_command_of_the_scripts_and_no_other() -> None:
 async def test_every_function_runs_as_that_user(redis7: Server, restricted: str, pool: str) -> None:
     redis7.ask("CONFIG", "RESETSTAT")
     async with running(redis7.url, pool, "a", "b", through={"a": restricted}, silence_s=5.0) as it:
-        # Nothing that it does is denied.
+        # Redis denies none of the replica's commands.
         await use_everything(it, it.replicas[0].store)
         assert denied(redis7) == []
-    # That included every command of the scripts.
+    # The calls included every command of the scripts.
     ran = {line.removeprefix("cmdstat_") for line in redis7.info("commandstats")}
     assert of_the_scripts() <= ran
 
@@ -71,7 +71,7 @@ async def test_every_function_runs_as_that_user(redis7: Server, restricted: str,
 async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itself(
     redis7: Server, restricted: str, pool: str
 ) -> None:
-    # The user that an earlier page documents.
+    # The picker user as an earlier version of the page documented it.
     redis7.ask("ACL", "SETUSER", PICKER[0], "-get", "-set", "-pttl")
     through = {"a": restricted}
     async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
@@ -79,7 +79,7 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
         assert (await b.admit("runs")).status == "placed"
         for number in range(9):
             await b.admit(f"q{number}", flow=f"f{number}")
-        # It still gets all flow queues.
+        # The replica still gets all flow queues.
         found = await a.store.queue_snapshots.read(100)
         assert len(found.page.queues) == 9
         assert denied(redis7) == [b"set"]

@@ -1,7 +1,7 @@
-"""The server that takes over lacks the last writes of the former one, as an asynchronous replica may.
+"""A new primary lacks the last writes of the former one, as an asynchronous replica may.
 
-The tests use one server: the pool is restored to an earlier moment, and every connection is closed in the
-same step. The epoch of the shared state is the same, so only the new connection tells the replicas.
+The tests use one server: they restore the pool to an earlier moment and close every connection in the same
+transaction. The epoch of the shared state stays the same: only the reconnection tells replicas of the change.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ for i = 2, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 
 class Snapshot:
-    """The keys of a pool at one moment."""
+    """All keys of a pool at one moment."""
 
     def __init__(self, server: Server, fleet: Fleet) -> None:
         self._server = server
@@ -45,18 +45,18 @@ async def test_lost_writes_are_repeated(redis7: Server, pool: str) -> None:
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         async with asyncio.TaskGroup() as tasks:
-            # Four are in flight and one waits.
+            # Four requests are in flight and one waits.
             await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
             waits = tasks.create_task(admit_all(b, "waits"))
             await it.until_queued(1)
             snapshot = Snapshot(redis7, it)
-            # One ends, the waiting one is placed and another arrives; then the new primary has none of it.
+            # One request ends, the waiting one is placed, another arrives; the new primary lacks all three.
             settle_all(a, "runs0")
             await waits
             lost = tasks.create_task(admit_all(a, "lost"))
             await it.until_queued(1)
             snapshot.restore()
-            # What was lost is queued again, what runs is counted, and nothing is admitted beyond it.
+            # Lost requests are queued again, running ones are counted, and the bound still holds.
             async with asyncio.timeout(LEASE_S + 5):
                 await it.until_queued(2)
                 assert not lost.done()
@@ -73,7 +73,7 @@ async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_w
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True) as it:
         a, b = it.replicas
         snapshot = Snapshot(redis7, it)
-        # The stock is full, and the server that takes over knows nothing of it.
+        # The stock is full; the new primary has no record of these requests.
         old = [f"old{number}" for number in range(UPPER)]
         await admit_all(a, *old)
         snapshot.restore()
@@ -81,11 +81,11 @@ async def test_running_requests_are_counted_again_and_no_more_is_admitted_than_w
         new = [f"new{number}" for number in range(3 * UPPER)]
         more = [asyncio.create_task(admit_all(b, name)) for name in new]
         await until(lambda: _counts(it, 3 * UPPER + UPPER))
-        # All that run are counted, at most twice the bound.
+        # Every running request is counted: at most twice the bound.
         placed = [task for task in more if task.done()]
         assert len(placed) <= UPPER
         assert (await it.counts())[0] == UPPER + len(placed)
-        # Every waiting request is served in the end.
+        # Every waiting request is eventually served.
         settle_all(a, *old)
         for name, task in zip(new, more, strict=True):
             await task
@@ -100,9 +100,9 @@ async def test_over_admission_is_at_most_what_was_lost(redis7: Server, pool: str
                 await load.served_more(50)
                 snapshot = Snapshot(redis7, it)
                 await load.served_more(30)
-                # The last writes are lost, again and again.
+                # Lose the last writes, three times in all.
                 snapshot.restore()
-        # Every request is answered. What ran at such a moment may be unknown for a heartbeat.
+        # Every request is answered. The new primary may not know a running request until the next heartbeat.
         assert load.highest <= 2 * UPPER
         await rests_within_a_lease(it)
 

@@ -1,6 +1,6 @@
-"""A Cluster: pools spread over its slots, and an owner of a slot that hands it on.
+"""A Redis Cluster: pools spread over its slots, and a slot owner that hands over to its replica.
 
-(One that dies: tests/faults/cases/test_case_failover.py)
+(An owner that dies: tests/faults/cases/test_case_failover.py)
 """
 
 import asyncio
@@ -21,7 +21,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
-    # A pool for each primary, each with a fleet that knows one node only.
+    # One pool for each primary; each fleet is configured with the same single node.
     pools = await asyncio.to_thread(cluster.pools)
     url = f"redis+cluster://127.0.0.1:{cluster.servers[4].port}"
     async with AsyncExitStack() as stack:
@@ -31,7 +31,7 @@ async def test_pools_lie_where_their_slots_are(cluster: Cluster) -> None:
         ]
         for fleet in fleets:
             assert (await serve(fleet, 50)).highest == UPPER
-        # Each pool is on its owner alone, and each owner has the library.
+        # Each pool is stored on its owner only, and each owner has the library.
         for pool, fleet in zip(pools, fleets, strict=True):
             owner = await asyncio.to_thread(cluster.owner, pool)
             assert owner is not None
@@ -46,13 +46,13 @@ async def test_an_owner_that_hands_over_costs_no_client_an_error(cluster: Cluste
             owner = cluster.owner(pool)
             assert owner is not None
             heir = next(server for server in cluster.servers if server.follows(owner.port))
-            # Its replica takes over in order (CLUSTER FAILOVER), so that the former owner answers MOVED.
+            # The owner's replica takes over gracefully (CLUSTER FAILOVER), so the former owner answers MOVED.
             await asyncio.to_thread(heir.ask, "CLUSTER", "FAILOVER")
             await asyncio.to_thread(
                 wait, lambda: cluster.owner(pool) not in (None, owner), "another owner", REPLACED_S
             )
             await load.served_more(200)
-        # Nothing is lost, and no client notices.
+        # No request is lost, and no client gets an error.
         assert load.refused == 0
         assert load.highest == UPPER
         await rests_within_a_lease(it)

@@ -22,14 +22,14 @@ SHORT_S = 0.3
 
 @pytest.fixture
 async def hasty(redis7: Server, between: Proxy, pool: str) -> AsyncIterator[Fleet]:
-    """Two replicas, of which `a` is behind the proxy and soon gives up a silent Redis."""
+    """Two replicas; `a` reaches Redis through the proxy and declares it lost after SHORT_S of silence."""
     how = {"through": {"a": between.url}, "silence_s": SHORT_S}
     async with running(redis7.url, pool, "a", "b", joined=JOINED, listening=True, **how) as it:
         yield it
 
 
 async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None:
-    # A replica's connections stall for longer than `redis.silence`.
+    # The connections of replica `a` stall for longer than `redis.silence`.
     a = hasty.replicas[0]
     async with loaded(hasty) as load:
         for _ in range(3):
@@ -39,7 +39,7 @@ async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None
             await until(lambda lost=lost: len(a.lost) > lost)
             between.stalled = False
         await load.served_more(20)
-    # Each time the silence is proven; a late message has taken no more than its lease.
+    # Each stall is detected as silence; a late message takes stock for at most one lease.
     assert set(a.lost) == {"silence"}
     assert load.highest <= UPPER
     await rests_within_a_lease(hasty)
@@ -48,7 +48,7 @@ async def test_stalls_leave_nothing_behind(hasty: Fleet, between: Proxy) -> None
 async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
     between: Proxy, pool: str
 ) -> None:
-    # A replica only waits, gets no wake-up, and sends a heartbeat twice a minute.
+    # Replica `b` only waits, gets no wake-up, and sends a heartbeat every 30 s.
     between.drop_messages = True
     slow = {**JOINED, "leases": {"heartbeat": "30s", "replica_silence": "60s"}}
     async with running(between.url, pool, "a", "b", joined=slow, listening=True) as it:
@@ -56,7 +56,7 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
         await admit_all(a, *(f"runs{number}" for number in range(UPPER)))
         waiting = asyncio.create_task(admit_all(b, "waits"))
         await it.until_queued(1)
-        # When there is room, the request is placed though nothing wakes the replica.
+        # When there is room, the request is placed without a wake-up.
         settle_all(a, "runs0")
         async with asyncio.timeout(15):
             await waiting
@@ -67,12 +67,12 @@ async def test_a_grant_whose_wake_up_was_lost_does_not_wait_for_the_heartbeat(
 
 
 async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fleet, between: Proxy) -> None:
-    # A replica whose connection is half-open, while new ones work.
+    # The replica's connection is half-open, while new connections work.
     (a,) = patient.replicas
     await a.admit("before")
     epoch = a.store.connection_epoch
     between.strand()
-    # It has its answer long before the silence would be proven.
+    # The replica gets its answer long before the silence would be proven.
     async with asyncio.timeout(HANGS_S):
         assert (await a.admit("stuck")).status == "placed"
     assert a.store.connection_epoch == epoch + 1
@@ -82,14 +82,14 @@ async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fle
 
 
 async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fleet, between: Proxy) -> None:
-    # A replica whose connection breaks, behind a proxy of a dead server.
+    # The replica's connection breaks; the proxy closes every new one, as for a dead server.
     (a,) = patient.replicas
     between.refusing = True
     between.cut()
-    # Redis is away at once, though there is no call.
+    # The replica declares Redis lost at once, without a call in flight.
     await until(lambda: a.lost)
     assert set(a.lost) == {"refused"}
-    # It is back once a server answers.
+    # Redis is available again once a server answers.
     between.refusing = False
     await until(lambda: a.store.fault is None)
     assert (await a.admit("r")).status == "placed"
@@ -100,14 +100,14 @@ async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fle
 async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
     patient: Fleet, between: Proxy
 ) -> None:
-    # Redis stalls on old connections and new ones.
+    # Redis stalls on old and new connections.
     (a,) = patient.replicas
     made, between.stalled = between.connections, True
     asked = asyncio.create_task(a.admit("r"))
     await until(lambda: between.connections > made)
     assert not asked.done()
     between.stalled = False
-    # The caller has its answer, and Redis was never away.
+    # The caller gets its answer, and the replica never declares Redis lost.
     assert (await asked).status == "placed"
     assert (a.lost, a.store.fault) == ([], None)
     await a.settle("r")
@@ -126,7 +126,7 @@ async def test_a_subscriber_whose_server_vanished_subscribes_again(
         between.vanished = True
         made = between.connections
         await until(lambda: between.connections > made)
-        # It gets messages again once it has connected.
+        # After reconnecting, the subscriber gets messages again.
         between.vanished = False
         between.cut()
         await until(lambda: redis7.ask("PUBLISH", channel, "granted two") and received[-1] == "two")
@@ -160,7 +160,7 @@ async def test_route_and_metrics_streams_notice_that_their_server_vanished(betwe
     async with background(routes.run(), following):
         await routes.caught_up()
         await until(lambda: links)
-        # Their server vanishes, and each connects again.
+        # The server vanishes, and both streams reconnect.
         made = between.connections
         between.vanished = True
         await until(lambda: between.connections >= made + 2)

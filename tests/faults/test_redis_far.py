@@ -1,4 +1,4 @@
-"""A Redis with a long round trip: messages do not wait for each other, and keep their order."""
+"""Redis with a long round trip: messages are sent without waiting for earlier replies, and in order."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ from script_fleet import Fleet, until
 
 
 def _forgotten(server: Server) -> int:
-    """Script calls that failed since the statistics were reset, as all do without a library."""
+    """Script calls that failed since CONFIG RESETSTAT; every call fails while the library is missing."""
     found = re.search(r"failed_calls=(\d+)", server.info("commandstats").get("cmdstat_fcall", ""))
     return int(found[1]) if found else 0
 
@@ -21,15 +21,15 @@ async def _logged(fleet: Fleet, count: int) -> bool:
 
 async def test_no_call_waits_for_the_answer_to_the_one_before(patient: Fleet, between: Proxy) -> None:
     (a,) = patient.replicas
-    # The server's answers are held back.
+    # The proxy holds back the server's replies.
     between.hold(True)
     calls: list[asyncio.Future[object]] = []
     for number in range(1, 5):
-        # Each call is sent though none is answered.
+        # Each call is sent while all earlier ones are unanswered.
         calls.append(asyncio.ensure_future(a.admit(f"r{number}")))
         await until(lambda number=number: _logged(patient, number))
     assert not any(call.done() for call in calls)
-    # The connection is lost with all of them: each is answered over a new one, and once.
+    # The connection breaks with all calls in flight: each is answered once, over a new connection.
     between.cut()
     between.hold(False)
     async with asyncio.timeout(HANGS_S):
@@ -53,13 +53,13 @@ async def test_an_end_stands_though_the_message_before_it_was_forgotten(
     await patient.redis.function_flush()
     second = asyncio.ensure_future(a.admit("second"))
     await until(lambda: _forgotten(redis7) == 1)
-    # The end of the second message's request is sent behind it.
+    # Cancel the second message's request after that message was sent.
     between.pass_one()
     await first
     end = a.store.cancel("second", 1, "cancelled")
     between.hold(False)
     await asyncio.gather(second, end)
-    # The end takes effect last, though the request was sent twice.
+    # The cancel takes effect last, though the admission was sent twice.
     await a.settle("first")
     assert await patient.at_rest()
     assert (await patient.ledger()).ends == {"cancelled": 1, "completed": 1}

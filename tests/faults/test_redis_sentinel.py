@@ -1,4 +1,4 @@
-"""An operator has the Sentinels replace the primary. (Killed: cases/test_case_failover.py)"""
+"""An operator makes the Sentinels replace the primary. (Killed primary: cases/test_case_failover.py)"""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ async def test_a_primary_made_a_replica_by_an_operator_costs_no_count(tmp_path: 
             async with loaded(it) as load:
                 await load.served_more(50)
                 former = redis.primary()
-                # The Sentinels change the primary, which stays up.
+                # The Sentinels promote the replica; the former primary stays up.
                 await asyncio.to_thread(redis.sentinels[0].ask, "SENTINEL", "FAILOVER", SERVICE)
                 await asyncio.to_thread(wait, lambda: redis.primary() is not former, "a change", REPLACED_S)
                 await load.served_more(100)
@@ -32,7 +32,7 @@ async def test_replicas_leave_a_primary_that_lives_on_after_sentinels_name_anoth
         async with running(redis.url, pool, "a", "b", joined=JOINED, listening=True, checked=False) as it:
             await serve(it, 20)
             former, other = redis.primary(), redis.replica()
-            # The former one does not learn of it: it takes writes, and keeps its connections.
+            # The former primary is not demoted: it takes writes and keeps its connections.
             other.ask("REPLICAOF", "NO", "ONE")
             for sentinel in redis.sentinels:
                 sentinel.ask("SENTINEL", "REMOVE", SERVICE)
@@ -46,7 +46,7 @@ async def test_replicas_leave_a_primary_that_lives_on_after_sentinels_name_anoth
 
             async def is_left() -> bool:
                 before = await asyncio.to_thread(calls)
-                await asyncio.sleep(1.5)  # three heartbeats of each
+                await asyncio.sleep(1.5)  # three heartbeats of each replica
                 after = await asyncio.to_thread(calls)
                 return before[former.port] == after[former.port] and before[other.port] != after[other.port]
 

@@ -1,4 +1,4 @@
-"""TLS to Redis: a fleet serves over it, and a wrong certificate is a clear error."""
+"""TLS to Redis: a fleet serves over TLS, and a wrong certificate gives a clear error."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def vouched(tmp_path: Path) -> Pair:
 
 @pytest.fixture
 def secure(tmp_path: Path, vouched: Pair) -> Iterator[Server]:
-    """A Redis that speaks TLS only, to clients whose certificate it knows."""
+    """A Redis that accepts TLS only, from clients whose certificate it trusts."""
     with redis_server(tmp_path / "redis", binary=debian("redis-server"), tls=vouched) as server:
         yield server
 
@@ -29,7 +29,7 @@ def url_of(server: Server, own: Pair) -> str:
 
 
 async def until_fault(url: str, pool: str, error: str) -> None:
-    """Wait until a replica at `url` says that this is wrong."""
+    """Wait until a replica connected to `url` reports `error` as its fault."""
     replica = Replica(url, pool, "a", silence_s=2.0)
     async with background(replica.store.run()):
         await until(lambda: error in (replica.store.fault or ""))
@@ -53,10 +53,10 @@ async def test_what_is_wrong_with_a_certificate_is_told(
 async def test_a_name_that_the_certificate_lacks_is_refused_unless_it_need_not_match(
     secure: Server, vouched: Pair, pool: str
 ) -> None:
-    # The certificate is for an address, and the URL has a name.
+    # The certificate is for an IP address, and the URL has a host name.
     named = url_of(secure, vouched).replace(LOOPBACK, "localhost")
     await until_fault(named, pool, "ostname mismatch")
-    # With ssl_check_hostname off it serves.
+    # With ssl_check_hostname off, the replica serves.
     unchecked = named + "&ssl_check_hostname=false"
     async with running(unchecked, pool, "b") as it:
         assert (await it.replicas[0].admit("r")).status == "placed"

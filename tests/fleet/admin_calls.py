@@ -1,4 +1,4 @@
-"""What the tests of the admin API and the dashboard share: requests, a paused queue, the events."""
+"""Helpers for tests of the admin API and the dashboard: requests, a paused queue, the event stream."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def ask(
     prompt: str = "hi",
     model: str = "llama",
 ) -> httpx.Response:
-    """The answer to a small completion."""
+    """Post a small completion and return the answer."""
     context = json.dumps({"workload_id": workload, "criticality": criticality}) if workload else ""
     headers = {
         "x-gateway-inference-fairness-id": flow.encode(),
@@ -35,8 +35,8 @@ async def ask(
 
 @asynccontextmanager
 async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.Response]"]]:
-    """A paused fleet, and what sends a request with fields of `ask`. Who resumes it does so within the block,
-    which ends when all are answered."""
+    """Pause `fleet` and yield a function that sends a request with arguments of `ask`. The block's body must
+    resume the fleet: leaving the block waits for all answers."""
     await fleet.post("pause")
     async with fleet.client() as client, asyncio.TaskGroup() as tasks:
         yield lambda *flow, **fields: tasks.create_task(ask(client, *flow, **fields))
@@ -44,7 +44,7 @@ async def paused(fleet: Any) -> AsyncIterator[Callable[..., "asyncio.Task[httpx.
 
 @asynccontextmanager
 async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]:
-    """A paused fleet with one request a flow in its queue, all with `fields` of `ask`; at rest on leaving."""
+    """Pause `fleet` with one queued request per flow, sent with `fields` of `ask`; then resume until rest."""
     async with paused(fleet) as send:
         for flow in flows:
             send(flow, **fields)
@@ -58,7 +58,7 @@ async def waiting(fleet: Any, *flows: str, **fields: str) -> AsyncIterator[None]
 
 @asynccontextmanager
 async def event_stream(fleet: Any, replica: int) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
-    """The (event, data) of one replica, from now on."""
+    """The (event, data) pairs of one replica's event stream from now on."""
     url = f"{fleet.admin_url(replica)}/api/v1/events"
     async with http_client(timeout=20.0) as client, client.stream("GET", url) as response:
         assert response.headers["content-type"].startswith("text/event-stream")

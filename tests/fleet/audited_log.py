@@ -1,4 +1,4 @@
-"""The decision log of a test's fleet: on by default, and audited (G1 to G6) when the fleet ends.
+"""The decision log of a test's fleet: enabled by default, and audited (G1 to G6) when the fleet ends.
 
 Used by `whole_fleet`.
 """
@@ -13,18 +13,18 @@ _ENTRIES = 3_000_000  # more than any test writes, so that nothing is trimmed
 
 
 def environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """Environment variables that switch the log on and keep it whole, where `config` does not set that."""
+    """Environment variables that enable the decision log untrimmed, except settings that `config` has."""
     configured = config.get("decision_log", {})
     wanted = {_ENABLED: ("enabled", "true"), _MAX_ENTRIES: ("max_entries", str(_ENTRIES))}
     return {name: value for name, (key, value) in wanted.items() if key not in configured}
 
 
 def assert_no_violation(redis_url: str, fleet_name: str, pool: str = "default") -> None:
-    """Audit the log of `pool` that Redis has now.
+    """Audit the decision log of `pool` in Redis.
 
     Raises:
-        AssertionError: a promise is broken, with the entries that show it; or the log's beginning is missing.
-        LogUnreadable: there is none, or Redis does not answer.
+            AssertionError: the log violates a guarantee (the message shows where), or its start is missing.
+            LogUnreadable: there is no log, or Redis does not answer.
     """
     report = audited(redis_url, pool)
     problems = [

@@ -1,13 +1,13 @@
-"""The services of docker-compose.yml as processes of this machine, without containers.
+"""The services of docker-compose.yml as local processes, without containers.
 
-Each runs its own command with its own environment only. What depends on containers is translated:
+Each process runs its service's command with the service's environment only. Container specifics become local:
 
-- every container has an address of its own in 127.0.0.0/8: `0.0.0.0` and `127.0.0.1` become it;
-- a service's name with a port becomes the addresses of its containers, an option before it repeated for
-  each; in configuration files discovery by DNS becomes the list that DNS would have given;
-- mounted files become copies in a folder of the test, folders are the project's own, a secret is `TOKEN`;
-- `picker`, `envoy`, `locust` and `python` are those of this environment, `redis-server` is Valkey's, with the
-  address to bind added (in a container it binds all).
+- every container has an address in 127.0.0.0/8, which replaces `0.0.0.0` and `127.0.0.1`;
+- `service:port` becomes the addresses of the service's containers, repeating an option before it; in
+  configuration files DNS discovery becomes the static list that DNS would return;
+- mounted files are copied to a folder of the test, folders are the project's own, a secret is `TOKEN`;
+- `picker`, `envoy`, `locust` and `python` come from this environment; `redis-server` is Valkey's, with the
+  address to bind added (in a container it binds all addresses).
 """
 
 import os
@@ -28,13 +28,13 @@ from picker_tools.local_fleet.processes import envoy_binary, valkey_binary
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 TOKEN = "the-token-of-the-test"
-_HEALTHY_S = 120.0  # on a machine that is busy with other things
+_HEALTHY_S = 120.0  # enough for a busy machine
 _STOP_S = 30.0
 
 
 @dataclass(slots=True)
 class Container:
-    """One process in place of a container of `service`."""
+    """One process that stands for a container of `service`."""
 
     service: str
     address: str
@@ -47,7 +47,7 @@ class Container:
 
 
 class Stack:
-    """`scale` is the number of containers of each service to start."""
+    """The services as processes; `scale` is the number of containers of each service."""
 
     def __init__(self, folder: Path, scale: dict[str, int]) -> None:
         self._folder, self._scale = folder, scale
@@ -68,7 +68,7 @@ class Stack:
         return [each for each in self.containers if each.service == service]
 
     def start(self) -> None:
-        """Start everything in the order of depends_on, each service after its conditions hold."""
+        """Start all services in the order of depends_on, each after its dependencies are healthy."""
         waits_for = {service: self._services[service].get("depends_on", {}) for service in self._scale}
         for needs in waits_for.values():
             assert {each["condition"] for each in needs.values()} <= {"service_healthy"}
@@ -79,7 +79,7 @@ class Stack:
                 self._until_healthy(container)
 
     def stop(self) -> dict[str, int]:
-        """End everything as Docker does, the last started first; exit codes by folder name."""
+        """Stop all processes in reverse order, as Docker does; return exit codes by folder name."""
         codes: dict[str, int] = {}
         for container in reversed(self._started):
             container.process.terminate()
@@ -102,7 +102,7 @@ class Stack:
 
     def _start(self, container: Container) -> None:
         service = self._services[container.service]
-        # The image of the last stage runs `picker`; the others run what the command names.
+        # The picker image has the entry point `picker`; other images run the given command.
         image = ["picker"] if service.get("build", {}).get("target") == "picker" else []
         command = [*image, *self._translated_command(container, service["command"])]
         if command[0] == "redis-server":
@@ -122,10 +122,10 @@ class Stack:
         self._started.append(container)
 
     def _until_healthy(self, container: Container) -> None:
-        """Ask as the health check does, until it is healthy."""
+        """Run the service's health check until it succeeds."""
         kind, *words = self._services[container.service]["healthcheck"]["test"]
         assert kind == "CMD"
-        if words[0] == "redis-cli":  # it is not installed; this sends the same PING
+        if words[0] == "redis-cli":  # redis-cli is not installed; this sends the same PING
             ask = "import socket, sys; s = socket.create_connection((sys.argv[1], 6379))"
             ask += "; s.sendall(b'PING\\r\\n'); assert s.recv(16) == b'+PONG\\r\\n'"
             words = ["python", "-c", ask, "127.0.0.1"]

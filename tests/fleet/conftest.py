@@ -1,8 +1,8 @@
-"""Whole fleets for tests: `picker up` as its user runs it, and ways to look into it.
+"""Whole fleets for tests: `picker up` as users run it, and fixtures to inspect it.
 
-`fleet` starts fleets that are the test's own; `shared_fleet` hands the same one to every test that asks
-for the same, one after the other, and keeps one alive at a time. Either way the end is checked: the decision
-log keeps every promise, exit status 0 and no process left.
+`fleet` starts fleets for one test; `shared_fleet` gives the same fleet to every test that asks with the same
+arguments, one after the other, and keeps one alive at a time. When a fleet ends, its decision log must pass
+the audit, its exit status must be 0, and no process may be left.
 """
 
 import json
@@ -22,17 +22,17 @@ Opener = Callable[..., AbstractAsyncContextManager[Dashboard]]
 
 @pytest.fixture
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`fleet(*options, config=None, unaudited="", spawned=False)` starts a fleet of the test's own."""
+    """`fleet(*options, config=None, unaudited="", spawned=False)` starts a fleet for one test."""
     with fleets(tmp_path_factory) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but who asks for the same gets it.
+    """`shared_fleet(*options, config=None, spawned=False)`: as `fleet`, but shared by equal arguments.
 
-    For tests that leave a fleet as they found it. A fixture that asks for it with parameters has module
-    scope, so that tests are run in the order of the parameters and each fleet is started once.
+    For tests that leave the fleet unchanged. A fixture that passes parameters to `shared_fleet` has module
+    scope, so that pytest groups tests by parameter and each fleet starts once.
     """
     running: dict[str, Fleet] = {}
 
@@ -52,8 +52,8 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dashboard() -> AsyncIterator[Opener]:
-    """`dashboard(fleet, replica=0, **options)` opens a replica's dashboard in the module's one browser; the
-    module's tests share a loop.
+    """`dashboard(fleet, replica=0, **options)` opens a replica's dashboard in the module's only browser; the
+    module's tests share an event loop.
     """
     async with browser() as chromium:
         yield partial(opened, chromium)

@@ -1,4 +1,4 @@
-"""Model servers in the test's own process, so their requests in flight are counted exactly."""
+"""Model servers in the test's own process, so that their requests in flight are counted exactly."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ _ANSWER = json.dumps(
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes]:
-    """The first line of a request, its headers by their names in lower case, and its body."""
+    """Read one request: its first line, its headers by lower-case name, and its body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *lines = head.strip().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if headers.get("transfer-encoding") != "chunked":
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-    else:  # as bodies are that pass through the picker
+    else:  # bodies that pass through the picker are chunked
         chunks = []
         while size := int(await reader.readline(), 16):
             chunks.append((await reader.readexactly(size + 2))[:-2])
@@ -29,9 +29,9 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[str, dict[str, str
 
 
 class CountingServers:
-    """`in_flight` over all of them, and its `peak` since `forget_peak`. A request takes `service_s`.
+    """Counts `in_flight` over all servers, and its `peak` since `forget_peak`. A request takes `service_s`.
 
-    `last_body` and `last_headers` are the last request's. Each is answered with `answer`, of type `kind`.
+    `last_body` and `last_headers` are the last request's. Each answer is `answer`, of content type `kind`.
     """
 
     def __init__(self, service_s: float) -> None:
@@ -54,7 +54,7 @@ class CountingServers:
             await self._one_served.wait_for(lambda: self.served >= goal)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A connection that is open at the end of the test is cancelled.
+        # The end of the test cancels the handlers of open connections.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 await self._one(reader, writer)
@@ -86,11 +86,11 @@ async def _answer(writer: asyncio.StreamWriter, body: bytes, kind: bytes) -> Non
 
 @contextlib.asynccontextmanager
 async def counting_servers(count: int, service_s: float) -> AsyncIterator[CountingServers]:
-    """`count` of them on free ports of the loopback."""
+    """Start `count` servers on free ports of the loopback."""
     servers = CountingServers(service_s)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(count):
-            # Envoy opens a connection for each request in flight.
+            # Envoy opens one connection for each request in flight.
             server: Any = await asyncio.start_server(servers.handle, "127.0.0.1", 0, backlog=512)
             await stack.enter_async_context(server)
             servers.addresses.append(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")

@@ -1,7 +1,7 @@
 """The dashboard in a real browser, for tests.
 
-When a page is closed, it must have had no console error, no failed script, and no request to anywhere but the
-replica's own admin API.
+When a test closes a page, the page must have had no console error, no failed script, and no request except to
+the replica's own admin API.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 class Dashboard:
-    """One open page. `allowed` are parts of console messages that a test provokes."""
+    """One open page. `allowed` are parts of console messages that the test provokes and the check ignores."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
@@ -60,7 +60,7 @@ class Dashboard:
     async def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression, which may take `argument`, is true.
 
-        Polled from here: the browser's own wait evaluates text in the page, which the page's policy forbids.
+        Polled from Python: the browser's own wait evaluates text in the page, which the page's policy bans.
         """
         async with asyncio.timeout(PATIENCE_MS / 1000):
             while True:
@@ -72,12 +72,12 @@ class Dashboard:
         return (await self.page.locator(selector).first.inner_text()).strip()
 
     async def says(self, selector: str, part: str) -> None:
-        """Wait until an element contains a text."""
+        """Wait until the element at `selector` contains the text `part`."""
         shown = "([selector, part]) => document.querySelector(selector)?.textContent.includes(part)"
         await self.until(shown, [selector, part])
 
     def row(self, table: str, part: str) -> Locator:
-        """The row of a table (flows, queue, …) in which `part` is written."""
+        """The table row (flows, queue, …) that contains the text `part`."""
         return self.page.locator(f"#rows-{table} tr", has_text=part)
 
     async def give_token(self, token: str) -> None:
@@ -86,7 +86,7 @@ class Dashboard:
         await self.page.keyboard.press("Enter")
 
     async def confirm(self, yes: str) -> None:
-        """Answer the open question with the button of this name."""
+        """Answer the open confirmation dialog with the button named `yes`."""
         await self.page.locator("dialog#confirm[open]").get_by_role("button", name=yes, exact=True).click()
 
     def check(self) -> None:
@@ -100,9 +100,9 @@ class Dashboard:
 async def opened(
     chromium: Browser, fleet: Any, replica: int = 0, *, tokens: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[Dashboard]:
-    """A replica's dashboard with figures, in a window of its own; `options` are those of a browser's page.
+    """Open a replica's dashboard in its own window and wait for figures; `options` are of the browser's page.
 
-    It asks for `tokens`, of which only the last is right.
+    The dashboard asks for a token; the test enters `tokens` in order, and only the last is valid.
     """
     page = await chromium.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
     try:
@@ -120,7 +120,7 @@ async def opened(
 
 
 class Snapshots:
-    """Another listener of the same replica, which gets the same snapshots; by their time."""
+    """Snapshots, by time, of a second listener on the replica's event stream; the page gets the same ones."""
 
     def __init__(self) -> None:
         self.by_time: dict[float, dict[str, Any]] = {}
@@ -142,7 +142,7 @@ class Snapshots:
 
 @asynccontextmanager
 async def listening(fleet: Any, replica: int = 0) -> AsyncIterator[Snapshots]:
-    """The snapshots of a replica, from now on."""
+    """Collect a replica's snapshots from now on."""
     snapshots = Snapshots()
     task = asyncio.create_task(snapshots.read(fleet, replica))
     try:

@@ -1,4 +1,4 @@
-"""A second Envoy before a running fleet, with the bootstrap that `picker envoy-config` prints."""
+"""A second Envoy in front of a running fleet, with the bootstrap that `picker envoy-config` prints."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A running Envoy: the URL of its admin interface, and the port of its listener on the loopback."""
+    """A running Envoy: the URL of its admin interface, and its listener's port on the loopback."""
 
     admin: str
     port: int
@@ -35,13 +35,13 @@ class Edge:
 
 
 def http_manager(tree: Tree) -> Tree:
-    """The HTTP connection manager of a bootstrap's listener, to be edited."""
+    """The HTTP connection manager of a bootstrap's listener, for a test to edit."""
     manager: Tree = tree["staticResources"]["listeners"][0]["filterChains"][0]["filters"][0]["typedConfig"]
     return manager
 
 
 async def admitted(fleet: Any) -> list[tuple[str, int]]:
-    """Flow and priority of each request that `fleet` has admitted, once all have ended."""
+    """Flow and priority of each request that `fleet` has admitted, after all requests have ended."""
     await at_rest(fleet)
     return [(entry.flow, entry.priority) for entry in await decisions(fleet) if entry.flow]
 
@@ -55,8 +55,8 @@ def edge(
     edit: Callable[[Tree], None] = lambda tree: None,
     **options: Any,
 ) -> Iterator[Edge]:
-    """An Envoy before the replicas of `fleet`; `edit` changes its bootstrap, which `options` describe. Mode
-    `http` needs a fleet that serves it.
+    """Run an Envoy in front of the replicas of `fleet`. `options` go to `build_bootstrap`; `edit` changes the
+    bootstrap. Mode `http` needs a fleet that serves it.
     """
     replicas = fleet.state["replicas"]
     tree = build_bootstrap(
@@ -75,7 +75,7 @@ def edge(
 
 @contextmanager
 def started(bootstrap: str, folder: Path) -> Iterator[Edge]:
-    """Envoy with this bootstrap, once it serves."""
+    """Run Envoy with this bootstrap; yield when it serves."""
     folder.mkdir(exist_ok=True)
     file, address, log = folder / "envoy.yaml", folder / "admin-address", folder / "envoy.log"
     file.write_text(bootstrap)
@@ -96,7 +96,7 @@ def started(bootstrap: str, folder: Path) -> Iterator[Edge]:
 
 
 def _running(address: Path) -> Edge | None:
-    """The Envoy at this address of its admin interface, once all pickers are healthy and it has endpoints."""
+    """The Envoy whose admin address `address` holds; None until pickers are healthy and endpoints known."""
     if not address.exists() or ":" not in address.read_text():
         return None
     admin = f"http://{address.read_text().strip()}"

@@ -1,4 +1,4 @@
-"""Model servers in the test's own process, which fail as the test says, and clients that ask them."""
+"""Model servers in the test's own process that fail as the test configures, and clients for them."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ def _whole(status: int, body: object, kind: str = "application/json", more: str 
 
 
 def _chunk(data: bytes) -> bytes:
-    """A stream's only event, and its end."""
+    """The only event of a chunked stream, and the end of the stream."""
     return b"%x\r\n%s\n\n\r\n0\r\n\r\n" % (len(data) + 2, data)
 
 
@@ -30,13 +30,13 @@ _WELL = _whole(200, _ANSWER)
 
 
 class Kind(NamedTuple):
-    """How a server fails: what it answers, whether it then resets the connection, what `/health` says."""
+    """How a server fails: its answer, whether it then resets the connection, and the status of `/health`."""
 
     answer: bytes
     resets: bool = False
     health: int = 503
-    hangs: bool = False  # it never answers
-    cuts: bool = False  # its client has the head already, so nothing can be retried
+    hangs: bool = False  # the server never answers
+    cuts: bool = False  # the client has the response head already, so no retry is possible
 
 
 KINDS: Mapping[str, Kind] = {
@@ -57,8 +57,8 @@ HANGS = Kind(b"", hangs=True, health=200)
 
 
 class FailingServers:
-    """`failing` by address; the others answer after `service_s`. `hits` counts requests by address. A prompt
-    that contains `poison` fails on every server as `poison` says."""
+    """Servers that fail as `failing` says for their address; others answer after `service_s`. `hits` counts
+    requests by address. A prompt with the word `poison` fails on every server as `poison` says."""
 
     def __init__(self, service_s: float) -> None:
         self.service_s = service_s
@@ -118,8 +118,8 @@ async def failing_servers(count: int, service_s: float) -> AsyncIterator[Failing
 
 
 class Clients:
-    """`count` clients that ask again and again, each of its own flow unless `flow` is given. `answered` and
-    `failed` count their requests: the latter by what was wrong."""
+    """`count` clients that repeat a request, each with its own flow unless `flow` is given. `answered` counts
+    good answers; `failed` counts failures by status or error."""
 
     def __init__(self, url: str, count: int, *, prompt: str = "hi", flow: str = "") -> None:
         self._url, self._count, self._prompt, self._flow = url, count, prompt, flow
@@ -141,7 +141,7 @@ class Clients:
         await self._client.aclose()
 
     async def until_asked(self, more: int, within_s: float = 60.0) -> None:
-        """Wait until `more` further requests have ended."""
+        """Wait until `more` further requests have been answered or have failed."""
         goal = self.asked + more
         async with asyncio.timeout(within_s):
             while self.asked < goal:  # noqa: ASYNC110 - two counters of every client

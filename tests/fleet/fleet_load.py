@@ -1,4 +1,4 @@
-"""Clients and looks that the tests of whole fleets share."""
+"""Clients and queries shared by the tests of whole fleets."""
 
 import asyncio
 import json
@@ -11,24 +11,24 @@ from picker_tools.load.generator import Answer, Request, send_request
 
 
 async def complete(url: str, prompt: str, tokens: int, *, streamed: bool = False) -> Answer:
-    """A completion of `tokens` tokens; one with fewer is not served."""
+    """Request a completion of `tokens` tokens; an answer with fewer does not count as served."""
     return await send_request(url, Request(prompt, tokens, streamed))
 
 
 async def completed(url: str, count: int, tokens: int = 2) -> list[Answer]:
-    """The answers to `count` parallel requests, none of which fails."""
+    """The answers to `count` parallel requests; asserts that all are served."""
     answers = await asyncio.gather(*(complete(url, f"prompt {i}", tokens) for i in range(count)))
     assert [answer for answer in answers if not answer.served] == []
     return answers
 
 
 async def served_by(url: str, count: int) -> set[str]:
-    """The endpoints that serve `count` parallel requests, none of which fails."""
+    """The endpoints that serve `count` parallel requests; asserts that all are served."""
     return {answer.endpoint for answer in await completed(url, count)}
 
 
 class Caller:
-    """A client on a bare connection, which can leave at any moment."""
+    """A client on a raw connection, which it can close at any moment."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -36,7 +36,7 @@ class Caller:
 
     @classmethod
     async def ask(cls, url: str, tokens: int, *, header: str = "content-type: application/json") -> "Caller":
-        """Send a request for a streamed answer and do not wait for it."""
+        """Send a request for a streamed answer, without waiting for the answer."""
         at = urlsplit(url)
         reader, writer = await asyncio.open_connection(at.hostname, at.port)
         body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": tokens, "stream": True})
@@ -57,12 +57,12 @@ class Caller:
                 assert part
 
     async def leave(self) -> None:
-        """Hang up without reading the rest."""
+        """Close the connection without reading the rest."""
         self._writer.transport.abort()
 
 
 async def exchange(url: str, data: bytes) -> bytes:
-    """Send `data` on a new connection; the bytes received until the other side closes or resets it."""
+    """Send `data` on a new connection; return the bytes received until the peer closes or resets it."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     received = b""
@@ -79,7 +79,7 @@ async def exchange(url: str, data: bytes) -> bytes:
 
 
 async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> tuple[int, bytes]:
-    """Status and body of an answer that may come before the request has been sent (httpx reads too late)."""
+    """Status and body of an answer that may precede the end of the request (httpx would read it too late)."""
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {at.netloc}\r\ncontent-type: application/json\r\n"
@@ -95,7 +95,7 @@ async def post_while_reading(url: str, body: bytes, workload: bytes = b"{}") -> 
 
 
 async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[str, Any]:
-    """Wait until nothing is queued or in flight, whatever counts it; the state then."""
+    """Wait until no counter and no record shows a queued or running request; return the state."""
 
     async def look() -> tuple[dict[str, Any], int]:
         return await fleet.get("state", replica), await records(fleet)
@@ -108,12 +108,12 @@ async def at_rest(fleet: Any, replica: int = 0, within_s: float = 15.0) -> dict[
 
 
 def counts(state: dict[str, Any]) -> list[float]:
-    """All that a state counts: stock, queue, leases, what is in flight at each endpoint."""
+    """All counters of a state: stock, queue, leases, and requests in flight at each endpoint."""
     return [state["stock"], state["queued"], state["leases"], *state["in_flight"].values()]
 
 
 async def records(fleet: Any) -> int:
-    """Requests of which the shared state has a record."""
+    """Number of request records in the shared state."""
     async with fleet.redis() as client:
         return int(await client.hlen("epp:{default}:requests"))
 
@@ -125,7 +125,7 @@ async def decisions(fleet: Any) -> list[Entry]:
 
 
 async def fresh(read: Callable[[], Awaitable[str]]) -> str:
-    """A metrics page that was made after this call: each is good for a second, and no two are alike."""
+    """A metrics page rendered after this call: a page is cached for a second, and successive pages differ."""
     page = await read()
     while (next_page := await read()) == page:
         pass
@@ -133,15 +133,14 @@ async def fresh(read: Callable[[], Awaitable[str]]) -> str:
 
 
 async def metric(fleet: Any, name: str, *replicas: int, **labels: str) -> float:
-    """The sum of those series of one metric that have these labels, on some replicas or all, as of the last
-    second."""
+    """The sum of a metric's series with these labels, over `replicas` (default: all); at most 1 s old."""
     asked = replicas or range(len(fleet.state["replicas"]))
     pages = [(await fleet.admin("/metrics", replica)).text for replica in asked]
     return sum(total(page, name, **labels) for page in pages)
 
 
 def total(page: str, name: str, **labels: str) -> float:
-    """As `metric`, of a page."""
+    """As `metric`, for one metrics page."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))

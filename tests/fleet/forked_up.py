@@ -1,10 +1,10 @@
-"""`picker up` and its parts, forked from a process that has imported what they need.
+"""`picker up` and its child processes, forked from a process that has already imported their modules.
 
-Two of three CPU seconds of a fleet's start are imports, and Envoy's first bootstrap. Here one process, the
-fork server of `multiprocessing`, does both once (preloaded.py), and each fleet is a fork of it. Replicas and
-model servers are forks of their `picker up`: children that die with it, in a session and with a log of
-their own. What is not Python is executed, and so is everything where the kernel has no pidfd.
-tests/fleet/test_up.py starts `picker up` as its user does.
+Imports and Envoy's first bootstrap take two of the three CPU seconds of a fleet's start. Here the fork server
+of `multiprocessing` does both once (preloaded.py), and each fleet is a fork of it. Replicas and model servers
+are forks of their `picker up`: children that die with it, each with its own session and log. Programs other
+than Python are executed, and so is everything if the kernel has no pidfd.
+tests/fleet/test_up.py starts `picker up` as users do.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _executed = processes.start_process
 
 
 class ForkedUp:
-    """A running `picker up`, with the part of `subprocess.Popen` that the tests use."""
+    """A running `picker up`, with the subset of `subprocess.Popen` that the tests use."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         received, sent = multiprocessing.Pipe(duplex=False)
@@ -44,11 +44,11 @@ class ForkedUp:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit status (minus the signal that ended it); None while it runs."""
+        """The exit status (minus the signal that ended the process); None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("picker up", timeout or 0)
@@ -66,7 +66,7 @@ class ForkedUp:
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    # The server finds modules by its environment alone.
+    # The fork server finds modules only through its environment.
     found = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=found.rstrip(os.pathsep)):
         forkserver.ensure_running()
@@ -81,11 +81,11 @@ def _up(arguments: list[str], environment: dict[str, str], output: Connection) -
 
 
 async def fork_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """In place of `picker_tools.local_fleet.processes.start_process`."""
+    """Replaces `picker_tools.local_fleet.processes.start_process`; forks if `command` runs `picker`."""
     ours = picker_command()
     if list(command[: len(ours)]) != ours or not hasattr(os, "pidfd_open"):
         return await _executed(command, output, environment)
-    sys.stdout.flush()  # else the fork would write it too
+    sys.stdout.flush()  # else the fork would write the buffered output again
     here = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -94,7 +94,7 @@ async def fork_process(command: Sequence[str], output: IO[bytes], environment: M
 
 
 class _Forked:
-    """A `processes.Process`. One event loop."""
+    """A forked child with the interface of `processes.Process`. Used by one event loop."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -122,7 +122,7 @@ class _Forked:
 
 
 def _part(words: list[str], environment: Mapping[str, str], output: int, parent: int) -> NoReturn:
-    """Detach from the `picker up` that forked this, and be `picker WORDS…` with `output` for both streams."""
+    """In the child: detach from `picker up`, and run `picker WORDS…` with stdout and stderr to `output`."""
     status = 1
     try:
         os.setsid()
@@ -144,12 +144,12 @@ def _part(words: list[str], environment: Mapping[str, str], output: int, parent:
 
 
 def _picker(words: list[str], environment: Mapping[str, str]) -> int:
-    """The exit status of `picker WORDS…` in this process."""
+    """Run `picker WORDS…` in this process; return its exit status."""
     from picker_fleet import cli
 
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # it may depend on the former environment
+    tempfile.tempdir = None  # the cached value may depend on the former environment
     try:
         return cli.main(words)
     except SystemExit as end:

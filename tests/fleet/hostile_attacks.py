@@ -1,11 +1,11 @@
-"""Clients and model servers that attack a fleet, as a process of its own.
+"""Clients and model servers that attack a fleet, run as a separate process.
 
-`hostile_attacks.py attack TARGET` runs all attacks on TARGET (a `Target` as JSON) until its stdin ends, then
-prints how the attempts ended in one line of JSON: by the status of the answer, or as `ended` where the fleet
-hung up. Each attack is repeated at a pace that one attacker of the same machine can keep.
+`hostile_attacks.py attack TARGET ONLY` runs the attacks whose names contain ONLY on TARGET (a `Target` as
+JSON) until stdin ends, then prints one line of JSON that counts outcomes: a status code, or `ended` where the
+fleet closed the connection. Each attack repeats at a rate that one attacker on the same machine can sustain.
 
-`hostile_attacks.py serve big|slow` is a model server with a metrics page without end (`big`) or one that
-comes a byte at a time (`slow`). Both answer requests with whole and useless answers.
+`hostile_attacks.py serve big|slow` is a model server whose metrics page is oversized (`big`) or arrives one
+byte at a time (`slow`). Both give complete, useless answers to requests.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ from picker_fleet.extproc.http2 import (
 )
 from picker_fleet.extproc.server import PROCESS
 
-MODEL = "llama"  # of the honest model servers
-TRAP = "trap"  # of the hostile ones
+MODEL = "llama"  # served by the honest model servers
+TRAP = "trap"  # served by the hostile model servers
 HONEST, ATTACKER = "an-honest-key-1f0c9a", "an-attackers-key-77be02"
 
 
 class Target(NamedTuple):
-    """Addresses, host:port: Envoy's listener, the replicas' gRPC and admin ports."""
+    """Addresses as host:port: Envoy's listener, and the replicas' gRPC and admin ports."""
 
     envoy: str
     grpc: tuple[str, ...]
@@ -61,7 +61,7 @@ class Target(NamedTuple):
 
 
 _BODY_BYTES = 8 * 1024 * 1024 - 4096
-_PATIENCE_S = 40.0  # longer than the fleet may take to answer or to hang up
+_PATIENCE_S = 40.0  # longer than the fleet may take to answer or to close the connection
 _LEAVES_S = 0.3
 
 ENDED = "ended"
@@ -69,7 +69,7 @@ Try = Callable[[Target, int], Awaitable[str]]
 
 
 class Attack(NamedTuple):
-    """`at_once` loops of `attempt`, started every `every_s`, or when the one before has ended."""
+    """`at_once` loops of `attempt`, started every `every_s`, or later if the previous attempt still runs."""
 
     name: str
     attempt: Try
@@ -120,7 +120,7 @@ def _ask(model: str = MODEL, **fields: object) -> bytes:
 
 @cache
 def _bodies() -> tuple[bytes, ...]:
-    """Bodies of the largest size that cost most to parse, to walk or to admit."""
+    """Bodies of nearly the maximum size that are most expensive to parse, to walk or to admit."""
 
     def filled(begin: str, unit: str, end: str) -> bytes:
         return (begin + unit * ((_BODY_BYTES - len(begin) - len(end)) // len(unit)) + end).encode()
@@ -149,7 +149,7 @@ async def _body(target: Target, number: int) -> str:
 
 
 async def _stall(target: Target, number: int) -> str:
-    """Send half of a large body."""
+    """Send half of a large body and stop."""
     whole = _request("/v1/completions", _bodies()[5])
     async with _connected(target.envoy) as (reader, writer):
         writer.write(whole[: len(whole) // 2])
@@ -157,7 +157,7 @@ async def _stall(target: Target, number: int) -> str:
 
 
 async def _claim(target: Target, number: int) -> str:
-    """Ask for more tokens than a model can answer, or for the most it can, then leave."""
+    """Ask for more tokens than the model can answer, or for its maximum, then disconnect."""
     body = _ask(max_tokens=(10 ** (6 + number % 13), 4000)[number % 2], stream=True)
     async with _connected(target.envoy) as (reader, writer):
         writer.write(_request("/v1/completions", body))
@@ -203,7 +203,7 @@ async def _half(address: Callable[[Target, int], str], target: Target, number: i
 
 
 class _Frames:
-    """The requests of one connection."""
+    """Encodes the requests of one HTTP/2 connection."""
 
     def __init__(self, path: str, *more: tuple[str, str]) -> None:
         fields = ((":method", "POST"), (":scheme", "http"), (":authority", "fleet"), (":path", path), *more)
@@ -211,24 +211,24 @@ class _Frames:
         self._ids = itertools.count(1, 2)
 
     def begin(self) -> tuple[int, bytes]:
-        """The headers of the next request, and its stream."""
+        """The stream id of the next request, and its HEADERS frame."""
         stream = next(self._ids)
         return stream, frame(HEADERS, END_HEADERS, stream, self._encoder.encode(self._fields))
 
 
 def _asking() -> _Frames:
-    """Requests to Envoy, which the API key's filter lets pass."""
+    """Requests to Envoy with a valid API key."""
     return _Frames(
         "/v1/completions", ("authorization", f"Bearer {ATTACKER}"), ("content-type", "application/json")
     )
 
 
 _HELLO = PREFACE + frame(SETTINGS, 0, 0)
-_RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy ends a connection with 500
+_RESETS, _RESETS_AT_ONCE, _RESETS_PER_S = 480, 10, 4000.0  # Envoy closes a connection at 500 resets
 
 
 async def _reset(target: Target, number: int) -> str:
-    """Begin requests and reset each, in the same write or in the next one."""
+    """Begin requests and reset each of them, in the same write or 2 ms later."""
     cancel = CANCEL.to_bytes(4, "big")
     asking, clock = _asking(), asyncio.get_running_loop().time
     async with _connected(target.envoy) as (_, writer):
@@ -248,7 +248,7 @@ async def _reset(target: Target, number: int) -> str:
 
 
 async def _leave(target: Target, number: int) -> str:
-    """Ask by HTTP/1.1 and leave at once."""
+    """Send an HTTP/1.1 request and disconnect 20 ms later."""
     async with _connected(target.envoy) as (_, writer):
         writer.write(_request("/v1/completions", _ask(max_tokens=400)))
         await asyncio.sleep(0.02)
@@ -256,7 +256,7 @@ async def _leave(target: Target, number: int) -> str:
 
 
 async def _half_streams(target: Target, number: int) -> str:
-    """Send the beginning of a thousand requests on one connection."""
+    """Begin a thousand requests on one connection and finish none."""
     asking = _asking()
     async with _connected(target.envoy) as (reader, writer):
         begun = [asking.begin() for _ in range(1000)]
@@ -284,11 +284,11 @@ _NOT_HTTP = (
 
 
 async def _unreadable(target: Target, number: int) -> str:
-    """Ask by what Envoy itself refuses."""
+    """Send a malformed request that Envoy itself refuses."""
     return await _status_of(target.envoy, _NOT_HTTP[number % len(_NOT_HTTP)])
 
 
-# Messages that only Envoy and replicas may send, to the replicas' gRPC port
+# Messages to the replicas' gRPC port that only Envoy and replicas should send
 
 
 def _grpc(target: Target, number: int) -> str:
@@ -299,7 +299,7 @@ _CALLING = (("content-type", "application/grpc"), ("te", "trailers"))
 
 
 async def _silent_streams(target: Target, number: int) -> str:
-    """Begin 20 000 exchanges and send no message."""
+    """Open 20 000 ext_proc streams and send no message."""
     calling = _Frames(PROCESS, *_CALLING)
     async with _connected(_grpc(target, number)) as (reader, writer):
         writer.write(_HELLO + b"".join(calling.begin()[1] for _ in range(20_000)))
@@ -319,7 +319,7 @@ _IDLE = (
 
 
 async def _idle_frames(target: Target, number: int) -> str:
-    """Send frames that carry nothing for as long as they are taken."""
+    """Send frames without content until the replica closes the connection."""
     kind = _IDLE[number % len(_IDLE)]
     async with _connected(_grpc(target, number)) as (reader, writer):
         writer.write(_HELLO + _Frames(PROCESS, *_CALLING).begin()[1])
@@ -339,7 +339,7 @@ async def _idle_connection(target: Target, number: int) -> str:
 
 
 def _forged(number: int) -> bytes:
-    """Entries with forged tokens that end, renew and restore requests nobody has placed."""
+    """Access-log entries with forged tokens that try to end, renew and restore non-existent requests."""
     dice = random.Random(number)
     message = als_pb2.StreamAccessLogsMessage()
     kinds = (accesslog_pb2.DownstreamEnd, accesslog_pb2.DownstreamPeriodic, 99)
@@ -461,7 +461,7 @@ ATTACKS = (
     Attack("paths that are not inference, guessed keys", _path, 0.1),
     Attack("readers of the admin ports", _read, 0.0, at_once=8),
 )
-_LEAST_PAUSE_S = 0.05  # between two attempts of one loop, as a network would take
+_LEAST_PAUSE_S = 0.05  # pause between two attempts of one loop, for the latency of a network
 
 
 async def _repeat(attack: Attack, target: Target, numbers: Iterator[int], outcomes: Counter[str]) -> None:

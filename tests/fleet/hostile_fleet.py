@@ -1,8 +1,8 @@
-"""A fleet under every attack of docs/security.md at once, with honest clients beside them.
+"""A fleet under every attack of docs/security.md at once, while honest clients send requests.
 
-tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. The
-fleet is Valkey, replicas, simulators, two hostile model servers, and Envoy as `picker envoy-config` prints
-it, with the flow by API key (deploy/examples); attackers have a key.
+tests/fleet/test_hostile.py runs it for seconds, `make hostile` (tests/long/hostile.py) for minutes. The fleet
+is Valkey, replicas, simulators, two hostile model servers, and Envoy with the bootstrap of `picker
+envoy-config`, where the API key selects the flow (deploy/examples); attackers have a valid key.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class _Hostile(Simulator):
 
 
 def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
-    """Envoy's bootstrap, edited so that a client's key names its flow."""
+    """Edit Envoy's bootstrap so that a client's API key selects its flow."""
     table = {hashlib.sha256(key.encode()).hexdigest(): key for key in (HONEST, ATTACKER)}
     keys.write_text(yaml.safe_dump(table))
     command = [sys.executable, str(_EXAMPLE), str(keys)]
@@ -79,12 +79,12 @@ def _flow_by_api_key(keys: Path, bootstrap: str) -> str:
 
 
 def limit_mib(name: str) -> int | None:
-    """The memory limit of process `name`; None for those that are no part of the product."""
+    """The memory limit in MiB of process `name`; None if the process is not part of the product."""
     return next((limit for kind, limit in LIMITS_MIB.items() if name.startswith(kind)), None)
 
 
 def _peak_bytes(pid: int) -> int:
-    """The highest memory of a process so far; 0 for one that has ended."""
+    """The peak memory of a process; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -96,10 +96,10 @@ def _peak_bytes(pid: int) -> int:
 async def _running_fleet(
     replicas: int, simulators: int, mode: Mode
 ) -> AsyncIterator[tuple[Target, dict[str, int]]]:
-    """Start the fleet; it ends with the block. Yields what attackers know, and its processes by name.
+    """Run the fleet within the block. Yields the addresses for attackers, and the process ids by name.
 
     Raises:
-        StartupError: a part did not start, or ended within the block.
+            StartupError: a process did not start, or ended within the block.
     """
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         folder = Path(name)
@@ -152,7 +152,7 @@ _TOKENS = 16
 
 @dataclass(slots=True)
 class ClientTimes:
-    """Seconds to the first byte and to the last of each answer, and the failures, in words."""
+    """Seconds from request to first and to last byte of each answer, and descriptions of the failures."""
 
     first_s: list[float] = field(default_factory=list)
     last_s: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ def _make_request(_: random.Random, number: int) -> Request:
 
 @contextlib.asynccontextmanager
 async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> AsyncIterator[None]:
-    """Honest clients of `envoy` (host:port) within the block; when it ends, all have been answered."""
+    """Run honest clients of `envoy` (host:port) within the block; its end waits for all answers."""
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_http2_clients(envoy, per_s / 2, times, ended))
@@ -187,7 +187,7 @@ async def _honest_clients(envoy: str, per_s: float, times: ClientTimes) -> Async
 
 
 async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: asyncio.Event) -> None:
-    """`per_s` requests a second on one connection, every other one streamed."""
+    """Send `per_s` requests a second on one HTTP/2 connection, every other one streamed."""
     headers = {"authorization": f"Bearer {HONEST}"}
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -219,13 +219,13 @@ async def _http2_clients(envoy: str, per_s: float, times: ClientTimes, ended: as
 
 _CALL_S = 10.0
 _ATTACKERS_END_S = 10.0
-_RESTS_S = 40.0  # longer than a lease and the wait for a client's body
+_RESTS_S = 40.0  # longer than a lease and than the wait for a client's body
 
 
 @dataclass(slots=True)
 class HostileReport:
-    """The results of one run. `control` are clients beside processes that burn as many cores as the attack
-    took of attackers and fleet, `burnt`. `left` is what the fleet still counts after the attack.
+    """The results of one run. `burnt`: CPU cores that the attack cost attackers and fleet. `control`: honest
+    clients beside processes that burn as many cores. `left`: the fleet's counts after the attack.
     """
 
     calm: ClientTimes = field(default_factory=ClientTimes)
@@ -237,7 +237,7 @@ class HostileReport:
     left: dict[str, float] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
-        """Failed requests, memory above its limit, counts that stay; slow answers are not checked here."""
+        """Failed requests, memory above its limit, counts above 0 at rest; latency is not checked here."""
         found = [f"calm: {failed}" for failed in self.calm.failed + self.control.failed]
         found += [f"under attack: {failed}" for failed in self.hostile.failed]
         for name, peak in self.peaks_mib.items():
@@ -261,8 +261,8 @@ async def attack_fleet(
     mode: Mode,
     only: str = "",
 ) -> HostileReport:
-    """`per_s` honest requests a second, and half as many by HTTP/2: `calm_s` seconds alone, `hostile_s`
-    beside the attacks whose names contain `only`, then `calm_s` as the control."""
+    """Send `per_s` honest requests a second, and half as many by HTTP/2: `calm_s` seconds without attacks,
+    `hostile_s` beside the attacks whose names contain `only`, then `calm_s` as the control."""
     report = HostileReport()
     async with _running_fleet(replicas, simulators, mode) as (target, pids):
         before_s = _cpu_s(pids)
@@ -303,7 +303,7 @@ async def _calm(target: Target, times: ClientTimes, per_s: float, lasts_s: float
 
 
 def _cpu_s(pids: Mapping[str, int]) -> float:
-    """CPU time that the processes have taken so far."""
+    """CPU seconds that the processes have used so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids.values())
 
 
@@ -319,7 +319,7 @@ while True:
 
 @contextlib.asynccontextmanager
 async def _burning(cores: float) -> AsyncIterator[None]:
-    """Processes that together take so many cores, within the block."""
+    """Run processes within the block that together use `cores` CPU cores."""
     count = math.ceil(cores)
     command = (sys.executable, "-c", _BURN, str(cores / count if count else 0.0))
     burners = [await asyncio.create_subprocess_exec(*command) for _ in range(count)]
@@ -332,7 +332,7 @@ async def _burning(cores: float) -> AsyncIterator[None]:
 
 
 async def _left(target: Target) -> dict[str, float]:
-    """What the fleet counts once it is at rest, or after so long."""
+    """The fleet's counts once all are 0, or after _RESTS_S."""
     async with httpx.AsyncClient(trust_env=False, timeout=_CALL_S) as client:
         clock = asyncio.get_running_loop().time
         until_s = clock() + _RESTS_S

@@ -17,7 +17,7 @@ _HEAD.append(("content-type", "application/json"))
 class Upload:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        # A hostile client sends what h2 would refuse, such as the same name twice.
+        # A hostile client sends headers that h2 would refuse, such as the same name twice.
         config = h2.config.H2Configuration(header_encoding="utf-8", validate_outbound_headers=False)
         self._h2 = h2.connection.H2Connection(config)
         self._h2.initiate_connection()
@@ -25,13 +25,13 @@ class Upload:
         self._over = False
 
     async def send(self, body: bytes, fields: Fields = (), trailers: Fields = ()) -> None:
-        """Headers, all of `body` as fast as the other side takes it, and trailers."""
+        """Send headers, all of `body` as fast as flow control allows, and trailers."""
         await self.send_open(body, fields)
         self._h2.send_headers(1, trailers, end_stream=True)
         await self._flush()
 
     async def send_open(self, body: bytes, fields: Fields = ()) -> None:
-        """Headers and all of `body`, without the end of the stream."""
+        """Send headers and all of `body`, but do not end the stream."""
         self._h2.send_headers(1, [*_HEAD, *fields])
         await self._flush()
         while body:
@@ -42,7 +42,7 @@ class Upload:
             await self._flush()
 
     async def answered(self) -> str:
-        """The status, after the end of the answer."""
+        """The response status, after the end of the answer."""
         while not self._over:
             await self._receive()
         return self._status
@@ -59,7 +59,7 @@ class Upload:
                 self._status = dict(event.headers)[":status"]
             if isinstance(event, h2.events.StreamReset):
                 self._over = True
-                if event.error_code or not self._status:  # else: the rest of the request is not needed
+                if event.error_code or not self._status:  # else: no more of the request is needed
                     self._status = f"reset {event.error_code}"
             self._over = self._over or isinstance(event, h2.events.StreamEnded)
         await self._flush()

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for tests: OTLP over gRPC on the loopback, spans kept in memory."""
+"""An OpenTelemetry collector for tests: receives OTLP over gRPC on the loopback, keeps spans in memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it was received. Ids are hexadecimal; `replica` sent it."""
+    """A received span. Ids are hexadecimal; `replica` is the sender."""
 
     name: str
     trace: str
@@ -22,7 +22,7 @@ class ReceivedSpan:
 
 
 class Collector:
-    """Keeps received spans in `spans`, after `start`."""
+    """After `start`, collects received spans in `spans`."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) without a fleet or an Envoy around it."""
+"""A real replica (`picker serve`) without a fleet and without Envoy."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ PATIENT_S = 60.0  # long enough for a busy machine
 
 
 def exchange_on(channel: grpc.aio.Channel) -> Any:
-    """A stream of ext_proc on `channel`."""
+    """Open an ext_proc stream on `channel`."""
     method = f"/{SERVICE}/Process"
     serializers = (ProcessingRequest.SerializeToString, ProcessingResponse.FromString)
     return channel.stream_stream(method, *serializers)(timeout=PATIENT_S)
@@ -41,7 +41,7 @@ class Replica:
     ) -> None:
         self.process = process
         self.admin = admin
-        self.endpoint = endpoint  # the address of its model server
+        self.endpoint = endpoint  # the address of the replica's model server
         self._health = health_pb2_grpc.HealthStub(channel)
         self._channel = channel
 
@@ -51,11 +51,11 @@ class Replica:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     def exchange(self) -> Any:
-        """A stream of ext_proc."""
+        """Open an ext_proc stream."""
         return exchange_on(self._channel)
 
     async def stopped(self) -> int:
-        """Its exit status after a SIGTERM."""
+        """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(PATIENT_S):
             return await self.process.wait()
@@ -70,11 +70,11 @@ class Replica:
         await until(both, PATIENT_S)
 
     async def hands_on(self) -> bool:
-        """Whether it refuses the stream of a request, so that Envoy asks another replica."""
+        """Whether the replica refuses a request's stream (UNAVAILABLE), so that Envoy tries another one."""
         return bool(await self.exchange().code() is grpc.StatusCode.UNAVAILABLE)
 
     async def decide(self) -> ProcessingResponse:
-        """The first answer to a small request in lean mode."""
+        """Send a small request in lean mode; return the first answer."""
         call = self.exchange()
         for message in (headers("lean"), body(ASK)):
             await call.write(message)
@@ -92,9 +92,9 @@ async def served(
     config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Replica]:
-    """`COMMAND serve` with one model server, killed at the end.
+    """Run `COMMAND serve` with one model server; kill it at the end.
 
-    `config` are further sections, `options` those of subprocess.Popen.
+    `config` adds configuration sections, `options` are those of subprocess.Popen.
     """
     async with serving() as page:
         tree = {
@@ -126,7 +126,7 @@ async def served(
 
 @contextlib.asynccontextmanager
 async def served_here(tree: Mapping[str, Any]) -> AsyncIterator[Bound]:
-    """The addresses of a replica in this process under the configuration `tree`, on free ports."""
+    """Run a replica in this process with the configuration `tree`, on free ports; yield its addresses."""
     listen = {"listen": "127.0.0.1:0"}
     whole = {**tree, "extproc": {**tree.get("extproc", {}), **listen}, "admin": listen}
     bound: asyncio.Future[Bound] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
-"""Compares the figures on the dashboard with those of a snapshot of the API.
+"""Compares the dashboard's figures with a snapshot from the API.
 
-A figure on the page is rounded; it is right within half of its last digit. An unknown figure is a dash, and a
-known one is not.
+The page rounds figures: a figure is right within half of its last digit. The page shows a dash if and only if
+the figure is unknown.
 """
 
 import re
@@ -16,7 +16,7 @@ _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNITS_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _HEALTH = {(True, False): "live", (True, None): "live", (True, True): "without Redis"}
 
-# JavaScript: the time of the snapshot that the page shows, and all figures that are made of it.
+# JavaScript: the time of the snapshot that the page shows, and all figures derived from that snapshot.
 PAGE = """() => {
   const text = (id) => document.getElementById(id).textContent;
   const rows = (id) => [...document.querySelectorAll(`#rows-${id} tr`)].map(
@@ -34,7 +34,7 @@ PAGE = """() => {
 
 
 def all_of(shown: Mapping[str, Any], shot: Thing) -> None:
-    """All that `PAGE` returns is that of the snapshot."""
+    """Assert that everything `PAGE` returns agrees with the snapshot `shot`."""
     for name, compare in (
         ("tiles", tiles), ("stock", stock), ("facts", facts), ("bands", bands), ("flows", flows),
         ("workloads", workloads), ("endpoints", endpoints), ("replicas", replicas),
@@ -43,7 +43,7 @@ def all_of(shown: Mapping[str, Any], shot: Thing) -> None:
 
 
 def count(text: str, value: float | None, digits: int = 1) -> None:
-    """`text` is `value` with at most `digits` decimals."""
+    """Assert that `text` is `value` rounded to at most `digits` decimals."""
     if value is None:
         assert text == NONE
     else:
@@ -51,7 +51,7 @@ def count(text: str, value: float | None, digits: int = 1) -> None:
 
 
 def duration(text: str, value_s: float | None) -> None:
-    """`text` is a duration such as `40 ms` or `2 m 05 s`, which may be truncated to its last unit."""
+    """Assert that `text` is a duration such as `40 ms` or `2 m 05 s`; its last unit may be truncated."""
     if value_s is None:
         assert text == NONE
         return
@@ -65,7 +65,7 @@ def duration(text: str, value_s: float | None) -> None:
 
 
 def share(text: str, value: float | None) -> None:
-    """`text` is a share of 0 to 1 as a percentage."""
+    """Assert that `text` is the share `value` (0 to 1) as a percentage."""
     if value is None:
         assert text == NONE
     else:
@@ -73,7 +73,7 @@ def share(text: str, value: float | None) -> None:
 
 
 def size(text: str, value: int, most: int | None) -> None:
-    """`text` is `value` in bytes, such as `7.2 kB`, and where there is a limit ` of ` that."""
+    """Assert that `text` is `value` in bytes, such as `7.2 kB`, followed by ` of ` and the limit, if any."""
     said = text.split(" of ")
     assert len(said) == (1 if most is None else 2), text
     for each, wanted in zip(said, (value, most), strict=False):
@@ -99,13 +99,13 @@ def tiles(shown: Mapping[str, Row], shot: Thing) -> None:
 
 
 def oldest_s(shot: Thing) -> float | None:
-    """The age of the request that has waited longest."""
+    """The age in seconds of the longest-waiting request."""
     ages = [each["oldest_s"] for each in shot["state"]["bands"] if each["queued"]]
     return max((age for age in ages if age is not None), default=None)
 
 
 def stock(caption: str, shot: Thing) -> None:
-    """The chart's figures in words: the stock and its bounds."""
+    """Assert that the chart's caption gives the stock and its bounds."""
     now, lower, aim, upper = re.fullmatch(
         r"([\d.]+) \w+ now; .+\. Dispatch below ([\d.]+), aim ([\d.]+), never above ([\d.]+) \(red\)\.",
         caption,
@@ -161,7 +161,7 @@ def workloads(rows: Sequence[Row], shot: Thing) -> None:
         parts = workload["score"]
         if parts is None or parts["total"] is not None:
             count(score, parts and parts["total"], 3)
-        else:  # the rest of it depends on the request
+        else:  # the other parts of the score depend on the request
             count(score.removeprefix("rate "), parts["rate"], 3)
 
 
@@ -200,7 +200,7 @@ def replicas(rows: Sequence[Row], shot: Thing) -> None:
 
 
 def queue(rows: Sequence[Row], answer: Thing) -> bool:
-    """Whether these rows are the requests of this answer; if their ids are, every figure must agree."""
+    """Whether the rows list the requests of `answer`; if the ids agree, assert that every figure does."""
     requests = answer["requests"]
     if [row[1] for row in rows] != [each["id"] for each in requests]:
         return False
@@ -209,7 +209,7 @@ def queue(rows: Sequence[Row], answer: Thing) -> bool:
         count(position, request["position"], 0)
         assert (flow, band, owner) == (request["flow"], request["band"], request["owner"])
         if not _is_duration(age.removesuffix(" overdue"), request["age_s"]):
-            return False  # the same requests, of another moment
+            return False  # the same requests at another moment
         assert age.endswith(" overdue") == request["overdue"]
         duration(deadline, request["deadline_in_s"])
         count(cost, request["cost"])

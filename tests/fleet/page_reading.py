@@ -1,6 +1,6 @@
-"""Checks that the cells of the dashboard's tables can be read on a screen."""
+"""Checks that the cells of the dashboard's tables are readable on a screen."""
 
-# JavaScript: the cells of these tables that cannot be read. Each is scrolled to, as a reader would.
+# JavaScript: the unreadable cells of the given tables. Scrolls to each cell, as a reader would.
 UNREADABLE = """(tables) => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const shade = (colour) => {

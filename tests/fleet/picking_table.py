@@ -1,6 +1,6 @@
-"""The picking table: metrics pages, a request and its hints, and the endpoints or the refusal expected.
+"""The picking table: metrics pages, a request with its hints, and the expected endpoints or refusal.
 
-Each row of docs/picking.md has its cases here. Pages, bodies and headers in detail are the unit tests'.
+Covers each row of docs/picking.md. Unit tests cover the details of pages, bodies and headers.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ NO_ENDPOINT = "rejected-no-endpoints"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A model server and its metrics page, which may be `broken`; where one is `down` nothing listens, and
-    one that is `unready` says so, on its page or by the status of its `health`."""
+    """A model server and its metrics page. `broken`: the page is malformed; `down`: nothing listens;
+    `unready`: the page or the status of `/health` says that the server is not ready."""
 
     page: bytes = b""
     state: Literal["well", "broken", "down", "unready"] = "well"
@@ -26,8 +26,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `subset` is the gateway's hint: letters of servers, addresses, or no list. One of the
-    `same_session` has the session token of the last answer. A `get` has no body.
+    """A request. `subset` is the gateway's hint: letters of servers, addresses, or an invalid value. With
+    `same_session` it has the last answer's session token. A `get` has no body.
     """
 
     model: str = "llama"
@@ -40,11 +40,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Servers are named by letters, A the first. `expected` is a regular expression for the letters of the
+    """One row: letters name the servers, from A. `expected` is a regular expression for the letters of the
     answer's endpoints, best first, or the reason of a refusal.
 
-    `group` names the replica's configuration. `before` are requests that have ended, `running` ones that are
-    in flight; `drained` are servers that an operator drains. One that `waits` waits until a running one ends.
+    `group` names the replica's configuration. Requests in `before` have ended, those in `running` are in
+    flight; an operator drains the servers in `drained`. With `waits` the request waits for an end.
     """
 
     name: str
@@ -67,7 +67,7 @@ _COMMON: dict[str, Any] = {
         {"name": "one-each", "max_inflight_per_endpoint": 1},
     ],
     "request_queue_controller": {"watermark_per_backend": 50},
-    "scraping": {"interval": "50ms", "stale_after": "4s"},  # patient with a busy machine
+    "scraping": {"interval": "50ms", "stale_after": "4s"},  # tolerates a busy machine
     "leases": {"heartbeat": "300ms"},
 }
 
@@ -81,7 +81,7 @@ def _config(engine: str, **scraping: Any) -> dict[str, Any]:
     }
 
 
-# Configurations of replicas; cases of one group share a replica.
+# Configurations of replicas; the cases of a group share one replica.
 GROUPS: dict[str, dict[str, Any]] = {
     "scored": _config("auto"),
     "sglang": _config("sglang"),
@@ -92,12 +92,12 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 def _server(series: Mapping[str, float], **fields: Any) -> Server:
-    """A server whose page has these series."""
+    """A server whose metrics page has these series."""
     return Server("".join(f"{name} {value}\n" for name, value in series.items()).encode(), **fields)
 
 
 def _real(name: str) -> Server:
-    """A server with the recorded page of a real one."""
+    """A server whose metrics page was recorded from a real server."""
     return Server((Path(__file__).parents[1] / "data" / "pages" / f"{name}.prom").read_bytes())
 
 
@@ -112,19 +112,19 @@ def _vllm(waiting: float = 0, kv: float = 0.1, info: str = "", **fields: Any) ->
 
 
 def _lora(adapters: str, waiting: float = 0, kv: float = 0.1, *, queued: str = "", slots: int = 4) -> Server:
-    """A vLLM server with room for `slots` adapters, which runs `adapters`."""
+    """A vLLM server with `slots` adapter slots, which runs `adapters`."""
     info = f'max_lora="{slots}",running_lora_adapters="{adapters}",waiting_lora_adapters="{queued}"'
     return _vllm(waiting, kv, info)
 
 
 def _of(waiting: str, kv: str) -> Callable[[float, float], Server]:
-    """Servers whose pages have these two series."""
+    """Make servers whose metrics pages have these two series."""
     return lambda waits, fill: _server({waiting: waits, kv: fill})
 
 
 _sglang = _of("sglang:num_queue_reqs", "sglang:token_usage")
 _tensorrt = _of("trtllm_num_requests_waiting", "trtllm_kv_cache_utilization")
-_own = _of("acme_backlog", "acme_cache_fill")  # of an engine without built-in series
+_own = _of("acme_backlog", "acme_cache_fill")  # series of an engine that the picker does not know
 _TWO = (_vllm(), _vllm())
 _THREE = (_vllm(3, 0.2), _vllm(1, 0.1), _vllm(10, 0.2))
 _BUSY = _vllm(9, 0.9)
@@ -170,7 +170,7 @@ TABLE = (
     Case("subset by an adapter's slots", _TWO, "A", Ask("rare", subset=["A"])),
     Case("subset of a drained one", _THREE, NO_ENDPOINT, Ask(subset=["B"]), drained="B"),
     Case("GET keeps to the subset", _TWO, "B", Ask(get=True, subset=["B"])),
-    # Endpoints that may not be picked, or not now
+    # Endpoints that may not be picked, or not at the moment
     Case("no endpoints", (), NO_ENDPOINT),
     Case("no endpoints for GET", (), NO_ENDPOINT, Ask(get=True)),
     Case("an unread page is average load", (Server(b"<html>x</html>", "broken"), _BUSY, _vllm()), "CAB"),

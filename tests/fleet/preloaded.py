@@ -1,4 +1,4 @@
-"""What the process that forks fleets has done before: imports, and a bootstrap of Envoy (forked_up.py)."""
+"""Work that the fork server does before it forks fleets: imports, and one Envoy bootstrap (forked_up.py)."""
 
 from picker_fleet import serve  # noqa: F401
 from picker_fleet.config import Settings

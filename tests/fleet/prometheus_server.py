@@ -20,7 +20,7 @@ _READY_S = 30.0
 
 
 class Prometheus:
-    """Scrapes `targets` (job -> host:port) each second; the rest is as in deploy/prometheus."""
+    """Scrapes `targets` (job -> host:port) each second; otherwise configured as in deploy/prometheus."""
 
     def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
@@ -44,13 +44,13 @@ class Prometheus:
                 assert self._process.poll() is None, self._log.read_text()
                 try:
                     await self.query("vector(1)")
-                except (httpx.TransportError, json.JSONDecodeError):  # it listens before it answers
+                except (httpx.TransportError, json.JSONDecodeError):  # Prometheus listens before it answers
                     await asyncio.sleep(0.05)
                 else:
                     return
 
     async def query(self, expression: str) -> list[dict[str, Any]]:
-        """The present vector of `expression`; an invalid expression is a failure."""
+        """The current vector of `expression`; AssertionError if the expression is invalid."""
         async with http_client(timeout=10.0) as client:
             answer = await client.get(f"{self._url}/api/v1/query", params={"query": expression})
         document = answer.json()
@@ -64,7 +64,7 @@ class Prometheus:
 
 
 def rules(kind: str) -> dict[str, str]:
-    """Every rule of `kind` (record, alert) by name, with its expression."""
+    """The expression of every rule of `kind` (record, alert), by name."""
     pages = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("rules/*.yml"))]
     groups = [group for page in pages for group in page["groups"]]
     return {rule[kind]: rule["expr"] for group in groups for rule in group["rules"] if kind in rule}

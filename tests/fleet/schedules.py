@@ -1,8 +1,8 @@
-"""Clients of whole replicas under random faults, checked against the promises (docs/guarantees.md).
+"""Clients of whole replicas under random faults, checked against docs/guarantees.md.
 
-A seed makes a schedule: faults, each with its time, its length and the replica that it meets. The replicas
-and their Valkey live on a clock that jumps (time_lapse.py), so a schedule takes seconds, on a busy machine as
-well. `failure` runs one; `smallest` leaves out every fault that its failure does not need.
+A seed determines a schedule: faults, each with its time, duration and replica. The replicas and their Valkey
+run on a simulated clock that skips idle time (time_lapse.py), so a schedule takes seconds even on a busy
+machine. `failure` runs one schedule; `smallest` removes every fault that the failure does not need.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from picker_fleet.state import connection
 REPLICAS, ENDPOINTS, BOUND = 3, 2, 6
 LEASE_S, REPORT_S, SILENCE_S, TTL_S = 12.0, 3.0, 3.0, 30.0
 _CLIENTS, _FLOWS = 12, 3
-_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # of the faults, and until all counts must be 0
+_BEGIN_S, _END_S, _REST_S = 8.0, 40.0, 60.0  # first and last fault; time limit for all counts to reach 0
 _ANSWERED_S = TTL_S + 1.0  # G5
 _RUN_S = 400.0
 _CONFIG: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Schedule(NamedTuple):
 
 
 class Node:
-    """A replica as a process of its own: what runs in its context stops and dies with it."""
+    """A replica simulated as a process: tasks in its context stop and die together."""
 
     def __init__(self, name: str, between: Proxy) -> None:
         self.name, self.between = name, between
@@ -112,7 +112,7 @@ class Node:
         return asyncio.create_task(work, context=self.context)
 
     async def do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `work` in this process; ConnectionError if the process dies first."""
+        """Run `work` in this process; ConnectionError if the process dies first."""
         doing, dying = self.task(work), asyncio.create_task(self.dead.wait())
         try:
             await asyncio.wait((doing, dying), return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +124,7 @@ class Node:
             dying.cancel()
 
     async def kill(self) -> None:
-        """As SIGKILL: nothing that it still does reaches Redis."""
+        """Simulate SIGKILL: nothing that the replica still does reaches Redis."""
         self.dead.set()
         self.between.refusing = self.between.vanished = True
         self.between.cut()
@@ -137,7 +137,7 @@ _NODE: contextvars.ContextVar[Node | None] = contextvars.ContextVar("_NODE", def
 
 @dataclass(slots=True)
 class Record:
-    """What one client saw. `status` 0: it left."""
+    """One client's view of its request. No answers: the client left."""
 
     id: str
     flow: str
@@ -149,7 +149,7 @@ class Record:
 
 
 class World:
-    """The replicas, their Redis and their clients. As `Fleet` of time_lapse.py for `at_rest`."""
+    """The replicas, their Redis and their clients. Stands in for time_lapse.py's `Fleet` in `at_rest`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class World:
         self.dice = random.Random(schedule.seed)
         self.nodes: list[Node] = []
         self.history: list[Record] = []
-        self.running: dict[str, tuple[float, PageServer]] = {}  # since when, and where
+        self.running: dict[str, tuple[float, PageServer]] = {}  # start time and model server by request id
         self.unseen: set[str] = set()
         self._apart = False
         self.wrong: list[str] = []
@@ -202,7 +202,7 @@ class World:
         )
 
     def any_node(self) -> Node:
-        """A replica that is not known to be dead, as Envoy chooses."""
+        """A random replica not known to be dead, as Envoy would choose."""
         return self.dice.choice([each for each in self.nodes if not each.dead.is_set()])
 
     # Clients.
@@ -229,7 +229,7 @@ class World:
     async def ask(
         self, record: Record, seconds: float, leaves_s: float | None = None, said: bytes = b""
     ) -> None:
-        """One request, which Envoy brings to another replica while the one that has it dies."""
+        """Send one request; whenever the replica that has it dies, Envoy retries on another."""
         self.history.append(record)
         while True:
             node = self.any_node()
@@ -268,7 +268,7 @@ class World:
         exchange.close()
 
     async def _streams(self, node: Node, exchange: Exchange, record: Record, seconds: float) -> None:
-        """The replica holds the stream, and its death ends it."""
+        """The replica owns the response stream until its end; if the replica dies, the stream ends."""
         try:
             await self._until_dead(node, seconds)
             self._end(record.id)
@@ -284,7 +284,7 @@ class World:
                 raise ConnectionError
 
     async def _logs(self, answers: Sequence[Any], record: Record, seconds: float) -> None:
-        """Envoy's access log of a request, whose entries go to any replica."""
+        """Send the request's access-log entries as Envoy does: each to any replica."""
         metadata = next(answer.dynamic_metadata for answer in answers if answer.HasField("dynamic_metadata"))
         entry = accesslog_pb2.HTTPAccessLogEntry(request={"request_id": record.id})
         for name, value in metadata.fields.items():
@@ -315,7 +315,7 @@ class World:
         if request_id in self.running:
             self.wrong.append(f"G6: {request_id} runs twice")
         text = "".join(map(str, answers))
-        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks follow
+        picked = min(self.pages, key=lambda page: text.find(page.address) % 2**32)  # fallbacks come later
         self.running[request_id] = self.loop.time(), picked
         self._show()
         count = len(self.running.keys() - self.unseen)
@@ -323,8 +323,8 @@ class World:
             self.wrong.append(f"G1, G8: {count} run at {self.loop.time():.2f} s, of {most}")
 
     def _most_running(self, count: int) -> int:
-        """The bound (G1, G8); twice as much where a new primary lacks the last writes, or one replica has
-        left Redis and another uses it, until all use it and the bound is kept (docs/redis.md, limits)."""
+        """The bound (G1, G8). Doubled if a new primary lacks the last writes, or from when only some replicas
+        have left Redis until all use it again and the bound holds (docs/redis.md, limits)."""
         uses = {each.pool.parts.failover.outage is None for each in self.nodes if not each.dead.is_set()}
         self._apart = len(uses) == 2 or (self._apart and (False in uses or count > BOUND))
         kinds = self.schedule.kinds
@@ -335,7 +335,7 @@ class World:
         self._show()
 
     def _show(self) -> None:
-        """Each model server's page has what it runs."""
+        """Update each model server's metrics page with its number of running requests."""
         for page in self.pages:
             count = sum(at is page for _, at in self.running.values())
             page.answer = answered(
@@ -363,7 +363,7 @@ class World:
     # Checks.
 
     def check_history(self) -> None:
-        """Add to `wrong` what the history shows."""
+        """Add to `wrong` every guarantee that the history shows to be broken."""
         undisturbed = self.schedule.kinds <= HARMLESS
         for each in self.history:
             if len(each.answers) > 1:
@@ -400,7 +400,7 @@ async def _stop(world: World, node: Node, fault: Fault) -> Steps:
 
 
 def _toggled(name: str, on: bool | float, *, everybody: bool = False, cuts: bool = False) -> Any:
-    """An attribute of the proxy before one replica's Redis, or all."""
+    """A fault that sets an attribute of the proxy in front of Redis, for one replica or for all."""
 
     async def toggle(world: World, node: Node, fault: Fault) -> Steps:
         chosen = list(world.nodes) if everybody else [node]
@@ -420,7 +420,7 @@ async def _partition(world: World, node: Node, fault: Fault) -> Steps:
     node.between.vanished = True
     yield
     if not node.dead.is_set():
-        node.between.strand()  # what was swallowed does not come any more
+        node.between.strand()  # data dropped during the partition never arrives
         node.between.vanished = False
 
 
@@ -451,7 +451,7 @@ async def _restart(world: World, node: Node, fault: Fault) -> Steps:
 
 
 async def _fail_over(world: World, node: Node, fault: Fault) -> Steps:
-    """Another primary takes over, which lacks the last writes."""
+    """A new primary takes over that lacks the last writes."""
     if world.loop.server.away:
         return
     saved = world.valkey.ask("EVAL", _SAVE, 0)
@@ -476,8 +476,8 @@ def _refusing(setting: str) -> Any:
 
 
 async def _hostile(world: World, node: Node, fault: Fault) -> Steps:
-    """Ids of others with their bodies and with others, malformed bodies, ends of requests that are not its
-    own."""
+    """Send other clients' ids with the same and with different bodies, malformed bodies, and access-log
+    entries that end or renew other clients' requests."""
     async with asyncio.TaskGroup() as tasks:
         for _ in range(30):
             known = world.dice.choice(world.history).id if world.history else "x"
@@ -523,12 +523,12 @@ KINDS: dict[str, Callable[[World, Node, Fault], Any]] = {
 }
 HARMLESS = {"kill", "stop", "hostile", "slow", "lost wake-ups"}
 LOSING_WRITES = {"restart", "failover"}
-APART = {"partition", "stall", "cut", "disk full"}  # not each replica notices it
+APART = {"partition", "stall", "cut", "disk full"}  # only some replicas notice the fault
 
 
 @contextlib.contextmanager
 def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
-    """Pools are known to their nodes; replicas ask each other in this process."""
+    """Give each `Node` its pool; replicas call each other within this process."""
 
     class Made(Pool):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -555,13 +555,13 @@ def _patched(world: list[World]) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(serve, "Pool", Made)
         patched.setattr(secrets, "token_hex", lambda size: random.randbytes(size).hex())
-        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # of the machine that runs the test
+        patched.setattr(connection.KernelDelay, "read", lambda self: 0.0)  # no test-machine delays
         patched.setattr(budget_transfer.GrpcPeers, "_send", send)
         yield patched
 
 
 def failure(schedule: Schedule) -> str:
-    """Which promises a run of `schedule` breaks, and how; empty if it keeps them all."""
+    """Run `schedule`; return the guarantees that it breaks and how, or an empty text."""
     worlds: list[World] = []
     random.seed(schedule.seed)
     with (
@@ -599,7 +599,7 @@ def failure(schedule: Schedule) -> str:
 
 
 def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) -> Schedule:
-    """`schedule`, which fails, without the faults that its failure does not need."""
+    """`schedule`, which fails, without the faults that are not needed for the failure."""
     for fault in schedule.faults:
         fewer = schedule._replace(faults=tuple(each for each in schedule.faults if each is not fault))
         if fails(fewer):
@@ -608,7 +608,7 @@ def smallest(schedule: Schedule, fails: Callable[[Schedule], object] = failure) 
 
 
 def report(schedule: Schedule) -> str:
-    """`failure`, with the smallest schedule that fails and what it breaks."""
+    """As `failure`, preceded by the smallest schedule that fails and the guarantees that it breaks."""
     found = failure(schedule)
     if not found:
         return ""
@@ -621,8 +621,8 @@ def report_of(seed: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """`python schedules.py SEED…` runs one after the other; the number of those that fail. `--whole` leaves
-    out no fault of these."""
+    """`python schedules.py SEED…` runs each seed's schedule; returns the number that fail. `--whole` skips
+    the search for the smallest schedule."""
     failed, whole = 0, "--whole" in arguments
     for seed in map(int, filter(str.isdigit, arguments)):
         found = failure(Schedule.of(seed)) if whole else report_of(seed)

@@ -1,4 +1,4 @@
-"""The admin API of a running fleet: every replica reports the state as it is."""
+"""The admin API of a running fleet: every replica reports the shared state correctly."""
 
 import asyncio
 from functools import partial
@@ -37,7 +37,7 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
         waiting = []
         for count, (flow, objective, workload) in enumerate(asked, 1):
             waiting.append(send(flow, objective=objective, workload=workload))
-            await here.until_state(queued=count)  # so that they come in this order
+            await here.until_state(queued=count)  # fixes the order of arrival
         lists = [await all_pages(here, "queue", "requests", replica, 1 + replica) for replica in range(3)]
         order = [each["id"] for each in lists[0]]
         assert [[each["id"] for each in one] for one in lists] == [order] * 3
@@ -87,7 +87,7 @@ async def test_every_replica_lists_the_queue_in_the_order_in_which_it_is_served(
 
 
 async def test_under_load_shares_follow_the_weights_and_lists_agree_with_metrics(fleet: Any) -> None:
-    # Long answers: also on a busy machine the bound, not the machine, makes requests wait.
+    # Long answers, so that the bound makes requests wait even if the machine is busy.
     slower = ("--no-restart", "--endpoints", "1", "--sim-ttft", "150", "--sim-itl", "5")
     here = fleet(*slower, config={"objectives": [{**each, "criticality": "Default"} for each in OBJECTIVES]})
     async with here.client() as client, asyncio.TaskGroup() as tasks:
@@ -154,7 +154,7 @@ async def test_events_have_every_decision_once_and_end_with_the_replica(fleet: A
                     State.model_validate(data["state"])
                     assert data["workloads_total"] == len(data["workloads"])
                     assert data.keys() >= {"at", "flows", "flows_total", "endpoints", "replicas"}
-                elif name != "unavailable":  # of a read that took too long; the next one has its decisions
+                elif name != "unavailable":  # a read timed out; the next event has its decisions
                     assert (name, data["skipped"]) == ("decisions", 0)
                     entries += data["entries"]
                 if snapshots and len(entries) >= len(log):

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from whole_fleet import says_unavailable
 
 CONFIG = {"admin": {"rate": 1e6}, "fair_request_queue": {"ordering": "workload-aware"}}
-EXAMPLES = 15  # for each call
-MAX_ATTEMPTS = 5  # at one case, if the machine pauses for longer than the API waits for Redis
+EXAMPLES = 15  # for each operation
+MAX_ATTEMPTS = 5  # for one case, if the machine pauses for longer than the API waits for Redis
 
 
 @pytest.fixture
 async def busy(fleet: Any) -> AsyncIterator[Any]:
-    """A fleet with 2 requests running and 30 waiting, of 3 flows and 2 workloads."""
+    """A fleet with 2 requests running and 30 waiting, from 3 flows and 2 workloads."""
     here = fleet("--replicas", "1", "--endpoints", "1", "--sim-ttft", "60000", config=CONFIG)
     async with here.client() as client:
         requests = [
@@ -33,7 +33,7 @@ async def busy(fleet: Any) -> AsyncIterator[Any]:
 async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None:
     described = (await busy.admin("/openapi.json")).json()
 
-    async def listed() -> Any:  # the list may be a second behind the queue
+    async def listed() -> Any:  # the list may be up to a second older than the queue
         return (await busy.get("queue"))["requests"]
 
     waiting = (await busy.eventually(listed, what="the list"))[0]["id"]
@@ -48,10 +48,10 @@ async def test_no_call_fails_and_every_answer_is_as_described(busy: Any) -> None
 
 
 def _fuzz(described: dict[str, Any], base: str) -> dict[str, int]:
-    """How often each call was made. Raises AssertionError, or an error of schemathesis, for a wrong answer,
-    and if Redis does not answer in time several times in a row.
+    """Call every operation with random arguments; return the number of calls of each. Raises AssertionError
+    or schemathesis's error for a wrong answer, or if Redis times out MAX_ATTEMPTS times in a row.
     """
-    # Imported here: it takes more than a second, which other tests need not pay.
+    # Imported here because the import takes more than a second, which other tests avoid.
     import schemathesis
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks

@@ -1,4 +1,4 @@
-"""What is read of an answer, and what a client gets of it, behind a real Envoy in each mode."""
+"""How the picker reads and changes model servers' answers, behind a real Envoy in each mode."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from whole_fleet import running
 
 TYPE = {"plain": b"application/json", "stream": b"text/event-stream"}
 CLAUDE = {"input_tokens": 150, "cache_read_input_tokens": 700, "cache_creation_input_tokens": 50}
-INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # of a tool
+INPUT = {"usage": {"input_tokens": 1}, "model": "big-v2"}  # input of a tool call, not of the answer
 ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
     "chat": ("plain", [{"usage": {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}}], (7, 9)),
     "embeddings": ("plain", [{"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}], (7, 0)),
@@ -107,12 +107,12 @@ async def test_a_rename_changes_the_model_alone_in_what_the_server_and_the_clien
     async with here.client() as client:
         headers = {"accept-encoding": "gzip"}
         answer = await client.post("/v1/messages", json={**ask, "model": "big"}, headers=headers)
-    if mode == "http":  # it cannot change a body
+    if mode == "http":  # mode `http` cannot change a body
         assert (answer.status_code, answer.json()["type"]) == (500, "error")
         return
     assert json.loads(servers.last_body) == {**ask, "model": "big-v2"}
     assert "accept-encoding" not in servers.last_headers
-    # Only `standard` sees the answer.
+    # Only mode `standard` processes the answer.
     renamed = servers.answer.replace(b'"model": "big-v2"', b'"model": "big"', 1)
     assert answer.content == (renamed if mode == "standard" else servers.answer)
     async with here.client() as client:

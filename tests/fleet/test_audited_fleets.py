@@ -1,4 +1,4 @@
-"""A fleet's closing audit fails when its log shows a violation or lacks its beginning."""
+"""The audit at a fleet's end fails if the decision log shows a violation or lacks its start."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ async def test_a_log_with_a_violation_or_without_its_beginning_fails_the_test(fl
     assert len([entry for entry in await decisions(here) if entry.event == "completed"]) == 10
     here.audit()
     async with here.redis() as redis:
-        # The log now says that a request ended twice.
+        # Make the log say that a request ended twice.
         entries = await redis.xrange(LOG)
         last, ended = entries[-1][1], next(e for _, e in reversed(entries) if e["event"] == "completed")
         added = await redis.xadd(LOG, {**ended, "seq": str(int(last["seq"]) + 1)})
         with pytest.raises(AssertionError, match=rf"G6: request {ended['request']} ends .* or twice"):
             here.audit()
-        # That is mended, and its beginning is missing.
+        # Remove that entry, and the log's first one.
         await redis.xdel(LOG, added, entries[0][0])
     with pytest.raises(AssertionError, match="log: it begins at entry 2"):
         here.stop()

@@ -1,4 +1,4 @@
-"""A background task of a replica that fails at any of its awaits: requests are served on."""
+"""Background tasks of a replica fail at each of their awaits in turn; the replica keeps serving."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ Place = tuple[str, int]
 
 
 class Injected(Exception):
-    """Raised in a background task."""
+    """The exception raised in background tasks."""
 
 
 class Injector:
-    """A task factory: has each kept task fail once at each line of the picker where it waits."""
+    """A task factory: each task run by `background.keep` fails once at each picker line where it awaits."""
 
     def __init__(self) -> None:
         self.places: dict[str, set[Place]] = defaultdict(set)
@@ -62,10 +62,10 @@ class Injector:
 
 
 def _waits_at(coroutine: Any) -> tuple[str, Place | None]:
-    """The innermost kept task, and the line of the picker where it waits.
+    """The innermost kept task, and the picker line where it awaits.
 
-    No line in a pause after a failure, and in what asyncio would not clean up: a group that waits for its
-    tasks, a connection that is being made.
+    No line for the pause after a failure, nor where asyncio would not clean up: a TaskGroup that waits for
+    its tasks, or a connection that is being made.
     """
     name, place, each = "", None, coroutine
     while isinstance(each, types.CoroutineType):

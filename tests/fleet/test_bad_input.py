@@ -1,4 +1,4 @@
-"""Whatever a client sends gets a clear answer and harms no other client (G10)."""
+"""Any input from a client gets a clear answer and harms no other client (G10)."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ HUGE = b'{"model": "llama", "prompt": "' + b"x" * 20_000_000 + b'"}'
 
 ASK = json.dumps(GOOD).encode()
 WORKLOAD, FAIRNESS = "x-workload-context", "x-gateway-inference-fairness-id"
-REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, and what the refusal names
+REFUSED: dict[str, tuple[bytes, dict[str, bytes], str]] = {  # body, headers, and a word of the refusal
     "cut off": (b'{"model":', {}, "JSON"),
     "no JSON": (b"not json", {}, "JSON"),
     "no UTF-8": (b"\xff\xfe\x00", {}, "JSON"),
@@ -43,7 +43,7 @@ def small(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
 
 
 async def assert_serves(fleet: Any) -> None:
-    """The next request is served, and then nothing is in flight."""
+    """Assert that the next request is served and that nothing stays in flight."""
     assert (await complete(fleet.url, "x", 1)).served
     await at_rest(fleet)
 
@@ -66,7 +66,7 @@ async def test_a_request_without_a_model_is_one_for_the_only_model_that_the_endp
 
             async def placed(body: object = body) -> bool:
                 answer = await client.post("/v1/completions", json=body)
-                return "default_model" not in answer.text  # the simulator itself wants a model
+                return "default_model" not in answer.text  # the simulator itself requires a model
 
             await small.eventually(placed, bool, what="the endpoints' pages")
     await assert_serves(small)
@@ -93,7 +93,7 @@ async def test_envoy_itself_refuses_a_workload_of_1_mb(small: Any) -> None:
     try:
         status, _ = await post_while_reading(small.url, ASK, workload)
     except (asyncio.IncompleteReadError, ConnectionError):
-        status = 431  # Envoy may reset the connection before its answer is read
+        status = 431  # Envoy may reset the connection before the client reads the answer
     assert status == 431
     await assert_serves(small)
 

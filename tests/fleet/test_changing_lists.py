@@ -1,4 +1,4 @@
-"""A list of endpoints that changes while requests wait and run: Envoy gets none that it cannot serve."""
+"""The list of endpoints changes while requests wait and run: Envoy only gets endpoints that it knows."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ async def test_requests_that_wait_for_a_new_endpoint_leave_when_envoy_knows_it(
             answers = await asyncio.gather(*waiting)
             assert {answer.status for answer in answers} == {200}
 
-            # The list is emptied and filled again, each time by another server, under load.
+            # Under load, the list is emptied and refilled three times, each time with another server.
             stop, numbers = asyncio.Event(), itertools.count(CLIENTS)
 
             async def client() -> list[int]:

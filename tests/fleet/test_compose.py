@@ -1,4 +1,4 @@
-"""docker-compose.yml as Docker Compose reads it, and its services as processes."""
+"""docker-compose.yml as Docker Compose reads it, and its services run as local processes."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ ASK = {"model": "llama", "prompt": "Tell me of queues.", "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """The services as Docker Compose reads them."""
+    """The services in the output of `docker-compose config`."""
     compose = shutil.which("docker-compose")
     assert compose is not None, "docker-compose is missing: Debian has a package of it (.ci/packages)"
     done = subprocess.run([compose, "config"], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -70,7 +70,7 @@ def test_images_have_no_root_user_and_no_build_tools() -> None:
 
 
 async def _loaded(client: httpx.AsyncClient, stats: str) -> None:
-    """Wait until ten requests of Locust were answered, none with a failure."""
+    """Wait until ten of Locust's requests have been answered; assert that none fails."""
     count = 0
     async with asyncio.timeout(60):
         while count < 10:
@@ -81,7 +81,7 @@ async def _loaded(client: httpx.AsyncClient, stats: str) -> None:
 
 
 async def _operators_reach_the_fleet(client: httpx.AsyncClient, admin: str) -> None:
-    """The listener for operators has the dashboard and, with the token, the API."""
+    """Assert that Envoy's operator listener serves the dashboard and, with the token, the API."""
     bearer = {"authorization": f"Bearer {TOKEN}"}
     state = (await client.get(f"{admin}/api/v1/state", headers=bearer)).json()
     assert state["ready_backends"] == 3

@@ -1,4 +1,4 @@
-"""The dashboard of a real fleet in a real browser: it shows what the API says, and its buttons work."""
+"""The dashboard of a real fleet in a real browser: it agrees with the API, and its buttons work."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,12 +15,12 @@ CONFIG = {
     "objectives": [{"name": "gold", "criticality": "Critical"}],
     "fair_request_queue": {"flow_capacity": 500, "queue_ttl": "60s"},
 }
-pytestmark = pytest.mark.asyncio(loop_scope="module")  # the browser's
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # the event loop of the browser
 XSS = "<img src=x onerror=window.owned=1>"
 
 
 async def switch(page: Dashboard, to: str, outcome: str) -> None:
-    """Press the button that pauses or resumes dispatch, and confirm."""
+    """Press the button that pauses or resumes dispatch, and confirm the question."""
     await page.page.click("#pause")
     await page.confirm(to)
     await page.says("#toast", outcome)
@@ -29,13 +29,13 @@ async def switch(page: Dashboard, to: str, outcome: str) -> None:
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that every test leaves as it found it."""
+    """A fleet that every test leaves unchanged."""
     return shared_fleet(*SLOW, config=CONFIG)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(here: Any, dashboard: Any) -> AsyncIterator[Dashboard]:
-    """Its dashboard; dispatch goes on at the end."""
+    """The fleet's dashboard; at the end dispatch must not be paused."""
     async with dashboard(here) as shown:
         yield shown
         assert not (await here.get("state"))["paused"]
@@ -228,7 +228,7 @@ async def test_the_first_fifty_flows_are_shown_and_the_rest_counted(here: Any, d
 
 
 async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # of a read in flight when the replica was stopped
+    page.allowed.append("status of 503")  # answers a read in flight when the replica is stopped
     await page.says("#connection", "live")
     with suspended(here.replica(0)):
         await page.says("#connection", "stale since")
@@ -236,8 +236,8 @@ async def test_the_page_is_stale_while_its_replica_is_silent(here: Any, page: Da
 
 
 async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, page: Dashboard) -> None:
-    # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis has
-    # answered it.
+    # The browser's error depends on the moment of the kill; a new replica answers 503 until Redis first
+    # answers.
     page.allowed += ["net::ERR_", "status of 503"]
     before = await page.text("#replica")
     here.replica(0).kill()
@@ -246,7 +246,7 @@ async def test_a_page_reconnects_to_the_next_replica_at_its_address(here: Any, p
 
 
 async def test_a_fleet_without_redis_is_shown_as_such_until_it_is_back(here: Any, page: Dashboard) -> None:
-    page.allowed.append("status of 503")  # of the list of the queue meanwhile
+    page.allowed.append("status of 503")  # answers reads of the queue while Redis is down
     with suspended(here.child("valkey-server")):
         await page.until("document.getElementById('why').dataset.level === 'bad'")
     await page.until("document.getElementById('why').dataset.level === 'calm'")
@@ -276,7 +276,7 @@ async def test_charts_have_captions_with_their_figures(here: Any, dashboard: Any
 
 @pytest.fixture(scope="module")
 def guarded(shared_fleet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A fleet whose admin API has tokens, and whose decision log is off. It takes the place of `here`."""
+    """A fleet whose admin API requires tokens, without a decision log. It replaces the fleet of `here`."""
     file = tmp_path_factory.mktemp("tokens") / "alice"
     file.write_text("may-look")
     admin = {"token": "open-sesame", "tokens": [{"file": str(file), "role": "viewer"}]}

@@ -1,4 +1,4 @@
-"""Every figure of the dashboard is that of the API at the same moment, under load."""
+"""Under load, every figure on the dashboard equals the API's figure at the same moment."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from page_reading import UNREADABLE
 
 SLOW = ("--no-restart", "--endpoints", "3", "--sim-ttft", "300", "--sim-itl", "1")
 CONFIG = {
-    "models": [{"name": "llama"}, {"name": "poet"}],  # the second is an adapter of each simulator
+    "models": [{"name": "llama"}, {"name": "poet"}],  # `poet` is an adapter of each simulator
     "objectives": [
         {"name": "gold", "criticality": "Critical"},
         {"name": "heavy", "criticality": "Default", "weight": 3},
@@ -31,8 +31,8 @@ CONFIG = {
     "scheduling": {"scorers": [{"name": "queue-depth", "weight": 1}, {"name": "latency", "weight": 1}]},
 }
 pytestmark = [
-    pytest.mark.timeout(300),  # a fleet, a browser and its load share what the machine has
-    pytest.mark.asyncio(loop_scope="module"),  # the browser's
+    pytest.mark.timeout(300),  # a fleet, a browser and the load share the machine
+    pytest.mark.asyncio(loop_scope="module"),  # the event loop of the browser
 ]
 FLOWS = (
     ("one", "gold", "llama"),
@@ -40,7 +40,7 @@ FLOWS = (
     ("three", "", "llama"),
     ("four", "batch", "llama"),
 )
-CLIENTS = 5  # of each flow
+CLIENTS = 5  # clients of each flow
 LOOKS = 3
 WITHIN_S = 90
 ANOTHER = "(at) => Number(document.getElementById('main').dataset.at) !== at"
@@ -56,7 +56,7 @@ def here(shared_fleet: Any) -> Any:
 
 @asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """Clients of four flows that send a request after each answer; the fleet is at rest on leaving."""
+    """Clients of four flows that send a request after each answer; leaving the block waits for rest."""
     done = asyncio.Event()
 
     async def client_of(http: httpx.AsyncClient, flow: str, objective: str, model: str) -> None:
@@ -76,7 +76,7 @@ async def load(fleet: Any) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
-    """This endpoint is drained by an operator meanwhile."""
+    """Within the block, an operator has drained this endpoint."""
     await fleet.post(f"endpoints/{address}/drain")
     try:
         yield
@@ -85,7 +85,7 @@ async def drained(fleet: Any, address: str) -> AsyncIterator[None]:
 
 
 def lacking(shot: dict[str, Any]) -> set[str]:
-    """Which figures this snapshot does not have, or has with their default value."""
+    """The names of figures that the snapshot lacks or has at their default value."""
     there = {
         "a wait": figures.oldest_s(shot) is not None,
         "overdue": shot["state"]["overdue"] > 0,
@@ -112,7 +112,7 @@ async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
         seen: set[float] = set()
         missing: set[str] | None = None
         async with asyncio.timeout(WITHIN_S):
-            while len(seen) < LOOKS or missing:  # until each kind of figure was there to be compared
+            while len(seen) < LOOKS or missing:  # until each kind of figure has been compared
                 shown = await page.page.evaluate(figures.PAGE)
                 if shown["at"] in seen:
                     await page.until(ANOTHER, shown["at"])
@@ -128,7 +128,7 @@ async def test_every_figure_of_a_snapshot_is_that_of_the_api_at_the_same_moment(
 
 async def test_every_figure_of_the_queue_is_that_of_an_answer_of_the_api(here: Any, dashboard: Any) -> None:
     async with load(here), dashboard(here) as page:
-        answers: list[Any] = []  # of the queue, that this page receives
+        answers: list[Any] = []  # answers about the queue that this page receives
         page.page.on("response", lambda each: "/api/v1/queue" in each.url and answers.append(each))
         await page.page.locator("#queue").scroll_into_view_if_needed()
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Every query of the Grafana dashboards and rules, and the table of metrics, against a fleet under load."""
+"""Queries of the Grafana dashboards and rules, and the table of metrics, against a fleet under load."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ WITHIN_S = 75.0
 
 
 def targets() -> dict[str, dict[str, Any]]:
-    """Every panel's queries, as Grafana reads them, by dashboard and title."""
+    """Every panel's queries as Grafana reads them, by dashboard, panel title and reference id."""
     return {
         f"{path.stem}: {panel['title']}: {target['refId']}": {"datasource": panel["datasource"]} | target
         for path in sorted(GRAFANA.glob("dashboards/*.json"))
@@ -46,13 +46,13 @@ def queries() -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def load(fleet: Any) -> AsyncIterator[None]:
-    """More load than the fleet can take: requests served, expired, preempted, refused and abandoned."""
+    """Send more load than the fleet can take: requests are served, expired, preempted, refused, abandoned."""
 
     async def ask(client: Any, headers: dict[str, str]) -> None:
         while True:
             body = {"model": "llama", "prompt": "hi", "max_tokens": random.randint(2, 8)}
             await client.post("/v1/completions", json=body, headers=headers)
-            await asyncio.sleep(0.05)  # refusals come back at once
+            await asyncio.sleep(0.05)  # refusals are immediate: limit their rate
 
     async def leave(client: Any) -> None:
         body = {"model": "llama", "prompt": "hi", "max_tokens": 4}
@@ -99,7 +99,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
         async with load(running):
             seen = await ask_all(prometheus, wanted)
         assert not wanted.keys() - seen.keys()
-        # A label that a series does not have is an empty place in the panel's legend.
+        # A label missing from a series would leave a gap in the panel's legend.
         for where, target in targets().items():
             assert set(re.findall(r"{{\s*(\w+)\s*}}", target.get("legendFormat", ""))) <= seen[where], where
         for expression in rules("alert").values():
@@ -117,7 +117,7 @@ async def test_every_query_of_rules_and_dashboards_returns_a_number(fleet: Any, 
 
 
 async def ask_all(prometheus: Prometheus, wanted: dict[str, str]) -> dict[str, set[str]]:
-    """The queries of `wanted` that have returned a number within WITHIN_S, with the labels of its series."""
+    """The labels common to the series of each query of `wanted` that returned a number within WITHIN_S."""
     seen: dict[str, set[str]] = {}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WITHIN_S):

@@ -1,6 +1,6 @@
-"""Clients that leave, in every phase and every mode, give back what they used (G6).
+"""A client that leaves, in any phase and any mode, releases everything its request used (G6).
 
-A lease lasts 15 s. What is released sooner was released because its client left.
+A lease lasts 15 s. An earlier release is due to the client's disconnect.
 """
 
 from functools import partial
@@ -18,13 +18,13 @@ CONFIG = {"request_queue_controller": {"watermark_per_backend": 1}}
 
 @pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def slow(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """One endpoint that takes one request at a time and streams slowly."""
+    """A fleet with one endpoint that takes one request at a time and streams slowly."""
     options = ("--endpoints", "1", "--sim-ttft", "20", "--sim-itl", "20")
     return shared_fleet("--mode", request.param, *options, config=CONFIG)
 
 
 async def streaming(fleet: Any) -> Caller:
-    """A client whose answer streams for 20 s."""
+    """A client whose answer takes 20 s to stream."""
     caller = await Caller.ask(fleet.url, tokens=1000)
     assert b"200 OK" in await caller.first_bytes()
     return caller
@@ -63,8 +63,8 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
         await at_rest(slow, within_s=SOON_S)
         return [entry.event for entry in (await decisions(slow))[before:]]
 
-    # A replica that reads the end before it asks leaves no entry; one that reads it after the reply ends a
-    # running request. So the test repeats until the log shows a cancelled placement.
+    # A replica that sees the disconnect before it admits logs no entry; one that sees it after the reply ends
+    # a running request. So the test repeats until the log shows a cancelled placement.
     seen: list[list[str]] = []
     while PLACED_AND_CANCELLED not in seen:
         assert len(seen) < TRIES, seen
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_while_it_is_placed_is_cancelled(slow: Any) -
 
 
 async def calls_of_replicas(fleet: Any) -> tuple[int, int]:
-    """Envoy's calls to replicas, and how many of them it reset, which closes a connection of HTTP/1.1."""
+    """Envoy's calls to replicas, and how many of them it reset (HTTP/1.1: by closing the connection)."""
     lines = (await fleet.envoy_admin("/stats?filter=^cluster.picker.*upstream_(rq|cx)_")).text.splitlines()
     found = dict(line.removeprefix("cluster.").rsplit(": ", 1) for line in lines)
     cluster, reset = "picker", "rq_tx_reset"

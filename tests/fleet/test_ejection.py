@@ -1,6 +1,6 @@
-"""A server that fails is ejected by the fleet, in each mode, and comes back when it is well.
+"""The fleet ejects a failing server, in each mode, and takes it back when it recovers.
 
-tests/long/outliers.py has every kind of failure in pools of 2, 4 and 8 servers.
+tests/long/outliers.py tests every kind of failure in pools of 2, 4 and 8 servers.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 WATERMARK = {"request_queue_controller": {"watermark_per_backend": 4}}
 SERVICE_S = 0.05
-LOOKED_AT = 200  # requests
+LOOKED_AT = 200  # requests after a failure over which the test counts errors
 
 
 @pytest_asyncio.fixture(params=MODES, loop_scope="function")
@@ -51,7 +51,7 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
     async with Clients(fleet.url, 20) as clients:
         await clients.until_asked(40)
         servers.failing[broken] = kind
-        if name == "429":  # it is full, and not broken
+        if name == "429":  # the server is full, not broken
             await clients.until_asked(LOOKED_AT)
             assert set((await statuses(fleet)).values()) == {"ready"}
         else:
@@ -60,15 +60,15 @@ async def _it_fails(fleet: Any, servers: FailingServers, broken: str, name: str)
                 lambda: statuses(fleet), lambda each: each[broken] in out, within_s=10, what=name
             )
             assert list(found.values()).count("ready") == 3, name
-        await clients.until_asked(60)  # what was on its way ends
+        await clients.until_asked(60)  # ends the requests in flight
         servers.hits.clear()
         clients.failed.clear()
         await clients.until_asked(LOOKED_AT)
         assert servers.hits[broken] <= 0.02 * servers.hits.total() + 2, (name, servers.hits)
-        if not (kind.cuts and kind.resets):  # Envoy tells of those a second later
+        if not (kind.cuts and kind.resets):  # Envoy reports those a second later
             tries = servers.hits[broken] if kind.cuts else 0
             assert clients.failed.total() <= 0.005 * LOOKED_AT + tries, (name, clients.failed)
-        # When it is well, it is back.
+        # The server recovers and gets requests again.
         del servers.failing[broken]
         servers.hits.clear()
         await fleet.eventually(

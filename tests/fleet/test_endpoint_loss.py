@@ -1,6 +1,6 @@
-"""A model server hangs or is drained: its clients are served by the next best (G9).
+"""A model server hangs or is drained: the next best endpoints serve its clients (G9).
 
-One that dies: test_one_queue.py
+(A server that dies: test_one_queue.py)
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from whole_fleet import suspended
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet of four endpoints that every test leaves as it found it."""
+    """A fleet of four endpoints that every test leaves unchanged."""
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "5")
 
 
@@ -24,7 +24,7 @@ async def test_an_endpoint_that_hangs_is_down_until_it_answers_again(here: Any) 
         return {await here.endpoint_status(stopped, replica) for replica in range(3)}
 
     with suspended(here.endpoint(0)):
-        # No request is sent: scraping alone takes it out, for every replica.
+        # No request is sent: scraping alone marks the endpoint as down, for every replica.
         await here.eventually(seen, lambda each: each == {"down"}, within_s=60, what="the mark")
         assert stopped not in await served_by(here.url, 12)
     await here.eventually(seen, lambda each: each == {"ready"}, within_s=60, what="its return")

@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) that may not load the library into Redis (docs/redis.md, ACL)."""
+"""A real replica (`picker serve`) without permission to load the library into Redis (docs/redis.md, ACL)."""
 
 import asyncio
 import re
@@ -23,10 +23,10 @@ def url(server: Server, user: str) -> str:
 
 
 async def until_said(replica: Replica, page: str, words: str) -> None:
-    """Wait until this page's `redis` component has the words."""
+    """Wait until the `redis` component of this admin page contains `words`."""
 
     async def is_said() -> bool:
-        found = (await replica.admin.get(page)).json()  # or that this asks too often
+        found = (await replica.admin.get(page)).json()  # or a refusal for too many calls
         return words in found.get("components", {}).get("redis", "")
 
     await until(is_said)
@@ -50,16 +50,16 @@ async def test_a_replica_that_may_not_load_the_library_names_it_and_returns_when
         log.open("wb") as lines,
     ):
         async with served(url(server, "picker"), tmp_path, stderr=lines) as replica:
-            # At its start it says what is missing, and decides nothing.
+            # At its start the replica reports the missing library, and decides nothing.
             await until_said(replica, "/readyz", "picker functions load")
             assert await replica.hands_on()
             await until(lambda: "picker functions load" in log.read_text())
             assert await asyncio.to_thread(main, ["functions", "load", "--redis", url(server, "loader")]) == 0
             await replica.ready()
-            # A policy that evicts keys is told, too.
+            # The replica also reports an eviction policy.
             await until_said(replica, "/healthz", "allkeys-lru evicts keys")
             assert "allkeys-lru evicts keys" in log.read_text()
-            # Redis has lost the library after a restart: the replica goes on alone until it is loaded.
+            # A restart loses the library: the replica serves without Redis until the library is loaded.
             server.kill()
             await asyncio.to_thread(server.revive)
             await until_said(replica, "/healthz", "picker functions load")

@@ -1,6 +1,6 @@
-"""All attacks of docs/security.md at once, for a few seconds, with honest clients beside them.
+"""All attacks of docs/security.md at once, for 8 seconds, while honest clients send requests.
 
-`make hostile` does the same for ten minutes and checks latencies too.
+`make hostile` does the same for ten minutes and also checks latencies.
 """
 
 import pytest
@@ -10,9 +10,9 @@ from hostile_fleet import attack_fleet
 from picker_tools.local_fleet.parts import MODES, Mode
 
 REFUSED_BY_GRPC = ("INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED")
-# How attempts may end. The only 5xx is 503: a TTL that the attacker set has run out, hostile model servers
-# are taken out, the attackers' flow has as many waiting as it may, or the read of the queue was not
-# answered within its limit of 2 s. A client that leaves amid an answer of Envoy may see no more of it.
+# Allowed outcomes of attempts. The only 5xx is 503: a TTL set by the attacker expired, the hostile model
+# servers are out of service, the attackers' flow is full, or reading the queue exceeded its limit of 2 s.
+# A client that leaves while Envoy answers may read only part of the answer.
 ALLOWED_OUTCOMES = {
     "hostile bodies of 8 MiB": {"200", "400", "413", "503"},
     "large bodies that stop half-way": {"400", "408", "503", ENDED},

@@ -1,4 +1,4 @@
-"""The examples of `deploy/examples`: a request's flow comes from credentials, never from its headers."""
+"""The examples of `deploy/examples`: a request's flow comes from its credentials, never from its headers."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 ENVOY_CONFIG = ("-m", "picker_fleet.cli", "envoy-config")
 Headers = list[tuple[str, str]]
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
-# Headers by which a client could claim another flow.
+# Headers with which a client could try to claim another flow.
 SPOOFED = [
     ("x-gateway-inference-fairness-id", "another"),
     ("X-Gateway-Inference-Fairness-Id", "another"),
@@ -43,7 +43,7 @@ def here(shared_fleet: Any) -> Any:
 
 @contextmanager
 def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Edge]:
-    """An Envoy with the bootstrap that the example's two commands print."""
+    """Run an Envoy with the bootstrap that `picker envoy-config` and then the example print."""
     listen = ("--listen", "127.0.0.1:0", "--envoy-admin", "127.0.0.1:0")
     pickers = [each for replica in fleet.state["replicas"] for each in ("--picker", replica["grpc"])]
     plain = run([*ENVOY_CONFIG, *listen, *pickers])
@@ -53,7 +53,7 @@ def example(fleet: Any, folder: Path, name: str, *arguments: str) -> Iterator[Ed
 
 
 def run(command: list[str], text: str = "") -> str:
-    """The stdout of a Python program with `text` on stdin, which must succeed."""
+    """Run a Python program with `text` on stdin; return its stdout. AssertionError if it fails."""
     done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -65,13 +65,13 @@ async def asked(url: str, headers: Headers, **options: Any) -> httpx.Response:
 
 
 async def assert_admitted(fleet: Any, url: str, headers: Headers, flow: str, **how: Any) -> None:
-    """The request is served as one of `flow`, in the default band."""
+    """Assert that the request is served as part of `flow`, in the default band."""
     assert (await asked(url, headers, **how)).status_code == 200
     assert (await admitted(fleet))[-1] == (flow, 0)
 
 
 async def test_the_flow_of_an_api_key_is_that_of_its_hash_in_the_table(here: Any, tmp_path: Path) -> None:
-    # Lengths around the block size of SHA-256; the table has hashes only, no keys.
+    # Key lengths around the block size of SHA-256; the table has only hashes.
     sizes = (5, 55, 56, 63, 64, 119, 512)
     keys = {f"flow {size} – {size}": f"k{size}-".ljust(size, "y") for size in sizes}
     table = tmp_path / "keys.yaml"
@@ -100,7 +100,7 @@ def b64(data: bytes) -> str:
 
 
 def token(secret: bytes = SECRET, **claims: Any) -> tuple[str, str]:
-    """The header of a token of these claims; those that are None are left out."""
+    """The authorization header with a JWT of these claims; a claim of None is left out."""
     expires = time.time() + 600
     usual = {"iss": "https://login.example.org", "aud": "inference", "sub": "team-b", "exp": expires}
     body = {name: value for name, value in {**usual, **claims}.items() if value is not None}

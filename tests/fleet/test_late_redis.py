@@ -1,4 +1,4 @@
-"""Replicas that start while Redis is away."""
+"""Replicas that start while Redis is unavailable."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ async def test_a_replica_without_redis_at_its_start_decides_nothing_until_redis_
         assert unready.json()["components"]["redis"] != "ok"
         health = [await replica.health(name) for name in ("", SERVICE, "readiness", "liveness")]
         assert health == ["NOT_SERVING"] * 3 + ["SERVING"]
-        # It knows no bound, so it decides nothing.
+        # The replica knows no bound, so it decides nothing.
         assert await replica.hands_on()
         await asyncio.to_thread(valkey.revive)
         await replica.ready()

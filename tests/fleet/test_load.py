@@ -1,4 +1,4 @@
-"""`picker load` as its user runs it, and its scenarios in Locust, against real fleets."""
+"""`picker load` as users run it, and its scenarios in Locust, against real fleets."""
 
 import csv
 import json
@@ -16,11 +16,11 @@ import pytest
 from picker_tools.local_fleet.processes import picker_command
 
 ROOT = Path(__file__).parents[2]
-END_S = 200.0  # some scenarios take more than a minute where the machine is busy
+END_S = 200.0  # on a busy machine some scenarios take more than a minute
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """The exit status and output of a Python module."""
+    """Run a Python module; return its exit status and output."""
     command = [sys.executable, "-P", "-m", *arguments]
     done = subprocess.run(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT, timeout=END_S)
     return done.returncode, done.stdout
@@ -41,14 +41,14 @@ def verdicts(report: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that is at rest again when a load has ended."""
+    """A fleet that is at rest again after each load."""
     return shared_fleet("--replicas", "1", "--endpoints", "2")
 
 
 def test_a_scenario_keeps_its_promises_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     size = ("--own", "--replicas", "2", "--endpoints", "2", "--duration", "2")
     status, said = load("noisy-neighbour", *size, report=tmp_path)
-    # It starts a fleet, and the promises are kept, those of the log too.
+    # The command starts a fleet, and all promises hold, including those checked in the decision log.
     found = verdicts(tmp_path)
     assert status == 0, said
     kept = ("quiet-not-refused", "one-answer", "at-rest", "G1", "G2", "G6")
@@ -69,14 +69,14 @@ def test_no_client_notices_killed_replicas(tmp_path: Path) -> None:
 
 
 def test_a_broken_promise_is_exit_status_1(here: Any, tmp_path: Path) -> None:
-    # The objective asks for first tokens sooner than the model servers can give them.
+    # The SLO demands first tokens sooner than the model servers can produce them.
     where = ("--state-file", str(here.state_file), "--duration", "2")
     status, said = load("steady", *where, "--slo-ttft", "0.005", report=tmp_path)
-    # The broken promise is named, with what was measured.
+    # The report names the broken promise with the measured value.
     assert status == 1, said
     assert "BROKEN slo-ttft: 95 % of first tokens come within 0.005 s" in said
     found = verdicts(tmp_path)
-    # It is the only one: without the objective the same load breaks nothing.
+    # Only the SLO is broken: without it, the same load breaks no promise.
     assert [name for name, verdict in found.items() if verdict == "broken"] == ["slo-ttft"]
     assert found["no-errors"] == found["one-answer"] == found["at-rest"] == "held"
 
@@ -88,7 +88,7 @@ def test_a_fleet_that_is_not_configured_for_a_scenario_is_refused(here: Any, tmp
 
 
 def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
-    # A load that would go on for minutes.
+    # A load that would run for minutes.
     where = ("--state-file", str(here.state_file), "--duration", "300", "--report", str(tmp_path))
     command = picker_command("load", "steady", *where)
     with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, cwd=ROOT) as process:
@@ -101,7 +101,7 @@ def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
         said = process.stdout.read()
         status = process.wait()
         deadline.cancel()
-    # There is a report of what was sent.
+    # The report covers the requests sent so far.
     assert status == 130, said
     summary = summary_of(tmp_path)
     assert summary["interrupted"] is True
@@ -110,13 +110,13 @@ def test_an_interrupt_ends_with_a_report(here: Any, tmp_path: Path) -> None:
 
 
 def test_locust_runs_the_same_scenarios(here: Any, tmp_path: Path) -> None:
-    # Locust runs two of the scenarios for some seconds, without its own page.
+    # Locust runs two scenarios for 4 seconds, without its web page.
     file = ROOT / "deploy" / "locust" / "locustfile.py"
     status, said = run(
         *("locust", "-f", str(file), "--headless", "--host", here.url, "--only-summary"),
         *("-u", "8", "-r", "8", "-t", "4s", "--csv", str(tmp_path / "stats"), "SteadyUser", "DemoUser"),
     )
-    # Requests of both are served, and none fails.
+    # Requests of both scenarios are served, and none fails.
     assert status == 0, said
     with (tmp_path / "stats_stats.csv").open() as stats:
         rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(stats)}

@@ -1,4 +1,4 @@
-"""Memory of a replica that reads bodies, under the limit of the manifests."""
+"""A replica that reads bodies stays within the memory limit of the Kubernetes manifests."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from picker_fleet.config import parse
 
 MIB = 1024 * 1024
 PEAK_MIB = 400
-CHUNK = MIB  # as Envoy sends them
+CHUNK = MIB  # the chunk size that Envoy sends
 LARGEST = parse({}).extproc.max_body_bytes
 BOUND = parse({}).extproc.max_buffered_bytes
 MODES = ("lean", "standard")
@@ -29,7 +29,7 @@ MANIFEST = Path(__file__).parents[2] / "deploy" / "kubernetes" / "deployment.yam
 
 
 def limit_mib() -> int:
-    """The memory limit of a replica's container."""
+    """The memory limit of a replica's container, in MiB."""
     documents = yaml.safe_load_all(MANIFEST.read_text())
     deployment = next(each for each in documents if each["kind"] == "Deployment")
     limits = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -39,11 +39,11 @@ def limit_mib() -> int:
 
 @contextlib.asynccontextmanager
 async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> AsyncIterator[Replica]:
-    """A replica with the memory limit of the manifests, behind a queue."""
+    """A replica with the memory limit of the manifests and room for `requests_at_once`; others queue."""
     limit_bytes = limit_mib() * MIB
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # threads' stacks count whole, used or not
+        resource.setrlimit(resource.RLIMIT_STACK, (MIB, MIB))  # RLIMIT_DATA counts whole stacks
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
     config = {
@@ -56,7 +56,7 @@ async def limited(redis_url: str, folder: Path, *, requests_at_once: int) -> Asy
 
 
 def mib(replica: Replica, what: str) -> int:
-    """The replica's memory now (`VmRSS`), or its peak (`VmHWM`)."""
+    """The replica's current memory (`VmRSS`) or its peak (`VmHWM`), in MiB."""
     lines = Path(f"/proc/{replica.process.pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(what))) // 1024
 
@@ -70,7 +70,7 @@ async def buffered(replica: Replica) -> float:
 
 
 async def at_rest(replica: Replica) -> None:
-    """Wait until it buffers no body."""
+    """Wait until the replica buffers no body."""
 
     async def is_empty() -> bool:
         return await buffered(replica) == 0
@@ -79,7 +79,7 @@ async def at_rest(replica: Replica) -> None:
 
 
 async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = False) -> None:
-    """Send a request as far as the replica reads it, and read its decision to the end."""
+    """Send a request until the replica stops reading it, and read the whole decision."""
     call = replica.exchange()
     sending = asyncio.create_task(_send(call, text, mode, trailed=trailed))
     try:
@@ -90,7 +90,7 @@ async def talk(replica: Replica, text: bytes, mode: str, *, trailed: bool = Fals
             answer = await call.read()
             whole = answer.request_body.response.body_mutation.streamed_response.end_of_stream
     except grpc.aio.AioRpcError:
-        pass  # it was refused, and its stream ended during a write
+        pass  # the replica refused the request and ended the stream during a write
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -106,7 +106,7 @@ async def _send(call: Any, text: bytes, mode: str, *, trailed: bool) -> None:
 
 
 def hostile_bodies() -> list[bytes]:
-    """Bodies of the largest size that take the most memory to decode."""
+    """Bodies of the maximum size that need the most memory to decode."""
     return [
         b'{"model":"llama","z":[%s[]]}' % (b"[[[]],[[]]]," * (LARGEST // 12 - 10)),
         b'{"model":"llama",%s"z":0}' % b"".join(b'"k%07d":0,' % n for n in range(LARGEST // 14)),
@@ -123,7 +123,7 @@ async def test_a_replica_under_64_hostile_bodies_at_once_stays_under_400_mib(
     async with limited(valkey.url, tmp_path, requests_at_once=1000) as replica:
         bodies = hostile_bodies()
         assert all(LARGEST * 0.9 < len(each) <= LARGEST for each in bodies)
-        # Every kind, in both modes that read bodies, with and without trailers.
+        # Every kind of body, in both modes that read bodies, with and without trailers.
         hostile = [
             asyncio.create_task(talk(replica, bodies[at % 6], MODES[at // 6 % 2], trailed=at % 4 == 0))
             for at in range(64)
@@ -161,7 +161,7 @@ async def test_forty_large_queued_bodies_take_no_more_memory_than_their_bound_al
             return queued + refused == len(waiting)
 
         await until(each_waits_or_is_refused, PATIENT_S)
-        # The heap may keep as much again as the bodies take.
+        # The heap may retain the size of the bodies once more.
         assert 4 <= queued <= BOUND // len(text)
         assert await buffered(replica) == queued * len(text)
         assert mib(replica, "VmRSS") < idle_mib + 2 * BOUND / MIB

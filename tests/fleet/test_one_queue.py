@@ -1,4 +1,4 @@
-"""One stock and one queue behind three replicas, on real parts."""
+"""One stock and one queue behind three replicas, with real processes."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ CONFIG = {"fair_request_queue": {"flow_capacity": 1000}}
 
 @pytest.fixture(params=["lean", "standard", "http"], scope="module")
 def here(request: pytest.FixtureRequest, shared_fleet: Any) -> Any:
-    """A fleet in each mode; the last of its tests kills an endpoint."""
+    """A fleet in each mode; its last test kills an endpoint."""
     quick = ("--sim-ttft", "10", "--sim-itl", "1")
     return shared_fleet("--no-restart", "--mode", request.param, *quick, config=CONFIG)
 
@@ -26,8 +26,8 @@ async def test_300_parallel_requests_never_exceed_the_bound(here: Any) -> None:
     assert Ledger.replay(log).ends == Counter({"completed": 300})
     served = Counter(answer.endpoint for answer in answers)
     assert len(served) == 4
-    assert min(served.values()) >= 2  # an endpoint that pauses may get no more than its first requests
-    # The first requests, placed before any ended, went to the endpoints with the fewest in flight.
+    assert min(served.values()) >= 2  # a stalled endpoint may get only its first requests
+    # The requests placed before any request ended went to the endpoints with the fewest in flight.
     events = [entry.event for entry in log]
     first = Counter(entry.endpoint for entry in log[: events.index("completed")] if entry.endpoint)
     assert max(first.values()) - min(first[endpoint] for endpoint in served) <= 1

@@ -1,4 +1,4 @@
-"""An operator changes a running fleet: pause, live changes, eviction; preemption; bands of any priority."""
+"""An operator pauses, reconfigures and evicts in a running fleet; preemption; bands of any priority."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from picker_fleet.bands import LEAST_PRIORITY, MOST_PRIORITY
 from picker_tools.audit.log import Entry
 
 PRIORITIES = (-3, MOST_PRIORITY, 100, LEAST_PRIORITY, 7, 10)
-ROOM = 100  # in the queue
+ROOM = 100  # capacity of the queue, in requests
 CONFIG = {
     
     "objectives": [
@@ -34,13 +34,13 @@ DROPPED = "x-llm-d-request-dropped-reason"
 
 @pytest.fixture(scope="module")
 def here(shared_fleet: Any) -> Any:
-    """A fleet that every test leaves as it found it."""
+    """A fleet that every test leaves unchanged."""
     quick = ("--endpoints", "1", "--sim-ttft", "10", "--sim-itl", "1")
     return shared_fleet("--no-restart", *quick, config=CONFIG)
 
 
 async def logged(fleet: Any, since: int) -> list[Entry]:
-    """The log from the entry `since` on, once the fleet is at rest; whatever began has ended once."""
+    """The decision log from entry `since` on, read when the fleet is at rest, so every request has ended."""
     await at_rest(fleet)
     return (await decisions(fleet))[since:]
 
@@ -94,7 +94,7 @@ async def test_the_preempted_client_is_answered_at_once(here: Any) -> None:
 
 
 async def metric_bands(here: Any) -> set[str]:
-    """The bands that have a series of queued requests."""
+    """The bands that have a series of queue lengths."""
     return set(
         re.findall(r'^epp_band_queue_length{.*band="(\w+)"', (await here.admin("/metrics")).text, re.M)
     )
@@ -103,11 +103,11 @@ async def metric_bands(here: Any) -> set[str]:
 async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> None:
     since = len(await decisions(here))
     async with paused(here) as send:
-        # Two requests of each priority come in any order while nothing is dispatched.
+        # While dispatch is paused, two requests of each priority arrive, in no order of priority.
         asked = [send(objective=f"p{each}") for each in PRIORITIES * 2]
         asked.append(send(objective="nobody has made this one"))
         await here.until_state(queued=len(asked))
-        # Each replica shows the bands in use with their priorities, and the lists by their names.
+        # Every replica reports the bands in use with their priorities; the lists accept their names.
         expected = sorted((*PRIORITIES, 0, -10), reverse=True)
         state = await here.get("state", 1)
         assert [each["priority"] for each in state["bands"]] == expected
@@ -119,13 +119,13 @@ async def test_objectives_of_any_priority_are_served_in_its_order(here: Any) -> 
         length = partial(metric, here, "epp_band_queue_length", 0, band="100")
         await here.eventually(length, lambda count: count == 2, what="the metric of a band that was made")
         await here.post("resume", replica=2)
-    # All are answered, the highest first.
+    # All requests are answered, those of the highest priority first.
     assert {task.result().status_code for task in asked} == {200}
     order = granted(await logged(here, since))
     assert order == sorted(order, reverse=True)
     assert Counter(order) == Counter((*PRIORITIES * 2, 0))
 
-    # Bands that are not configured go, and their series too.
+    # Bands without configuration disappear when empty, with their series.
     configured = ["Critical", "seven", "Default", "Sheddable"]
     await here.until(
         "state",

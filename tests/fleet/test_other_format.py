@@ -1,4 +1,4 @@
-"""A real replica (`picker serve`) whose pool has another format."""
+"""A real replica (`picker serve`) whose pool in Redis has an unknown format."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +36,7 @@ async def test_a_replica_stays_unready_while_its_pool_has_another_format_and_joi
             assert "format 2" in said
             assert "delete the keys epp:{default}:*, or set another pool" in said
             assert await replica.hands_on()
-            # The log says it once; the state is as it was.
+            # The replica logs the reason once and leaves the pool's state unchanged.
             assert log.read_text().count("not joining") == 1
             assert said in log.read_text()
             assert client.keys("*") == [POOL.encode()]

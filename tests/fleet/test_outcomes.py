@@ -1,4 +1,4 @@
-"""Each way in which a queued request can end has its own answer and its own metrics."""
+"""Each outcome of a queued request has its own answer and its own metrics."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ Key = tuple[str, str, str]
 
 
 async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> None:
-    """`waits` requests have waited; counters with a label and its value, over all series, are as expected."""
+    """Wait until `waits` waits are counted; then assert that counters have the `expected` sums by label."""
 
     async def page() -> str:
         return str((await fleet.admin("/metrics")).text)
@@ -31,7 +31,7 @@ async def assert_counts(fleet: Any, waits: int, expected: dict[Key, float]) -> N
     assert total(final, name) == waits
 
 
-@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the last one serves the next test, too
+@pytest.mark.parametrize("mode", ["lean", "http", "standard"])  # the last fleet serves the next test
 async def test_each_end_of_a_wait_has_its_own_status_reason_and_counter(mode: str, shared_fleet: Any) -> None:
     here = shared_fleet("--mode", mode, *SMALL)
     await here.post("pause")

@@ -1,4 +1,4 @@
-"""Picking by scores in a whole fleet: replicas share what they scrape and route."""
+"""Picking by scores in a whole fleet: replicas share scraped metrics and routes."""
 
 from functools import partial
 from typing import Any
@@ -14,21 +14,21 @@ LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
 
 async def routes(fleet: Any) -> int:
-    """Entries of the stream of routes."""
+    """Number of entries in the route stream."""
     async with fleet.redis() as redis:
         return int(await redis.xlen("epp:{default}:routes"))
 
 
 @pytest.fixture(scope="module")
 def scored(shared_fleet: Any) -> Any:
-    """Three replicas and four endpoints; every test leaves them at rest."""
+    """Three replicas and four endpoints; every test leaves the fleet at rest."""
     return shared_fleet("--sim-ttft", "5", "--sim-itl", "1", config=CONFIG)
 
 
 async def test_every_replica_knows_what_one_of_them_scrapes(scored: Any) -> None:
     async def waiting() -> list[Any]:
         pages = [await scored.get("endpoints", replica) for replica in range(3)]
-        return [each["waiting"] for page in pages for each in page]  # unknown once it is stale
+        return [each["waiting"] for page in pages for each in page]  # None while the metrics are stale
 
     await scored.eventually(waiting, lambda found: found == [0] * 12, what="the figures")
 
@@ -49,7 +49,7 @@ async def test_a_prompt_goes_where_its_prefix_went_through_any_replica(scored: A
 async def test_a_session_token_leads_to_the_same_endpoint(scored: Any) -> None:
     ask = {"model": "llama", "prompt": "Hello.", "max_tokens": 1}
     async with scored.client() as client:
-        # A token that the fleet has not signed is ignored.
+        # The fleet ignores a token that it has not signed.
         first = await client.post("/v1/completions", json=ask, headers={"x-session-token": "alice"})
         token = first.headers["x-session-token"]
         client.headers["x-session-token"] = token
@@ -70,12 +70,12 @@ async def test_a_choice_is_explained_by_the_replica_that_made_it(scored: Any) ->
     assert explained["chosen"][0] == answer.endpoint
     assert set(explained["candidates"][0]["parts"]) == {"in-flight", *WEIGHTS}
     assert len(explained["candidates"]) == 4
-    # The chosen endpoint has the highest score together with the live load that the script found.
+    # The chosen endpoint has the highest sum of its score and the live load found by the script.
     assert [one["live"] for one in explained["candidates"]] == [0, 0, 0, 0]
     final = {one["address"]: one["final"] for one in explained["candidates"]}
-    assert final[answer.endpoint] >= max(final.values()) - 0.0002  # rounded for the script
+    assert final[answer.endpoint] >= max(final.values()) - 0.0002  # scores are rounded for the script
 
 
 async def entries(fleet: Any, event: str) -> list[Entry]:
-    """The decision log's entries of one kind, oldest first."""
+    """The decision log's entries of one event, oldest first."""
     return [entry for entry in await decisions(fleet) if entry.event == event]

@@ -1,6 +1,6 @@
-"""Metrics pages and hints in, endpoints or a refusal out, on a real replica with a real Valkey.
+"""Runs the picking table: metrics pages and hints in, endpoints or a refusal out, with a real Valkey.
 
-Each case is one of `picking_table.TABLE`. The model servers are small HTTP servers with a metrics page.
+Each case is a row of `picking_table.TABLE`. The model servers are small HTTP servers with a metrics page.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from picker_tools.local_fleet import network
 
 
 class PickingReplica:
-    """A running replica, and the model servers of the current case."""
+    """A running replica and the model servers of the current case."""
 
     def __init__(self, channel: grpc.aio.Channel, admin: httpx.AsyncClient, file: Path) -> None:
         self._channel = channel
@@ -42,8 +42,8 @@ class PickingReplica:
         self._open = contextlib.AsyncExitStack()
 
     async def run(self, case: Case) -> tuple[str, list[str]]:
-        """The endpoints of the case's request, by letters, or the reason of its refusal; and those of the
-        requests that were running.
+        """The letters of the endpoints picked for the case's request, or the reason of its refusal; and the
+        letters picked for each request in `running`.
         """
         await self._set(case.servers)
         for letter in case.drained:
@@ -73,11 +73,11 @@ class PickingReplica:
         await self._until(is_ready)
 
     async def aclose(self) -> None:
-        """End the model servers, after the replica."""
+        """Stop the model servers; call this after the replica has stopped."""
         await self._open.aclose()
 
     async def _begun(self, ask: Ask) -> Any:
-        """A stream of ext_proc that has sent the whole request, as Envoy does in mode `standard`."""
+        """Open an ext_proc stream and send the whole request on it, as Envoy does in mode `standard`."""
         call = exchange_on(self._channel)
         metadata: dict[str, Mapping[str, Any]] = {}
         if ask.subset is not None:
@@ -104,12 +104,12 @@ class PickingReplica:
         self._session = spaces.get("picker", {}).get("session", "")
         attempts = chosen.split(",")
         named = list(dict.fromkeys(attempts))
-        # With fewer than three endpoints the names repeat, so that each of Envoy's three attempts has one.
+        # With fewer than three endpoints the addresses repeat: each of Envoy's three attempts has one.
         assert attempts == named or attempts == [*named, *named, *named][:3]
         return "".join(chr(ord("A") + self._addresses.index(address)) for address in named)
 
     async def _end(self, call: Any) -> None:
-        """End a request by its answer; one that was refused has ended."""
+        """Send the response of a request; does nothing if the request was refused."""
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             await call.write(response_headers())
             await call.write(response_body(b"{}", ended=True))
@@ -118,17 +118,17 @@ class PickingReplica:
                 pass
 
     def _address(self, name: str) -> str:
-        """Of the server called `name`; `name` itself if there is none."""
+        """The address of the server with letter `name`; `name` itself if it is no letter."""
         return self._addresses[ord(name) - ord("A")] if len(name) == 1 else name
 
     def _in_hint(self, hint: object) -> object:
-        """`hint` with addresses in place of letters."""
+        """`hint` with each letter replaced by the server's address."""
         if isinstance(hint, list):
             return [self._address(each) for each in hint]
         return ",".join(map(self._address, hint.split(","))) if isinstance(hint, str) else hint
 
     async def _set(self, servers: tuple[Server, ...]) -> None:
-        """Replace the model servers; returns when the replica has their figures."""
+        """Replace the model servers, and wait until the replica has their metrics."""
         if servers == self._servers:
             return
         old, self._open, self._servers = self._open, contextlib.AsyncExitStack(), servers
@@ -140,7 +140,7 @@ class PickingReplica:
         self._file.write_text(json.dumps(rows))
         await old.aclose()
         await self._until(self._are_known)
-        await asyncio.sleep(1.1 * REFRESH_S)  # the chooser refreshes its figures so often
+        await asyncio.sleep(1.1 * REFRESH_S)  # the chooser refreshes its metrics every REFRESH_S
 
     async def _are_known(self) -> bool:
         rows = {each["address"]: each for each in (await self._admin.get("/api/v1/endpoints")).json()}
@@ -184,7 +184,7 @@ def _is_known(server: Server, row: Mapping[str, Any]) -> bool:
 @contextlib.asynccontextmanager
 async def _served(server: Server) -> AsyncIterator[str]:
     if server.state == "down":
-        with socket.socket() as bound:  # it does not listen, so connections are refused
+        with socket.socket() as bound:  # bound but not listening: connections are refused
             bound.bind((server.host, 0))
             yield f"{server.host}:{bound.getsockname()[1]}"
         return
@@ -195,7 +195,7 @@ async def _served(server: Server) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def picking_replica(redis_url: str, folder: Path, group: str) -> AsyncIterator[PickingReplica]:
-    """A replica of its own pool with the configuration of `group`, without model servers yet."""
+    """A replica with its own pool and the configuration of `group`, without model servers at first."""
     file = folder / "endpoints.json"
     file.write_text("[]")
     tree = {
@@ -212,7 +212,7 @@ async def picking_replica(redis_url: str, folder: Path, group: str) -> AsyncIter
         http_client(at.admin) as admin,
     ):
         replica = PickingReplica(channel, admin, file)
-        servers.push_async_callback(replica.aclose)  # after the replica, which is connected to them
+        servers.push_async_callback(replica.aclose)  # runs after the replica, their client, has stopped
         await replica.ready()
         yield replica
 
@@ -227,7 +227,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def replica_of(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Callable[[str], Awaitable[PickingReplica]]]:
-    """The replica of a group: cases come group by group."""
+    """Makes a group's replica and stops the former; pytest orders the cases by group."""
     running: dict[str, PickingReplica] = {}
     async with contextlib.AsyncExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""One fleet that serves two pools (docs/protocol.md): chosen by Envoy alone, and apart in all they have."""
+"""One fleet with two pools (docs/protocol.md): only Envoy chooses the pool, and pools share no state."""
 
 import asyncio
 import copy
@@ -29,8 +29,8 @@ from picker_tools.top.command import url_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 POOLS = ("default", "batch")
-PARTS = ("redis", "pool", "endpoints")  # of what is ready
-PLACES = 4  # of the default pool's queue
+PARTS = ("redis", "pool", "endpoints")  # readiness components of a pool
+PLACES = 4  # capacity of the default pool's queue
 CONFIG: dict[str, Any] = {
     "pools": {
         "default": {"fair_request_queue": {"total_capacity": PLACES, "flow_capacity": PLACES}},
@@ -44,7 +44,7 @@ Two = tuple[Fleet, Server]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
-    """Two replicas that serve both pools, each with an endpoint, and their Redis; tests leave all at rest."""
+    """Two replicas that serve both pools, an endpoint for each pool, and Redis; tests leave all at rest."""
     folder = tmp_path_factory.mktemp("two")
     with redis_server(folder / "valkey") as valkey:
         sims = ("--endpoints", "1", "--sim-ttft", "5", "--sim-itl", "1")
@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
 
 async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answer:
-    """The answer to a small request; by the host, a client of the local fleet's Envoy names the pool."""
+    """The answer to a small request; its host header makes the local fleet's Envoy select `pool`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = await client.post(
         "/v1/completions",
@@ -81,8 +81,8 @@ async def ask(client: httpx.AsyncClient, pool: str = "", **headers: str) -> Answ
 
 @contextmanager
 def envoy(here: Fleet, folder: Path, mode: Mode) -> Iterator[tuple[Edge, dict[str, str]]]:
-    """A second Envoy before the fleet: hosts name pools at its first listener; and the URLs of a listener for
-    `batch`, and of one that names a pool that nobody serves."""
+    """Run a second Envoy: on its first listener the host selects the pool. Yields it and the URLs of a
+    listener for `batch` and of a listener for a pool that does not exist."""
     replicas = here.state["replicas"]
     listens = {"batch": (LOOPBACK, free_port()), "nobody": (LOOPBACK, free_port())}
     tree: Tree = build_bootstrap(
@@ -119,7 +119,7 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
                 (batch, "batch:8080", {}),
                 (batch, "batch.example.org", {}),
                 (default, "", {"x_picker_pool": "batch"}),  # a client's header
-                (batch, "batch", {"x_picker_pool": "default"}),  # against the route
+                (batch, "batch", {"x_picker_pool": "default"}),  # contradicts the route
             ):
                 assert (await ask(client, name, **headers)).endpoint == endpoint, (name, headers)
         async with http_client(listeners["batch"]) as client:
@@ -130,7 +130,7 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
             refused = [await ask(client), await ask(client, x_picker_pool="batch")]
         assert [(each.status, each.endpoint) for each in refused] == [(404, None)] * 2
         assert json.loads(refused[0].text)["error"]["code"] == "unknown_pool"
-    # Each end was accounted for in its own pool, by its access-log entry.
+    # Envoy's access log settles each request in its own pool.
     await at_rest(here)
     labels = {"code": "unknown_pool", "mode": mode, "model": "", "pool": "default"}
 
@@ -141,14 +141,14 @@ async def test_route_and_listener_choose_the_pool_and_no_client_does(
 async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two) -> None:
     here, _ = two
     before = await here.get("state", pool="batch")
-    await here.post("pause")  # of the default pool
+    await here.post("pause")  # pauses the default pool
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(ask(client)) for _ in range(PLACES)]
         await here.until_state(queued=PLACES, paused=True)
         refused = await ask(client)
         assert refused.status == 503
         assert json.loads(refused.text)["error"]["code"] in ("insufficient_flow_capacity", "total_capacity")
-        # The other pool is as it was: its bound, its places, and what it serves.
+        # The other pool is unaffected: its bound and queue are unchanged, and it serves requests.
         answers = await asyncio.gather(*(ask(client, "batch") for _ in range(2 * PLACES)))
         assert {(each.status, each.endpoint) for each in answers} == {(200, endpoint_of(here, "batch"))}
         now = await here.get("state", pool="batch")
@@ -159,7 +159,7 @@ async def test_a_full_queue_of_one_pool_refuses_its_own_requests_alone(two: Two)
         await here.post("resume")
     assert {task.result().status for task in waiting} == {200}
     await at_rest(here)
-    # In Redis each has keys of its own.
+    # Each pool has its own keys in Redis.
     async with here.redis() as client:
         assert {key.split(":")[1] for key in await client.keys("epp:*")} == {"{default}", "{batch}"}
 
@@ -180,7 +180,7 @@ async def test_operators_see_and_change_one_pool_at_a_time(two: Two) -> None:
     components = (await here.admin("/readyz")).json()["components"]
     assert components.keys() == {"grpc", *(f"{pool}.{part}" for pool in POOLS for part in PARTS)}
 
-    # A live change reaches every replica of its pool, and nothing of the other.
+    # A live change reaches every replica of its pool and leaves the other pool unchanged.
     change = {"fair_request_queue": {"total_capacity": 770}, "weights": {"gold": 3}}
     await here.patch(change, pool="batch")
     for replica in range(2):

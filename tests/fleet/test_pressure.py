@@ -1,6 +1,6 @@
-"""Every answer says how full the queue is, through a real Envoy in each mode.
+"""Every answer reports how full the queue is, through a real Envoy in each mode.
 
-The gateway has its own metadata namespace here.
+The fleet uses a configured metadata namespace.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def test_every_answer_has_the_fill_of_the_queue_before_and_when_it_refuses
 
         answer = await ask(client)
         assert answer.headers[HEADER] == "0.00"
-        # The endpoint is the same in the header and in the gateway's metadata namespace.
+        # The header and the metadata namespace name the same endpoint.
         assert answer.headers["x-picker-endpoint"] == answer.headers["x-picker-header"] != ""
         running = await Caller.ask(here.url, tokens=1000)
         assert b"200 OK" in await running.first_bytes()

@@ -1,4 +1,4 @@
-"""What clients of engines really send reaches a model server as it came, in every mode."""
+"""Requests of real engines' clients reach a model server unchanged, in every mode."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ CONFIG: dict[str, Any] = {
 
 
 class RecordingServer:
-    """A model server that keeps the last request: its first line, headers and body. It echoes what comes
-    after an upgrade."""
+    """A model server that records the last request: first line, headers and body. After an upgrade it echoes
+    everything."""
 
     def __init__(self) -> None:
         self.last: tuple[str, dict[str, str], bytes] = ("", {}, b"")
@@ -42,7 +42,7 @@ class RecordingServer:
         writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer one request; whether another may follow."""
+        """Answer one request; return whether the connection stays open."""
         first, headers, body = await read_request(reader)
         if first.startswith(("GET /metrics", "GET /prometheus/metrics", "GET /health", "GET /is_sleeping")):
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
@@ -61,7 +61,7 @@ class RecordingServer:
 
 @dataclass
 class Behind:
-    """A fleet in `mode` before a recording server, and an Envoy with CORS before it."""
+    """A fleet in `mode` in front of a recording server."""
 
     fleet: Any
     server: RecordingServer
@@ -161,7 +161,7 @@ async def test_what_clients_send_reaches_a_model_server_as_it_came(behind: Behin
     await at_rest(behind.fleet)
 
 
-REFUSED: dict[str, tuple[str, str, bytes, int, str]] = {  # path, content-encoding, body, and the refusal
+REFUSED: dict[str, tuple[str, str, bytes, int, str]] = {  # path, encoding, body, status, text of the refusal
     "an unknown encoding": ("/v1/completions", "lzma", ASK, 415, "lzma"),
     "a damaged body": ("/v1/completions", "gzip", ASK, 415, "gzip"),
     "a bomb": ("/v1/completions", "gzip", gzip.compress(bytes(50_000_000)), 413, "4000000"),
@@ -237,4 +237,4 @@ async def test_a_browsers_preflight_is_answered(behind: Behind, tmp_path: Path) 
             assert "authorization" in answer.headers["access-control-allow-headers"]
             answer = await client.post("/v1/completions", content=ASK, headers={"origin": ORIGIN})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
-        await at_rest(behind.fleet)  # before this Envoy ends, which tells the request's end
+        await at_rest(behind.fleet)  # while this Envoy can still report the request's end

@@ -1,4 +1,4 @@
-"""Redis goes away under load and comes back (G8). The model servers count what is in flight, exactly."""
+"""Redis is lost under load and comes back (G8). The model servers count requests in flight exactly."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,14 +22,14 @@ Three = tuple[Fleet, Server, CountingServers]
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
-SERVICE_S = 0.4  # long enough to keep the pool full on a busy machine
-REFUSED_S = 0.4  # six of the clients are refused at any time; faster retries only cost CPU
+SERVICE_S = 0.4  # keeps the pool full even on a busy machine
+REFUSED_S = 0.4  # six clients are refused at any time; faster retries only cost CPU
 LEASE_S = 15.0
 PRIORITIES = (7, -3)
 
 
 def loaded(here: Any, clients: int) -> AbstractAsyncContextManager[Load]:
-    """Clients that send the next request when they are answered, or REFUSED_S after a refusal."""
+    """Clients that send the next request after an answer, or REFUSED_S after a refusal."""
     return closed_loop(here.url, clients=clients, make_request=_one_token, pause_s=REFUSED_S)
 
 
@@ -50,14 +50,14 @@ async def until_degraded(here: Any, wanted: bool) -> None:
 async def three(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Three]:
-    """Three replicas in a mode, their Redis and model servers. Tests leave them at rest."""
+    """Three replicas in one mode, with Redis and model servers. Tests leave the fleet at rest."""
     folder = tmp_path_factory.mktemp("three")
     with redis_server(folder / "valkey") as valkey:
         async with counting_servers(SERVERS, SERVICE_S) as servers:
             options = ("--mode", request.param, "--endpoints", "0", "--redis", valkey.url, "--no-restart")
             config = {
                 "discovery": {"static": [{"address": address} for address in servers.addresses]},
-                # A flow has fewer places than clients: the fleet, and each replica alone, refuses some.
+                # Flow capacity is below the number of clients: the fleet, or a replica alone, refuses some.
                 "fair_request_queue": {"flow_capacity": 6, "guard_share": 0},
                 "request_queue_controller": exact_bounds(EACH),
                 "objectives": [{"name": f"p{each}", "priority": each} for each in PRIORITIES],
@@ -90,13 +90,13 @@ async def test_an_idle_fleet_admits_at_most_its_bound_when_a_burst_comes_without
 
 
 async def waiting(here: Any, replica: int) -> list[int]:
-    """How many requests of each of PRIORITIES wait in a replica's own queue."""
+    """The number of requests of each of PRIORITIES in a replica's local queue."""
     lengths = (await here.get("state", replica))["local"]["queue_length"]
     return [lengths.get(str(each), 0) for each in PRIORITIES]
 
 
 def ask_all(tasks: asyncio.TaskGroup, client: httpx.AsyncClient) -> list[asyncio.Task[httpx.Response]]:
-    """Requests of all PRIORITIES, each of a flow of its own."""
+    """Send requests of all PRIORITIES, each of its own flow."""
     names = [(f"flow-{number}", f"p{each}") for number in range(40) for each in PRIORITIES]
     return [tasks.create_task(ask(client, flow, objective=objective)) for flow, objective in names]
 
@@ -118,13 +118,13 @@ async def test_without_redis_a_replica_serves_any_priority_in_its_order(three: T
         for replica in range(3):
             before = await waiting(here, replica)
             while min(before) > 0:
-                await asyncio.sleep(0.01)  # the admin API takes 200 calls a second
+                await asyncio.sleep(0.01)  # the admin API allows 200 calls a second
                 now = await waiting(here, replica)
                 assert now[0] == 0 or now[1] >= before[1], "the lower is served while the higher waits"
                 before, looks = now, looks + 1
         assert looks
     assert {task.result().status_code for task in asked} == {200}
-    # Those that wait when Redis returns are served, too.
+    # Requests that wait when Redis returns are served, too.
     async with here.client() as client, asyncio.TaskGroup() as tasks:
         asked = ask_all(tasks, client)
         await asyncio.to_thread(valkey.revive)

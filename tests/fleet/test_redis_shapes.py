@@ -1,4 +1,4 @@
-"""A whole fleet on Redis with TLS and ACL. (Sentinels, Cluster: faults/cases/test_case_failover.py)"""
+"""A fleet on a Redis with TLS and ACL. (Sentinel and Cluster: tests/faults/cases/test_case_failover.py)"""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from picker_fleet.cli import main
 
 
 async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tmp_path: Path) -> None:
-    # The server takes TLS only, and users have the rights of docs/redis.md: one loads the library.
+    # The server accepts TLS only; its users have the permissions of docs/redis.md, one to load the library.
     page = (Path(picker_fleet.__file__).parents[2] / "docs/redis.md").read_text()
     users = dict(re.findall(r"^user (\w+) on >PASSWORD (.*(?:epp:|function\|load).*)$", page, re.MULTILINE))
     files = authority(tmp_path, "certificate")
@@ -36,7 +36,7 @@ async def test_a_fleet_with_the_documented_rights_serves_over_tls(fleet: Any, tm
         await here.until("state", lambda state: not any(counts(state)), what="rest")
         assert server.ask("EXISTS", "epp:{default}:routes", "epp:{default}:metrics") == 2
         audited_log.assert_no_violation(f"rediss://auditor:secret@{place}", "a fleet of the least rights")
-        # A replica may ask, once on each connection, for the list of libraries.
+        # The picker user may be denied FUNCTION LIST, which a replica tries once per connection.
         denied = {entry[entry.index(b"object") + 1] for entry in server.ask("ACL", "LOG")}
         assert denied <= {b"function|list"}
         here.stop()

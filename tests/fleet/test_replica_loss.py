@@ -17,9 +17,9 @@ BASE = {"fair_request_queue": {"flow_capacity": 1000}}
 async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_served(
     fleet: Any, mode: str
 ) -> None:
-    # Exactly 20 may be in flight, so the streams fill the pool.
+    # Exactly 20 requests may be in flight, so the streams fill the pool.
     config: dict[str, Any] = {**BASE, "request_queue_controller": exact_bounds(5)}
-    if mode == "lean":  # which can send a model as another
+    if mode == "lean":  # only `lean` can rename a model
         targets = [{"name": "llama", "weight": 9}, {"name": "canary", "weight": 1}]
         config["models"] = [{"name": "llama", "target_models": targets}]
     here = fleet("--no-restart", "--mode", mode, "--sim-ttft", "10", "--sim-itl", "10", config=config)
@@ -34,10 +34,10 @@ async def test_a_killed_replicas_100_queued_and_20_streaming_requests_are_all_se
     answers = [task.result() for task in (*streams, *queued)]
     assert [answer for answer in answers if not answer.served] == []
     if mode == "lean":
-        # Five standard deviations. That a retry keeps its variant: tests/unit/test_exchange.py.
+        # Five standard deviations. tests/unit/test_exchange.py checks that a retry keeps its variant.
         assert abs(sum('"canary"' in answer.text for answer in answers) - 12) < 5 * math.sqrt(120 * 0.1 * 0.9)
     await at_rest(here, within_s=LEASE_S + 5)
-    # What was queued through it was adopted and kept its position: the log is in order of arrival.
+    # The killed replica's queued requests were adopted in their positions: grants follow arrivals.
     log = await decisions(here)
     queued_ones = [entry for entry in log if entry.event == "queued"]
     arrived = [entry.request for entry in sorted(queued_ones, key=lambda entry: entry.arrived)]

@@ -1,4 +1,4 @@
-"""Port 9002 under callers that know the ids of others' requests, on a real replica."""
+"""Callers of a real replica who know the ids of other clients' requests."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ OTHER_BODY = json.dumps({"model": "llama", "prompt": "a stranger's"}).encode()
 
 
 async def ask(channel: grpc.aio.Channel, request_id: str, content: bytes) -> Any:
-    """A stream in mode `lean` that has brought a whole request."""
+    """Open a stream in mode `lean` and send a whole request."""
     stream = exchange_on(channel)
     await stream.write(headers("lean", {"x-request-id": request_id}))
     await stream.write(body(content))
@@ -26,7 +26,7 @@ async def ask(channel: grpc.aio.Channel, request_id: str, content: bytes) -> Any
 
 
 async def placed(stream: Any) -> tuple[str, str]:
-    """Id and accounting token that Envoy is given."""
+    """Id and accounting token that Envoy receives."""
     answer = await stream.read()
     fields = answer.dynamic_metadata.fields["picker"].struct_value.fields
     return fields["id"].string_value, fields["token"].string_value
@@ -60,12 +60,12 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
             await is_changed("resume")
             known, token = await placed(first)
             assert known == "known"
-            # Now it runs.
+            # The first request is now in flight.
             for each in (stranger, await ask(channel, "known", OTHER_BODY)):
                 other, others = await placed(each)
                 assert other != "known"
                 assert others != token
-            # Nor in mode `http`.
+            # Mode `http` gives the stranger neither of them either.
             assert bound.http is not None
             http = Connection(*await asyncio.open_connection(*bound.http.split(":")))
             http.send(check(body=OTHER_BODY, x_request_id="known"))
@@ -74,5 +74,5 @@ async def test_the_id_of_a_request_gives_a_stranger_neither_its_place_nor_its_to
             assert answer.headers["x-picker-request-id"] not in ("", "known")
             assert answer.headers["x-picker-accounting-token"] != f"={token}"
             await http.close()
-            # Envoy sends it again.
+            # Envoy retries the first request.
             assert await placed(await ask(channel, "known", BODY)) == ("known", token)

@@ -1,4 +1,4 @@
-"""The files that one request runs through, traced, are those that docs/architecture.md lists."""
+"""Traced requests run through exactly the files that docs/architecture.md lists."""
 
 import asyncio
 import re
@@ -22,31 +22,31 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(picker_fleet.__file__).parent
 PAGE = ROOT / "docs" / "architecture.md"
 HEADING = "## The path of one request"
-REQUESTS = 5  # what runs in each of them is the path; what runs in only some of them is other work
+REQUESTS = 5  # the path is the code that runs in every request; other code is background work
 MOST_FILES = {"app/": 14, "lua/": 8}
 TRACED = "traced-lua-files"
 _FUNCTION = re.compile(r"(\bfunction\b(?! builtins)[^\n(]*\([^)\n]*\))$", re.MULTILINE)
 
 
 def listed_files() -> set[str]:
-    """The paths under HEADING in the page, each at the beginning of an item: `app/...` or `lua/...`."""
+    """The paths in the page's section HEADING, each at the start of an item: `app/...` or `lua/...`."""
     section = PAGE.read_text(encoding="utf-8").split(f"{HEADING}\n", 1)[1].split("\n## ", 1)[0]
     return set(re.findall(r"^\d+\. `((?:app|lua)/[\w/.]+)`", section, re.MULTILINE))
 
 
 def instrumented_library() -> str:
-    """The library of the scripts, whose functions each add their file to the set TRACED."""
+    """The Lua library with each function changed to add its file to the set TRACED."""
     source = load_library().source
     for file in (ROOT / "lua").rglob("*.lua"):
         text = file.read_text(encoding="utf-8")
         assert text in source, f"{file} is not in the library as it is"
-        # Before the first call a function of the library has no pcall yet (lua/lib/storage.lua).
+        # Functions called while the library loads have no pcall yet (lua/lib/storage.lua).
         note = f"if pcall then redis.call('SADD', '{TRACED}', '{file.relative_to(ROOT)}') end"
         source = source.replace(text, _FUNCTION.sub(rf"\1 {note}", text))
-    return source.replace("flags={'no-writes'}", "flags={}")  # the notes are writes
+    return source.replace("flags={'no-writes'}", "flags={}")  # SADD is a write
 
 
-# Background tasks are minutes apart.
+# Long intervals keep background tasks out of the trace.
 QUIET: dict[str, Any] = {
     "scraping": {"interval": "300s"},
     "request_queue_controller": {"expiry_cleanup_interval": "300s", "watermark_per_backend": 1000},
@@ -56,14 +56,14 @@ QUIET: dict[str, Any] = {
 
 
 async def ask(channel: grpc.aio.Channel, request_id: str) -> bool:
-    """Have one request placed, in lean mode, and end its stream as Envoy does; whether it was placed."""
+    """Place one request in lean mode and end its stream as Envoy does; return whether it was placed."""
     call = exchange_on(channel)
     try:
         await call.write(headers("lean", {"x-request-id": request_id}))
         await call.write(body(ASK))
         answer = await call.read()
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        return False  # it is not ready yet
+        return False  # the replica is not ready yet
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     return bool(answer.WhichOneof("response") == "request_headers")

@@ -1,4 +1,4 @@
-"""A body that ends with trailers reaches its model server once and complete."""
+"""A body that ends with trailers reaches its model server complete and once."""
 
 import json
 from collections.abc import AsyncIterator

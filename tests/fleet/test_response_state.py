@@ -1,4 +1,4 @@
-"""State of the Responses API: a request that names an id reaches the server that made it, in every mode."""
+"""State of the Responses API: a request that names an id reaches the server that created it."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ _numbers = itertools.count(1)
 
 
 class StateServer:
-    """A model server that keeps what it makes, and knows nothing of what others made."""
+    """A model server that remembers the ids that it created, and answers 404 for all others."""
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
-        self.sessions: list[str] = []  # `user` of each request that had one
+        self.sessions: list[str] = []  # `user` field of each request that had one
         self.address = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Whole replicas keep their promises under random faults. `make chaos` runs 500 schedules."""
+"""Whole replicas keep the guarantees under random faults. `make chaos` runs 500 schedules."""
 
 import pytest
 from schedules import BOUND, KINDS, Fault, Schedule, World, failure, report, smallest

@@ -1,4 +1,4 @@
-"""Twenty minutes of a fleet's life in seconds. `make long ARGS=time-lapse` runs a week."""
+"""Twenty simulated minutes of a fleet, in seconds. `make long ARGS=time-lapse` simulates a week."""
 
 import asyncio
 import logging

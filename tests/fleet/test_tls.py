@@ -1,4 +1,4 @@
-"""A fleet whose replicas speak TLS: Envoy asks them by it in each mode, and goes on with new certificates."""
+"""A fleet whose replicas use TLS: Envoy connects in each mode, also after certificates are replaced."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ CASES = [("lean", "native"), ("lean", "grpcio"), ("standard", "native"), ("http"
 
 
 class Certificates:
-    """Of an authority: the replicas' own, and Envoy's; `tls` is a replica's configuration."""
+    """An authority's certificates for replicas and Envoy; `tls` is the replicas' configuration."""
 
     def __init__(self, folder: Path) -> None:
         self.authority = authority(folder, "ours")
@@ -39,7 +39,7 @@ def replace(old: Pair, new: Pair) -> None:
 
 
 def presented(address: str, own: Pair) -> bytes:
-    """The certificate that `address` shows to a client with `own`."""
+    """The certificate that `address` presents to a client with the certificate `own`."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(own.cert, own.key)
@@ -78,7 +78,7 @@ async def test_an_envoy_that_checks_the_replicas_gets_in_with_its_certificate(
     checking = PickerTls(str(files.authority.cert), str(files.envoy.cert), str(files.envoy.key))
     with edge(here, tmp_path / "edge", picker_tls=checking) as running:
         assert (await complete(running.url, "hi", 3)).served
-        await at_rest(here)  # a killed Envoy would not tell of the end
+        await at_rest(here)  # a killed Envoy would not report the request's end
 
 
 async def test_a_fleet_without_files_signs_its_certificates_itself(fleet: Any) -> None:

@@ -1,4 +1,4 @@
-"""`picker top`: on a real fleet, on a terminal, and on an admin API whose figures the tests set."""
+"""`picker top` on a real fleet, on a terminal, and on a fake admin API whose figures the tests set."""
 
 import argparse
 import asyncio
@@ -38,7 +38,7 @@ class Screen:
         self.app, self.press = pilot.app, pilot.press
 
     async def shows(self, *parts: str, but: str = "\0") -> str:
-        """The text of the screen once it has all `parts` and not `but`."""
+        """Wait until the screen contains all `parts` and not `but`; return its text."""
         for _ in range(300):
             drawn = html.unescape(self.app.export_screenshot())
             text = "".join(re.findall(r"<text[^>]*>([^\n]*?)</text>", drawn)).replace("\xa0", " ")
@@ -64,7 +64,7 @@ def example(model: Any, **other: Any) -> Any:
 
 
 class Api:
-    """Figures as in the API's documentation, with a second flow of a hostile name; the tests change them."""
+    """A fake admin API: the documented example figures and a flow with a hostile name; tests change them."""
 
     url = "http://127.0.0.1:0"
 
@@ -102,9 +102,9 @@ class Api:
             status, body = self.refusals.get(path, (200, page))
             writer.write(f"HTTP/1.1 {status} X\r\nconnection: close\r\n\r\n".encode())
             while path == "events" and status == 200:
-                decisions = {"entries": self.decisions, "skipped": 0}  # all anew, as after a lost connection
+                decisions = {"entries": self.decisions, "skipped": 0}  # resent, as after a lost connection
                 for name, data in (("snapshot", self.snapshot), ("decisions", decisions)):
-                    text = json.dumps(data, ensure_ascii=False)  # the API leaves U+2028 as it is, too
+                    text = json.dumps(data, ensure_ascii=False)  # the real API does not escape U+2028 either
                     writer.write(b"" if self.silent else f"event: {name}\ndata: {text}\n\n".encode())
                 await writer.drain()
                 await asyncio.sleep(0.2)
@@ -172,7 +172,7 @@ def test_the_terminal_is_restored_on_leaving(way: bytes | signal.Signals) -> Non
             os.write(master, way)
         else:
             process.send_signal(way)
-        while b"\x1b[?1049l" not in seen:  # back to the terminal's own screen
+        while b"\x1b[?1049l" not in seen:  # the terminal's main screen is back
             seen += os.read(master, 65536)
         assert process.wait(15) == (0 if isinstance(way, bytes) else 143)
     assert termios.tcgetattr(slave) == before

@@ -1,4 +1,4 @@
-"""Traces and decision lines of a whole fleet: spans over real OTLP, log lines of a replica."""
+"""Traces and decision lines of a whole fleet: spans over real OTLP, and a replica's log lines."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def test_a_clients_trace_covers_the_queue_and_the_end_of_the_request(
     assert {answer.status_code for answer in answers} == {200}
 
     def spans_by_trace() -> dict[str, dict[str, ReceivedSpan]]:
-        """The spans of each trace by their names."""
+        """The spans of each trace, by name."""
         found: dict[str, dict[str, ReceivedSpan]] = defaultdict(dict)
         for span in collector.spans:
             assert span.name not in found[span.trace]
@@ -85,7 +85,7 @@ async def test_while_the_collector_is_away_requests_are_served_and_each_decision
     assert (served.status_code, refused.status_code) == (200, 400)
 
     def lines() -> dict[str, Any]:
-        """The last line of each decision."""
+        """The last log line of each kind of decision."""
         log = next(running.state_file.parent.rglob("replica-1.log")).read_text().splitlines()
         parsed = [json.loads(line) for line in log if '"picker_fleet.telemetry.decisions"' in line]
         return {line["decision"]: line for line in parsed}

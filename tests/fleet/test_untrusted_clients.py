@@ -1,4 +1,4 @@
-"""Headers, paths and connections of hostile clients, behind the Envoy of `picker envoy-config`."""
+"""Headers, paths and connections of hostile clients, behind an Envoy set up by `picker envoy-config`."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ SMALL = ("--mode", "http", "--replicas", "1", "--endpoints", "1", "--sim-ttft", 
 ASK = {"model": "llama", "prompt": "x", "max_tokens": 1}
 GATEWAY, OTHER = "x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id"
 CONFIG = {"objectives": [{"name": "gold", "criticality": "Critical", "weight": 9.0}]}
-# Headers by which a client could claim to be somebody else, in different spellings.
+# Headers with which a client could claim another identity, in various spellings.
 CLAIMS = [
     ("X-Gateway-Inference-Fairness-Id", "invented"),
     ("x-gateway-inference-fairness-id", "again"),
@@ -67,7 +67,7 @@ async def test_claims_in_headers_and_trailers_have_no_effect(here: Any, stranger
     answer = (
         await exchange(strangers.url, head.encode() + body + f"\r\n0\r\n{claims}\r\n".encode())
     ).decode()
-    # Its flow is its model, its band is Default, and its model is unchanged.
+    # The flow is named after the model, the band is Default, and the model is not renamed.
     assert answer.startswith("HTTP/1.1 200"), answer
     assert '"model":"llama"' in answer.replace(" ", "")
     assert "x-picker-request-id: mine" not in answer
@@ -97,7 +97,7 @@ async def test_an_envoy_that_trusts_a_header_passes_both_its_spellings_and_nothi
 
 SERVED = [
     ("POST", "/v1/completions?user=/../metrics"),
-    ("POST", "/v1//completions"),  # a base URL that ends in a slash makes these
+    ("POST", "/v1//completions"),  # sent by clients whose base URL ends in a slash
     ("POST", "/v1/completions/"),
     ("GET", "/v1/models"),
 ]
@@ -126,7 +126,7 @@ NOT_SERVED = [
 
 
 def request(method: str, path: str, *, body: bytes | None = None) -> bytes:
-    """The bytes of a request, the last on its connection."""
+    """The bytes of an HTTP/1.1 request that asks to close the connection."""
     body = (json.dumps(ASK).encode() if method == "POST" else b"") if body is None else body
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -137,10 +137,10 @@ async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strange
         assert (await exchange(strangers.url, request(method, path))).startswith(b"HTTP/1.1 200"), path
     await at_rest(here)
     before = len(await decisions(here))
-    # In parallel: Envoy keeps the connection of a refused client open for a second.
+    # In parallel: Envoy keeps a refused client's connection open for a second.
     answers = await asyncio.gather(*(exchange(strangers.url, request(*each)) for each in NOT_SERVED))
     for (_, path), answer in zip(NOT_SERVED, answers, strict=True):
-        # Envoy answers in the form of any other refusal, or closes the connection if this is no HTTP.
+        # Envoy answers in the format of all refusals, or closes the connection if the request is not HTTP.
         refusals = (b"HTTP/1.1 404", b"HTTP/1.1 400")
         assert answer.startswith(refusals) or (answer == b"" and path.startswith("\\")), (path, answer)
         assert b"x-served-by" not in answer, path
@@ -153,7 +153,7 @@ async def test_envoy_passes_only_listed_paths_in_any_spelling(here: Any, strange
 
 @pytest.fixture
 def gateway(mode: Mode, here: Any, tmp_path: Path) -> Iterator[Edge]:
-    """Another project's gateway: it passes every path to the pool unchanged."""
+    """A third-party gateway that passes every path to the pool unchanged."""
 
     def edit(tree: dict[str, Any]) -> None:
         manager = http_manager(tree)
@@ -184,7 +184,7 @@ async def test_behind_any_gateway_the_picker_passes_only_listed_paths(here: Any,
 
 @pytest.fixture(scope="module")
 def impatient(mode: Mode, here: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
-    """With short timeouts, and for three connections at most."""
+    """An Envoy with short timeouts that accepts at most three connections."""
 
     def edit(tree: dict[str, Any]) -> None:
         manager = http_manager(tree)
@@ -221,7 +221,7 @@ async def test_connections_beyond_the_limit_are_closed_and_envoys_health_check_p
         writer.close()
 
 
-@pytest.mark.parametrize("mode", MODES)  # last: its fleet takes the place of `here`
+@pytest.mark.parametrize("mode", MODES)  # last: its fleet replaces the fleet of `here`
 async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarded_for(
     shared_fleet: Any, tmp_path: Path, mode: Mode
 ) -> None:
@@ -234,6 +234,6 @@ async def test_a_client_that_invents_models_is_refused_despite_a_forged_forwarde
                 forged = {"x-forwarded-for": f"10.0.0.{n}"}
                 answer = await client.post("/v1/completions", json=ask, headers=forged)
                 codes.append(answer.json()["error"]["code"])
-    # Few of them reach a model server, which has no such model.
+    # Few of the requests reach a model server, which has no such model.
     assert codes.count("too_many_flows") >= 6, codes
     assert set(codes) <= {"model_not_found", "too_many_flows"}

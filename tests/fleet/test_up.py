@@ -1,4 +1,4 @@
-"""`picker up`: a whole fleet of real parts, from its first line to its exit."""
+"""`picker up`: a whole fleet of real processes, from the first output line to the exit."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_state_file_names_every_part(any_mode: Any) -> None:
     assert (await any_mode.envoy_admin("/ready")).text.strip() == "LIVE"
     async with any_mode.redis() as client:
         assert await client.ping()
-    # It may have Redis's password.
+    # Files that may contain Redis's password are private.
     private = [any_mode.state_file, *any_mode.state_file.parent.glob("**/replica-*.yaml")]
     assert len(private) > 1
     assert [file.stat().st_mode & 0o077 for file in private] == [0] * len(private)
@@ -46,7 +46,7 @@ async def test_state_file_names_every_part(any_mode: Any) -> None:
 
 async def test_replicas_ask_the_embedded_valkey_over_its_socket(any_mode: Any) -> None:
     url = (await any_mode.admin("/api/v1/config")).json()["config"]["redis"]["url"]
-    # The file names a port, and the replica uses a socket of the same server.
+    # The state file has Redis's port, but the replica uses a socket of the same server.
     assert any_mode.state["redis"].startswith("redis://127.0.0.1:")
     assert url.startswith("unix:///")
     async with any_mode.redis() as there, primary.client(url, "default") as here:
@@ -61,13 +61,13 @@ def test_valkey_in_a_too_deep_folder_uses_its_port(tmp_path: Path) -> None:
 
 def test_output_has_a_line_a_part_and_a_request_to_try(any_mode: Any) -> None:
     output = any_mode.output
-    # Each part has a line that it is ready.
+    # Each process has a line that says it is ready.
     names = [line.split()[1] for line in output.splitlines() if line.startswith("ready ")]
     parts = {"replica": 3, "endpoint": 4}
     numbered = [f"{part}-{number}" for part, count in parts.items() for number in range(1, count + 1)]
     assert sorted(names) == sorted(["valkey", *numbered, "envoy"])
     assert f"dashboard: {any_mode.admin_url()}" in output
-    # The curl that it prints works.
+    # The printed curl command works.
     command = next(line.strip() for line in output.splitlines() if line.strip().startswith("curl "))
     said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert '"text_completion"' in said.stdout
@@ -80,7 +80,7 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 8
     addresses = {endpoint["address"] for endpoint in any_mode.state["endpoints"]}
     assert answer.headers["x-served-by"] in addresses
-    # Header and metadata name the same endpoints, the one that served first.
+    # Header and metadata name the same endpoints; the first one served the request.
     assert answer.headers["x-picker-header"] == answer.headers["x-picker-endpoint"]
     picked = answer.headers["x-picker-header"].split(",")
     assert picked[0] == answer.headers["x-picker-served"] == answer.headers["x-served-by"]
@@ -89,7 +89,7 @@ async def test_http_client_gets_a_completion(any_mode: Any) -> None:
 
 
 async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool = False) -> tuple[int, Any]:
-    """Send a prompt of `words` in `pieces`; the status and body of the answer."""
+    """Send a prompt of `words` in `pieces`; return the answer's status and body."""
     host, _, port = url.removeprefix("http://").partition(":")
     body = json.dumps({"model": "llama", "prompt": "word " * words, "max_tokens": 2}).encode()
     framing = ("content-length", str(len(body))) if sized else ("transfer-encoding", "chunked")
@@ -104,7 +104,7 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
         ):
             writer.write(client.send(event) or b"")
             await writer.drain()
-            await asyncio.sleep(0.02)  # so that each piece is its own message to the picker
+            await asyncio.sleep(0.02)  # so that the picker gets each piece as its own message
         status, said = 0, b""
         while not isinstance(event := client.next_event(), h11.EndOfMessage):
             if event is h11.NEED_DATA:
@@ -119,20 +119,20 @@ async def asked(url: str, words: int, pieces: int, *, sized: bool, trailer: bool
 
 @pytest.mark.parametrize("words", [10, 20_000, 150_000])
 async def test_bodies_arrive_whole_in_every_framing(any_mode: Any, words: int) -> None:
-    # Whole and in pieces, with its length and without, and with trailers.
+    # Whole or in pieces, with or without a content-length, and with trailers.
     forms = ((1, True, False), (3, True, False), (3, False, False), (3, False, True))
     answers = [
         await asked(any_mode.url, words, pieces, sized=sized, trailer=trailer)
         for pieces, sized, trailer in forms
     ]
-    # The model server has read the same prompt each time.
+    # The model server read the same prompt each time.
     assert [status for status, _ in answers] == [200] * 4
     assert len({said["usage"]["prompt_tokens"] for _, said in answers}) == 1
     assert answers[0][1]["usage"]["prompt_tokens"] >= words
 
 
 async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> None:
-    import openai  # takes half a second
+    import openai  # the import takes half a second
 
     ask: Any = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
     url = f"{any_mode.url}/v1"
@@ -141,7 +141,7 @@ async def test_openai_client_gets_answers_streamed_and_not(any_mode: Any) -> Non
         usage = {"include_usage": True}
         stream = await client.chat.completions.create(**ask, stream=True, stream_options=usage)
         chunks = [chunk async for chunk in stream]
-    # Both have the same text, and both their usage.
+    # Both answers have the same text and their usage.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     usages = [chunk.usage for chunk in chunks if chunk.usage]
     assert whole.choices[0].message.content == text
@@ -154,7 +154,7 @@ async def test_replica_that_dies_comes_back(fleet: Any) -> None:
     own = fleet("--replicas", "2", "--endpoints", "1", "--sim-ttft", "1", "--sim-itl", "1")
     before = own.state["replicas"][0]
     own.replica(0).kill()
-    # Clients notice nothing, and it comes back at its addresses.
+    # Clients notice nothing, and the replica comes back at the same addresses.
     own.wait_line("DOWN  replica-1    was killed by SIGKILL")
 
     async with own.client() as client:

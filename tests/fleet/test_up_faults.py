@@ -1,4 +1,4 @@
-"""`picker up` that cannot start: one clear answer, and nothing left running."""
+"""`picker up` fails to start: it prints one clear error and leaves no process running."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ SMALL = ("--replicas", "1", "--endpoints", "1")
 
 
 def up(*options: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`picker up` that is expected to end by itself; its files are made in `temporary`."""
+    """Run `picker up`, which is expected to exit; it creates its files in `temporary`."""
     environment = {**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})}
     return subprocess.run(
         picker_command("up", *options), capture_output=True, text=True, timeout=90, env=environment
@@ -49,11 +49,11 @@ def test_a_port_that_cannot_be_used_is_named(taken_port: int, envoy: str, admin:
 @pytest.mark.parametrize(
     ("endpoints", "text", "part", "said"),
     [
-        # A simulator cannot serve these models: a comma separates names.
+        # A simulator cannot serve these model names: a comma separates names.
         pytest.param(
             *("1", "models: [{name: a}, {name: 'a,b'}]", "endpoint-1", "distinct names"), id="a model server"
         ),
-        # A replica reads the missing discovery file once it listens.
+        # The replica reads the missing discovery file only after it listens.
         pytest.param(
             *("0", "discovery: {file: none.yaml}", "replica-1", "none.yaml: cannot be read"), id="a replica"
         ),
@@ -66,7 +66,7 @@ def test_part_that_fails_is_named_with_the_end_of_its_log(
     config.write_text(text)
     options = ("--replicas", "1", "--endpoints", endpoints, "--port", "0", "--config", str(config))
     done = up(*options, temporary=tmp_path)
-    # It names the part, shows the end of its log, and says where the log is.
+    # The error names the process, shows the end of its log, and gives the log's path.
     first, *tail, last = done.stderr.splitlines()
     assert done.returncode == 1
     assert first == f"{part}: exited with 1 before the fleet was ready"

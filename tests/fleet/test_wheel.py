@@ -1,4 +1,4 @@
-"""The wheel, installed into a virtual environment of its own: what a replica has in production."""
+"""The wheel, installed into its own virtual environment, as a replica has it in production."""
 
 import os
 import re
@@ -17,7 +17,7 @@ READY_S = 30.0
 
 
 class Installed:
-    """The wheel in its own environment, without any extra. Commands run outside the checkout."""
+    """The wheel in a virtual environment, without extras. Commands run outside the checkout."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,14 +27,14 @@ class Installed:
         subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT], check=True)
         (wheel,) = wheels.glob("picker_fleet-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-        # With hashes pip would need one of the wheel, too.
+        # With hashes in the constraints, pip would also require a hash of the wheel.
         locked, versions = (ROOT / "requirements.lock").read_text(), folder / "versions"
         versions.write_text("\n".join(re.findall(r"^[\w.-]+==[^\\\n]+", locked, re.MULTILINE)))
         install = ["install", "--no-compile", "--constraint", versions, wheel]
         subprocess.run([*pip, "--python", self.python, *install], check=True)
 
     def run(self, *command: str | Path) -> tuple[int, str]:
-        """Exit status and output of a command of the environment, outside the checkout."""
+        """Run a command of the environment outside the checkout; return exit status and output."""
         done = subprocess.run(command, **self.options, capture_output=True, text=True, timeout=READY_S)
         return done.returncode, done.stdout + done.stderr
 

@@ -1,7 +1,7 @@
-"""Whole replicas whose clock, and their Valkey's, jumps to the next event as soon as all work is done.
+"""Whole replicas on a simulated clock, which they share with Valkey and which skips idle time.
 
-A day takes minutes, and a busy machine changes nothing: time stands still while anything is computed, sent or
-awaited. The replicas run in this process (`picker_fleet.serve`); Envoy's side is spoken by hand.
+A day takes minutes, and a busy machine changes nothing: simulated time stands still while anything is
+computed, sent or awaited. The replicas run in this process (`picker_fleet.serve`); the tests act as Envoy.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ _TIME = ("HMGET", _CLOCK, "seconds", "microseconds")
 NO_LOAD = b'vllm:num_requests_waiting{model_name="m"} 0\nvllm:num_requests_running{model_name="m"} 0\n'
 _LEAST_JUMP_S = 0.001
 HOUR_S = 3600.0
-SERVICE_S = 2.0  # of a request
-BOUND = 4  # of the two model servers
+SERVICE_S = 2.0  # service time of a request
+BOUND = 4  # upper bound of the two model servers together
 
 
 class Server:
-    """A blocking connection to the Valkey whose clock is set.
+    """A blocking connection to a Valkey with a simulated clock.
 
-    While it is `away`, nothing is asked. Its clock is `step_s` ahead of the loop's. While `refuses` names one
-    of its settings, that is 1, for which it refuses writes.
+    `away`: Valkey is down, and nothing is sent. Valkey's clock is `step_s` ahead of the loop's. `refuses`
+    names a setting that is 1 so that Valkey refuses writes; empty if it accepts them.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -60,7 +60,7 @@ class Server:
         self.away = False
 
     def catch_up(self) -> None:
-        """Return when all that was sent before has been answered: it serves its connections in turn."""
+        """Wait until Valkey has answered everything sent before: it serves its connections in turn."""
         for _ in range(0 if self.away else 2):
             self._ask(b"PING\r\n")
 
@@ -78,7 +78,7 @@ class Server:
         self._ask(f"CONFIG SET {setting} {value}\r\n".encode())
 
     def cut_others(self) -> None:
-        """End all connections but this one."""
+        """Close all connections except this one."""
         self._ask(b"CLIENT KILL TYPE normal SKIPME yes\r\n")
         self._ask(b"CLIENT KILL TYPE pubsub\r\n")
 
@@ -97,7 +97,7 @@ PROCESS: contextvars.ContextVar[str] = contextvars.ContextVar("PROCESS", default
 
 
 class _Ready(collections.deque[asyncio.Handle]):
-    """What a loop runs next; callbacks of a stopped process are kept until it continues."""
+    """A loop's queue of ready callbacks; holds back those of a stopped process until it continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Ready(collections.deque[asyncio.Handle]):
 
 
 class _JumpingSelector(selectors.EpollSelector):
-    """Where a loop would wait for its next timer, the clock jumps there."""
+    """Instead of waiting for the loop's next timer, advances the simulated clock to it."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -124,13 +124,13 @@ class _JumpingSelector(selectors.EpollSelector):
         found, stopped = sorted(super().select(timeout), key=lambda event: event[0].fd), self.ready.stopped
         if not stopped:
             return found
-        # A descriptor is of the process that reads it, or else writes it.
+        # A descriptor belongs to the process that reads it, or else to the one that writes it.
         return [
             each for each in found if self.ready.process(each[0].data[0] or each[0].data[1]) not in stopped
         ]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._server.catch_up()  # what is found, and in which order, depends on no speed
+        self._server.catch_up()  # makes the events and their order independent of speed
         found = self._events(0)
         if found or (timeout is not None and timeout <= 0):
             return found
@@ -146,10 +146,10 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
         self.server = server
         self._jumping = _JumpingSelector(server)
         super().__init__(self._jumping)
-        self._ready = self._jumping.ready  # as the base class calls it
+        self._ready = self._jumping.ready  # the name that the base class uses
 
     def stop_process(self, name: str) -> None:
-        """Nothing that stands for the process `name` runs until `continue_process`, as after SIGSTOP."""
+        """Run nothing of process `name` until `continue_process`, as after SIGSTOP."""
         self._jumping.ready.stopped[name] = []
 
     def continue_process(self, name: str) -> None:
@@ -160,7 +160,7 @@ class TimeLapseLoop(asyncio.SelectorEventLoop):
 
 
 class _TimedCommands(subscriptions.CommandClient):
-    """Asks for the clock that is set."""
+    """Reads the simulated clock instead of TIME."""
 
     async def execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         return await super().execute([_TIME if command == ("TIME",) else command for command in commands])
@@ -168,7 +168,7 @@ class _TimedCommands(subscriptions.CommandClient):
 
 @contextlib.contextmanager
 def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseLoop]:
-    """A loop to run a fleet on the Valkey at `url`."""
+    """Make an event loop that runs a fleet in simulated time on the Valkey at `url`."""
     from picker_fleet.endpoints import metrics_channel
     from picker_fleet.scheduling import route_stream
 
@@ -192,7 +192,7 @@ def time_lapse(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TimeLapseL
 
 
 class Replica:
-    """A replica as Envoy uses it."""
+    """A replica, driven as Envoy would."""
 
     def __init__(self, pool: Pool, bound: Bound) -> None:
         self.pool, self.bound = pool, bound
@@ -230,7 +230,7 @@ class Replica:
         await self._runs(entry, seconds)
 
     async def _runs(self, entry: Any, seconds: float) -> None:
-        """The access log's entries of a request that runs so long."""
+        """Report the access-log entries of a request that runs for `seconds`."""
         every_s = self.pool.settings.leases.access_log_interval
         while seconds > every_s:
             await asyncio.sleep(every_s)
@@ -256,7 +256,7 @@ class Fleet:
         self.served = 0
 
     async def ask(self, seconds: float) -> None:
-        """One request, which its server takes so long for."""
+        """Send one request that takes its model server `seconds`."""
         replica = self._random.choice(self.replicas)
         await getattr(replica, self._mode)(f"request-{next(self._ids)}", seconds)
         self.served += 1
@@ -269,7 +269,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -> AsyncIterator[Fleet]:
-    """`replicas` replicas before two model servers; they must not end by themselves."""
+    """`replicas` replicas in front of two model servers; fails if a replica ends by itself."""
     made: list[Pool] = []
 
     class Made(Pool):
@@ -283,7 +283,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
             pages = [await stack.enter_async_context(serving()) for _ in range(2)]
             for page in pages:
                 page.answer = answered(NO_LOAD)
-                page.requests = collections.deque(maxlen=1)  # it would keep those of a week
+                page.requests = collections.deque(maxlen=1)  # else it would keep a week's requests
             tree = {
                 "extproc": {"drain_grace": "0s"},
                 "discovery": {"static": [{"address": page.address} for page in pages]},
@@ -298,7 +298,7 @@ async def fleet(url: str, mode: str, replicas: int, config: Mapping[str, Any]) -
 
 
 async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
-    """One request at a time, which no other waits for."""
+    """Send one request at a time, `every_s` after the previous one has ended."""
     until_s = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < until_s:
         await some.ask(SERVICE_S)
@@ -306,7 +306,7 @@ async def light_load(some: Fleet, seconds: float, every_s: float) -> None:
 
 
 async def at_rest(some: Any, client: redis.Redis, lasts_s: float = 60.0) -> None:
-    """After so long nothing is counted that is not there, and every figure is within its range."""
+    """After `lasts_s`, assert that nothing is counted any more and that every figure is in its range."""
     await asyncio.sleep(lasts_s)
     for replica in some.replicas:
         parts = replica.pool.parts

@@ -1,6 +1,6 @@
 """Runs `picker up` for tests, and reads its state.
 
-At its end its decision log must keep every promise, its exit status must be 0, and no process may be left.
+When a fleet ends, its decision log must keep every guarantee, its exit status be 0, and no process remain.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _COUNTED_AFTER_S = 6.0
 
 
 class Fleet:
-    """A running `picker up`. Ports, pids and addresses are read from its state file each time.
+    """A running `picker up`. Every access reads ports, process ids and addresses from its state file.
 
-    Its decision log is on unless `config` turns it off, and is audited when the fleet ends: a broken promise
-    fails the test. `unaudited` says why that is impossible (Redis ends sooner, the state is damaged on
-    purpose). `spawned` fleets start a new interpreter, as a user does; so do those with an `environment`,
+    The decision log is enabled unless `config` disables it, and is audited when the fleet ends: a violation
+    fails the test. `unaudited` says why an audit is impossible (Redis ends sooner, the state is damaged on
+    purpose). `spawned` fleets start a new interpreter, as for a user; so do fleets with an `environment`,
     which an interpreter may read when it starts. All others are forked from a process that has imported
     everything (forked_up.py), which is faster.
     """
@@ -60,7 +60,7 @@ class Fleet:
             file = folder / "config.yaml"
             file.write_text(yaml.safe_dump(config))
             arguments += ["--config", str(file)]
-        # No request is sent when a fleet ends, so its replicas need not announce the end for long.
+        # No client sends requests when a fleet ends, so its replicas need no long drain grace.
         given = config or {}
         grace = {} if "drain_grace" in given.get("extproc", {}) else {"PICKER_EXTPROC__DRAIN_GRACE": "100ms"}
         log = audited_log.environment(given)
@@ -78,13 +78,13 @@ class Fleet:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state file as it is now."""
+        """The current content of the state file."""
         state: dict[str, Any] = json.loads(self.state_file.read_text())
         return state
 
     @property
     def url(self) -> str:
-        """Where clients send requests: Envoy."""
+        """Envoy's URL, to which clients send requests."""
         return str(self.state["envoy"])
 
     @property
@@ -93,7 +93,7 @@ class Fleet:
             return "\n".join(self._lines)
 
     def wait_line(self, part: str, within_s: float = READY_S) -> str:
-        """The first line of its output that contains `part`; waits for it."""
+        """Wait for an output line that contains `part`; return the first."""
 
         def found() -> str | None:
             return next((line for line in self._lines if part in line), None)
@@ -105,21 +105,21 @@ class Fleet:
         return line
 
     def client(self, **options: Any) -> httpx.AsyncClient:
-        """HTTP through Envoy; to be closed by its user (`async with`)."""
+        """An HTTP client of Envoy; the caller closes it (`async with`)."""
         return httpx.AsyncClient(base_url=self.url, transport=Crowd(), **{"timeout": 90.0, **options})
 
     def redis(self) -> redis.asyncio.Redis:
-        """A client of the fleet's Redis; to be closed by its user (`async with`)."""
+        """A client of the fleet's Redis; the caller closes it (`async with`)."""
         return primary.client(self.state["redis"], Keys.of("default").pool, decode_responses=True)
 
     def admin_url(self, replica: int = 0) -> str:
         return str(self.state["replicas"][replica]["admin"])
 
     async def admin(self, path: str, replica: int = 0, *, method: str = "GET", **how: Any) -> httpx.Response:
-        """Answer of one replica's admin API to a read, or to a change that may be made twice.
+        """The answer of one replica's admin API to a read or an idempotent change.
 
-        A replica gives Redis 2 s and then answers `state_unavailable`, also when the machine paused. So the
-        call is repeated for up to 30 s while it is answered so.
+        A replica answers `state_unavailable` if Redis does not reply within 2 s, also if the machine paused.
+        The call is repeated for up to 30 s while it gets that answer.
         """
         async with http_client(timeout=10.0) as client:
             return await self.eventually(  # type: ignore[no-any-return]
@@ -130,25 +130,24 @@ class Fleet:
             )
 
     async def get(self, path: str, replica: int = 0, *, pool: str = "") -> Any:
-        """What one replica answers to a read of /api/v1/`path`, which must succeed; of the default pool if no
-        other is named."""
+        """Read /api/v1/`path` from one replica and assert success; `pool` defaults to the default pool."""
         return _of_success(await self.admin(_api(pool, path), replica))
 
     async def post(self, path: str, replica: int = 0, *, pool: str = "") -> Any:
-        """The answer to a change through one replica, which must accept it."""
+        """Post a change to one replica; assert success and return the answer."""
         return _of_success(await self.admin(_api(pool, path), replica, method="POST"))
 
     async def patch(self, changes: dict[str, Any], replica: int = 0, *, pool: str = "") -> Any:
-        """The configuration after a live change through one replica, which must accept it."""
+        """Make a live change through one replica; assert success and return the configuration."""
         return _of_success(await self.admin(_api(pool, "config"), replica, method="PATCH", json=changes))
 
     async def endpoint_status(self, address: str, replica: int = 0) -> str:
-        """What one replica says of an endpoint, such as `ready`."""
+        """An endpoint's status as one replica reports it, such as `ready`."""
         listed = await self.get("endpoints", replica)
         return str(next(each["status"] for each in listed if each["address"] == address))
 
     async def envoy_admin(self, path: str) -> httpx.Response:
-        """Answer of Envoy's admin interface."""
+        """An answer of Envoy's admin interface."""
         async with http_client(timeout=10.0) as client:
             return await client.get(f"{self.state['envoy_admin']}{path}")
 
@@ -160,8 +159,8 @@ class Fleet:
         within_s: float = 15.0,
         what: str = "it",
     ) -> Any:
-        """The first result of `look` that `holds`. It may be asynchronous, and is called until then, less and
-        less often: a look costs CPU that the fleet could use."""
+        """Call `look`, which may be asynchronous, until `holds` accepts the result; return that result. The
+        pauses grow, because each call costs CPU that the fleet could use."""
         last: Any = None
         pause_s = _POLL_S
         try:
@@ -180,7 +179,7 @@ class Fleet:
     async def until(
         self, path: str, holds: Callable[[Any], object], *, replica: int = 0, pool: str = "", **more: Any
     ) -> Any:
-        """The first answer of one replica to a read of /api/v1/`path` that `holds`."""
+        """Read /api/v1/`path` from one replica until `holds` accepts the answer; return that answer."""
         return await self.eventually(lambda: self.get(path, replica, pool=pool), holds, **more)
 
     async def until_state(
@@ -195,7 +194,7 @@ class Fleet:
         await self.until("state", has_them, replica=replica, pool=pool, within_s=within_s, what=what)
 
     async def until_counted(self) -> None:
-        """Wait until each replica has a part of the bound when it loses Redis; a young one has none."""
+        """Wait until every replica is old enough to get a share of the bound if Redis is lost."""
 
         def are_counted(found: dict[str, Any]) -> bool:
             old = [each for each in found["replicas"] if each["started_s_ago"] > _COUNTED_AFTER_S]
@@ -207,25 +206,25 @@ class Fleet:
         return psutil.Process(int(self.state["replicas"][index]["pid"]))
 
     def endpoint(self, index: int) -> psutil.Process:
-        """The process of a simulator."""
+        """The process of a simulated endpoint."""
         return psutil.Process(int(self.state["endpoints"][index]["pid"]))
 
     def child(self, name: str) -> psutil.Process:
-        """The process that executes a program called so: `envoy`, `valkey-server`."""
+        """The child process whose program is `name`: `envoy`, `valkey-server`."""
         (found,) = (child for child in self.children() if child.name() == name)
         return found
 
     def children(self) -> list[psutil.Process]:
-        """Every running process that it has started."""
+        """All running descendants of `picker up`."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def audit(self) -> None:
-        """Replay its decision log, which must be complete and keep every promise."""
+        """Audit the decision log: it must be complete and keep every guarantee."""
         for pool in self._pools:
             audited_log.assert_no_violation(self.state["redis"], self._name, pool)
 
     def stop(self) -> None:
-        """End it as Ctrl-C does: its log passes the audit, it exits with 0, and no child is left."""
+        """Send SIGINT; assert that the log passes the audit, the exit status is 0, and no child remains."""
         if self._killed:
             return
         children = self.children() if self.process.poll() is None else []
@@ -247,7 +246,7 @@ class Fleet:
             self.audit()
 
     def kill(self) -> None:
-        """Audit its log, then SIGKILL to `picker up` itself; `stop` has nothing left to check."""
+        """Audit the decision log, then kill `picker up` with SIGKILL; `stop` then does nothing."""
         self._killed = True
         try:
             self._audit_once()
@@ -255,7 +254,7 @@ class Fleet:
             self.discard()
 
     def discard(self) -> None:
-        """End the process whatever its state."""
+        """Kill the process if it still runs, and stop reading its output."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -286,7 +285,7 @@ def _spawned(arguments: Sequence[str], environment: Mapping[str, str]) -> subpro
 
 @contextlib.contextmanager
 def suspended(process: psutil.Process) -> Iterator[None]:
-    """`process` is stopped within the block."""
+    """Suspend `process` within the block."""
     process.suspend()
     try:
         yield
@@ -295,7 +294,7 @@ def suspended(process: psutil.Process) -> Iterator[None]:
 
 
 def exact_bounds(per_backend: float) -> dict[str, float]:
-    """Settings of the queue controller for one bound without hysteresis."""
+    """Queue controller settings that set all bounds to `per_backend`, so without hysteresis."""
     return {f"{bound}_per_backend": per_backend for bound in ("lower_bound", "watermark", "upper_bound")}
 
 
@@ -309,12 +308,12 @@ def _of_success(answer: httpx.Response) -> Any:
 
 
 def says_unavailable(answer: Any) -> bool:
-    """Whether an answer of the admin API says that Redis did not answer in time."""
+    """Whether an admin API answer says that Redis did not reply in time."""
     return answer.status_code == 503 and answer.json().get("code") == "state_unavailable"
 
 
 def started(folder: Path, options: tuple[str, ...], config: dict[str, Any] | None, **more: Any) -> Fleet:
-    """A fleet that is ready; `more` are Fleet's other arguments."""
+    """Start a fleet and wait until it is ready; `more` are further arguments of `Fleet`."""
     fleet = Fleet(folder, options, config, **more)
     try:
         fleet.wait_line("dashboard:")
@@ -326,7 +325,7 @@ def started(folder: Path, options: tuple[str, ...], config: dict[str, Any] | Non
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, *options: str, config: dict[str, Any], **more: Any) -> AsyncIterator[Fleet]:
-    """A fleet that is ready, and is stopped and checked at the end, without blocking the event loop."""
+    """Start a fleet, yield it when ready, then stop and check it, without blocking the event loop."""
     here = await asyncio.to_thread(lambda: started(folder, options, config, **more))
     try:
         yield here
@@ -336,7 +335,7 @@ async def running(folder: Path, *options: str, config: dict[str, Any], **more: A
 
 @contextlib.contextmanager
 def fleets(folders: pytest.TempPathFactory, *always: str) -> Iterator[Callable[..., Fleet]]:
-    """What starts fleets that end with the block, with the options `always` and those that it is given."""
+    """Yield a function that starts fleets with the options `always` and its own; stop them at the end."""
     running: list[Fleet] = []
 
     def start(*options: str, config: dict[str, Any] | None = None, **more: Any) -> Fleet:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"make long ARGS='{name} …'", description=module.__doc__)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the report to DIR")
     module.add_options(parser)
-    # `make` passes SIGTERM on; each test ends what it started.
+    # `make` forwards SIGTERM; on it, each test ends the processes that it started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parser.parse_args(rest)
     findings = Findings(f"make long ARGS='{' '.join(arguments)}'")

@@ -40,11 +40,11 @@ _ENDS_S = 60.0
 _KILL_EVERY_S = (2.0, 5.0)
 _CHANGE_EVERY_S = (0.2, 1.0)
 _PAUSE_S = 0.3
-_ADOPTED = 0.8  # of a killed replica's requests; the clients of the rest have left
+_ADOPTED = 0.8  # part of a killed replica's requests that are sent again; the other clients left
 _CHUNK = 2000
 _LOOK_S = 0.05
 _CALL_S = 5.0
-_SCHEDULES_A_PROCESS = 25  # which keeps what each has left in memory
+_SCHEDULES_A_PROCESS = 25  # bounds the memory that schedules leave behind in a process
 _RECORDS = f"epp:{{{POOL}}}:requests"
 
 
@@ -68,7 +68,7 @@ def _run_schedules(seeds: range, findings: Findings) -> None:
     with ProcessPoolExecutor(
         os.cpu_count(),
         multiprocessing.get_context("spawn"),
-        initializer=logging.disable,  # replicas tell of each fault
+        initializer=logging.disable,  # replicas log each fault
         max_tasks_per_child=_SCHEDULES_A_PROCESS,
     ) as processes:
         for seed, found in zip(seeds, processes.map(report_of, seeds), strict=True):
@@ -103,7 +103,7 @@ def _audit_requests(options: argparse.Namespace, findings: Findings) -> None:
 
 @dataclass(slots=True)
 class Actions:
-    """What was done to the fleet, and how many entries its log has, by event."""
+    """Counts of the actions on the fleet, and of the decision log's entries by event."""
 
     kills: int = 0
     sent_again: int = 0
@@ -114,7 +114,7 @@ class Actions:
 
 
 class ChaosRun:
-    """A run. When `run` has returned, its decision log is complete."""
+    """A chaos run. Its decision log is complete when `run` has returned."""
 
     def __init__(self, port: int, seed: int, replicas: int) -> None:
         self._url = f"redis://{LOOPBACK}:{port}/0"
@@ -123,7 +123,7 @@ class ChaosRun:
         self._size = replicas
         self._names = (f"replica-{number}" for number in range(1_000_000))
         self._children: list[Child] = []
-        self._open: dict[str, str] = {}  # request -> owner, as far as the log has been read
+        self._open: dict[str, str] = {}  # open request -> owner, by the part of the log read so far
         self._last = "-"
         self._ending = False
         self.actions = Actions()
@@ -146,7 +146,7 @@ class ChaosRun:
                 ]
                 while self._admitted() < requests:
                     await self._read()
-                self._ending = True  # a kill in progress first starts the replacement, which must end too
+                self._ending = True  # `_kill` ends after it has started the replacement of a killed replica
                 for action in actions[2:]:
                     action.cancel()
                 await asyncio.wait(actions[1:])
@@ -181,7 +181,7 @@ class ChaosRun:
                 self._open[request] = entry["owner"]
 
     async def _wait_for_rest(self) -> None:
-        """Let clients finish, and leases and graces run out, until nothing is left."""
+        """Let clients finish, and leases and grace periods end, until no request is left."""
         for child in self._children:
             child.send("end")
         async with asyncio.TaskGroup() as tasks:

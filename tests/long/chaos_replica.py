@@ -1,9 +1,9 @@
-"""One replica of the chaos run with its clients, and how its pool is configured.
+"""One replica of the chaos run with its clients, and the configuration of its pool.
 
-`long.chaos` starts it as `python -m long.chaos_replica` and leads it over stdin. The first line is a
-`bench.fairness.scenarios.Job`; then `adopt ID ID…` sends requests of a replica that was killed, and `end`
-lets what is in flight finish. It prints `ready`, and `done` when all have ended. Each request follows from
-its id, so that any replica can send it again.
+`long.chaos` starts this process as `python -m long.chaos_replica` and controls it over stdin. The first line
+is a `bench.fairness.scenarios.Job`. Then `adopt ID ID…` makes it send requests of a killed replica, and `end`
+makes it stop after the requests in flight. It prints `ready`, and `done` when all requests have ended. An id
+determines its whole request, so that any replica can send it again.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _LOG_ENTRIES = 4_000_000  # more entries than a run writes
 _LEASE_S = 3.0
 _ENDPOINTS = 4
 FLOWS = tuple(f"flow-{number}" for number in range(12))
-_LIMITED, _LIMIT = 3, 2  # so many flows may have so many in flight on each endpoint
+_LIMITED, _LIMIT = 3, 2  # number of flows with a limit, and their requests in flight per endpoint
 _WORKLOADS = 30
-_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # most of them of the three
+_BANDS, _PRIORITIES = Bands(), (10, 10, 0, 0, 0, -10, -10, 100, 7, -3)  # most are of named bands
 _MODEL = "llama"
 _CLIENTS = 60
 _AGAIN_S = 0.1  # a refused client's pause
@@ -38,7 +38,7 @@ _PROMPT_TOKENS = 1
 
 
 def configuration(url: str) -> dict[str, Any]:
-    """Bounds and capacities so small that every kind of refusal and preemption happens."""
+    """A configuration with such small bounds and capacities that all refusals and preemptions occur."""
     return {
         "pool": POOL,
         "redis": {"url": url, "silence": _LEASE_S / 2, "connect_timeout": 5.0},
@@ -53,7 +53,7 @@ def configuration(url: str) -> dict[str, Any]:
 
 
 def change(dice: random.Random) -> Mapping[str, Any]:
-    """A live change, by the names of docs/redis-schema.md; None takes one back."""
+    """A random live change, with the names of docs/redis-schema.md; None resets a setting."""
     per = dice.choice((75, 200, 200, 400))
     return dice.choice(
         (
@@ -67,7 +67,7 @@ def change(dice: random.Random) -> Mapping[str, Any]:
             {"guard_share": dice.choice((0.05, 0.1, 0.5))},
             {"starvation_ms": dice.choice((0, 100, 1000))},
             {"band_policy": dice.choice(("strict", "weighted"))},
-            # These reorder the queue: a flow queue keeps its order until the next sweep.
+            # These changes reorder the queue: a flow queue keeps its order until the next sweep.
             {"ordering": dice.choice(("fcfs", "edf", "workload-aware"))},
             {"fairness": dice.choice(("weighted-fair", "round-robin", "none"))},
             {"wait_signal": dice.choice(("request", "workload_average"))},
@@ -79,9 +79,9 @@ def change(dice: random.Random) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request, and what its client and its model server do.
+    """A request, and the behaviour of its client and its model server.
 
-    `leaves_s`: the client hangs up after so long without an answer (None: never). `tokens`: the real cost.
+    `leaves_s`: the client hangs up if it has no answer by then (None: never). `tokens`: the real cost.
     """
 
     request: InferenceRequest
@@ -92,7 +92,7 @@ class Call:
 
 
 def call_of(request_id: str) -> Call:
-    """The same for the same id, in every process."""
+    """The call for `request_id`, the same in every process."""
     dice = random.Random(request_id)
     number = dice.randrange(len(FLOWS))
     shared = dice.random() < 0.5
@@ -123,7 +123,7 @@ def call_of(request_id: str) -> Call:
 
 
 async def _served(gate: SharedGate, request_id: str) -> bool:
-    """Send the request; whether it was served."""
+    """Send the request. Returns whether it was served."""
     call = call_of(request_id)
     try:
         async with asyncio.timeout(call.leaves_s):
@@ -155,7 +155,7 @@ async def work(job: Job, orders: Orders) -> None:
                     tasks.create_task(_served(gate, request_id))
             ending.set()
         print("done", flush=True)
-        await orders.next()  # keeps its heartbeats until all replicas have ended
+        await orders.next()  # keep sending heartbeats until all replicas have ended
 
 
 async def main() -> None:

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 async def _measure(
     folder: Path, cluster: ApiServer, launch: Callable[..., list[str]], replicas: int, away_s: float
 ) -> Found:
-    """All changes once, with fresh pickers."""
+    """Make all changes once, with fresh pickers, and measure them."""
     for pod in cluster.call("GET", PODS)["items"]:
         cluster.delete_pod(pod["metadata"]["name"], grace_s=0)
     for pool in cluster.call("GET", POOLS)["items"]:
@@ -70,7 +70,7 @@ async def _measure(
         for _ in range(replicas):
             await here.start_picker(cluster.kubeconfig("admin"), "llm", NAMESPACE, launch=launch)
         await started(cluster, here)
-        # Envoy checks no health: not every picker answers checks where it takes requests.
+        # Envoy does no health checks: not every picker answers them on the port that takes requests.
         publish(discovery := folder / "pickers.json", [picker.grpc for picker in here.pickers])
         await here.start_gateway(discovery=discovery)
         await _all_serve(here)
@@ -78,7 +78,7 @@ async def _measure(
 
 
 async def _all_serve(here: Seat) -> None:
-    """Wait until each model server has been asked."""
+    """Wait until each model server has received a request."""
 
     async def asked() -> bool:
         await asyncio.gather(*(here.ask() for _ in range(8)))

@@ -1,4 +1,4 @@
-"""Virtual environments of other programs, in the user's cache folder: made once, never in `.venv`."""
+"""Makes virtual environments for other programs once, in the user's cache folder, never in `.venv`."""
 
 import os
 import re
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class InstallFault(Exception):
-    """A package cannot be had; the message says why."""
+    """A package cannot be installed; the message says why."""
 
 
 def cache_folder(name: str) -> Path:
-    """Where what belongs to `name` is kept between runs; `make clean-cache` removes it."""
+    """The folder that keeps files of `name` between runs; `make clean-cache` removes it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "picker-fleet" / name
 
 
@@ -27,11 +27,11 @@ def environment(
     overrides: Sequence[str] = (),
     finish: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """The folder of the environment of `name`, with `packages` in it. A package of `overrides` has that
-    version whatever others ask for. `python` makes the environment, and `finish` gets its site-packages.
+    """Make the virtual environment `name` with `packages`, unless it exists. Returns its folder. `overrides`
+    pins packages against other packages' requirements. `finish` gets the path of site-packages.
 
     Raises:
-        InstallFault: a package cannot be had.
+        InstallFault: a package cannot be installed.
     """
     folder = cache_folder(name) / f"venv-{version}"
     own, done = folder / "bin" / "python", folder / ".complete"
@@ -53,7 +53,7 @@ def environment(
 
 
 def find_python(minor: int) -> str:
-    """A Python 3 of at least this minor version, here, on the PATH or in pyenv. InstallFault without."""
+    """Find a Python 3 of at least this minor version: this one, on the PATH or in pyenv. Or InstallFault."""
     names = (*(f"python3.{number}" for number in range(minor, minor + 4)), "python3")
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     places = [sys.executable, *filter(None, map(shutil.which, names))]
@@ -65,7 +65,7 @@ def find_python(minor: int) -> str:
 
 
 def _minor_version(python: str) -> int:
-    """-1 if the program does not run: pyenv puts names on the PATH that do not."""
+    """The minor version of `python`; -1 if it does not run, like some of pyenv's shims on the PATH."""
     try:
         done = subprocess.run([python, "--version"], capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

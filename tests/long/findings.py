@@ -1,4 +1,4 @@
-"""What a long test found: checks that held or did not, and the figures beside them."""
+"""The findings of a long test: its checks, held or not, and the figures for the report."""
 
 from bench.rig.report import describe_run, table
 
@@ -14,7 +14,7 @@ class Findings:
 
     @property
     def all_held(self) -> bool:
-        """Whether there was a check, and none failed."""
+        """Whether at least one check ran, and no check failed."""
         return bool(self._checks) and not self._failed
 
     def check(self, what: str, passed: bool, seen: str = "") -> None:
@@ -23,7 +23,7 @@ class Findings:
         print(f"{'held' if passed else 'DID NOT HOLD'}: {what}{f': {seen}' if seen else ''}", flush=True)
 
     def add(self, text: str) -> None:
-        """A part of the report, as Markdown."""
+        """Add a part to the report, as Markdown."""
         self._parts.append(text.strip())
 
     def text(self, title: str) -> str:

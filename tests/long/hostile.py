@@ -13,7 +13,7 @@ from bench.rig.report import percentile, table
 from long.findings import Findings
 from picker_tools.local_fleet.parts import MODES
 
-_MOST = 1.5  # times the control's p99 that the p99 under attack may be
+_MOST = 1.5  # largest ratio of the p99 under attack to the control's p99
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

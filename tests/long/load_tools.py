@@ -28,15 +28,15 @@ _LOCUSTFILE = Path(__file__).parents[2] / "deploy" / "locust" / "locustfile.py"
 _VERSIONS = {"guidellm": "0.8.1", "aiperf": "0.13.0", "inference-perf": "0.7.0"}
 _FLOW, _OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 _PROMPT_TOKENS, _TOKENS = 200, 40
-_ANSWERS_PER_S = 2.0  # of one stream: inference-perf is told a number of requests, not a time
+_ANSWERS_PER_S = 2.0  # per stream: inference-perf takes a number of requests instead of a duration
 _LOOK_S = 0.25
-_LIMIT_S = 420.0  # of a tool, which may take a minute and more to start
+_LIMIT_S = 420.0  # timeout of a tool, which may take more than a minute to start
 _STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Tenant:
-    """A tenant, its requests at a time, and the band that its objective stands for."""
+    """A tenant, its number of concurrent requests, and the band of its objective."""
 
     name: str
     streams: int
@@ -49,8 +49,8 @@ class _Tenant:
 
 
 _TENANTS = (_Tenant("bulk", 12), _Tenant("chat", 4, "premium", "Critical"))
-_Counts = Mapping[str, tuple[int, int]]  # by tenant: answers and errors
-# A process of a tool: its command, and what reads its counts once it has ended.
+_Counts = Mapping[str, tuple[int, int]]  # answers and errors by tenant
+# A tool's process: its command, and a function that reads its counts once the process has ended.
 _Job = tuple[tuple[str, ...], Callable[[], _Counts]]
 
 
@@ -118,7 +118,7 @@ def _inference_perf(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _J
         "server.type": "vllm",
         "server.model_name": "llama",
         "server.base_url": url,
-        "api.type": "completion",  # its prompts of a given length are for completions only
+        "api.type": "completion",  # the tool makes prompts of a given length for completions only
         "api.streaming": "true",
         "api.headers": json.dumps(tenant.headers),
         "tokenizer.pretrained_model_name_or_path": str(made_model(folder / "model")),
@@ -143,7 +143,7 @@ def _inference_perf(url: str, seconds: int, folder: Path, tenant: _Tenant) -> _J
 
 
 def _locust(url: str, seconds: int, folder: Path) -> _Job:
-    """One process: a scenario of `picker load` has both tenants."""
+    """Run Locust in one process: its scenario of `picker load` has two tenants of its own."""
     users = sum(tenant.streams for tenant in _TENANTS)
     command = (
         *(str(Path(sys.executable).with_name("locust")), "-f", str(_LOCUSTFILE), "--host", url),
@@ -163,9 +163,10 @@ def _locust(url: str, seconds: int, folder: Path) -> _Job:
     return command, read
 
 
-_TOOLS = {"guidellm": _guidellm, "aiperf": _aiperf, "inference-perf": _inference_perf}  # a process a tenant
+# Each of these tools runs one process per tenant.
+_TOOLS = {"guidellm": _guidellm, "aiperf": _aiperf, "inference-perf": _inference_perf}
 _NAMES = ("locust", *_TOOLS)
-_LOCUST_SEES = {("noisy", "Default"), ("quiet", "Default")}  # its scenario has flows and no objectives
+_LOCUST_SEES = {("noisy", "Default"), ("quiet", "Default")}  # Locust's scenario has no objectives
 _SEES = {(tenant.name, tenant.band) for tenant in _TENANTS}
 
 
@@ -182,11 +183,11 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 def check_tool(name: str, url: str, admin: str, seconds: int, findings: Findings) -> None:
-    """Run one tool for `seconds`, and check what it and the admin API report."""
+    """Run one tool for `seconds`, and check the reports of the tool and of the admin API."""
     pairs: set[tuple[str, str]] = set()
     try:
         counts = asyncio.run(_load(name, url, admin, seconds, pairs))
-    except Exception as fault:  # as where no request was answered, and the report is incomplete
+    except Exception as fault:  # for example, the report is incomplete because no request was answered
         causes = fault.exceptions if isinstance(fault, ExceptionGroup) else (fault,)
         findings.check(f"{name} runs", False, "; ".join(map(repr, causes)))
         return
@@ -218,7 +219,7 @@ async def _load(
 
 
 async def _run(command: tuple[str, ...], log: Path) -> None:
-    """Run a tool. RuntimeError with the end of its output if it fails."""
+    """Run a tool. Raises RuntimeError with the end of its output if it fails."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

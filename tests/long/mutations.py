@@ -23,7 +23,7 @@ _TESTS_S, _SCHEDULE_S = 600.0, 120.0
 
 
 class Mutation(NamedTuple):
-    """`before` occurs once in `file`, and becomes `after`. `tests` are the narrowest that should find it."""
+    """Replaces the only `before` in `file` by `after`. `tests`: the narrowest tests that should fail."""
 
     name: str
     file: str
@@ -170,7 +170,7 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def _by_test(tree: Path, tests: list[str]) -> str:
-    """The first test that fails; '' if all pass."""
+    """Run `tests`. Returns the first test that fails; '' if all pass."""
     command = (sys.executable, "-m", "pytest", "-x", "-n0", "--timeout=60", *tests)
     ran = subprocess.run(
         command, cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False,
@@ -183,7 +183,7 @@ def _by_test(tree: Path, tests: list[str]) -> str:
 
 
 def _by_schedule(tree: Path, count: int) -> str:
-    """The first schedule that fails; '' if all hold."""
+    """Run `count` schedules. Returns the first one that fails; '' if all pass."""
     for seed in range(count):
         command = (sys.executable, "tests/fleet/schedules.py", "--whole", str(seed))
         ran = subprocess.run(

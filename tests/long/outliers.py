@@ -20,7 +20,7 @@ _MODES = ("lean", "http", "standard")
 _SERVICE_S = 0.3
 _CLIENTS = 50
 _MOST_SHARE, _MOST_ERRORS, _BACK_S = 0.02, 0.005, 10.0
-# Of a server whose health page is well, in the time that is looked at: 1, 3 and 7 s after the first.
+# A failing server with a healthy health page gets these tries while measured: 1, 3 and 7 s after the first.
 _TRIES = 3
 _AT_FIRST_S, _ROLLED_S, _STUCK_S = 1.0, 8.0, 30.0
 
@@ -80,7 +80,7 @@ async def _pool(mode: str, count: int, kinds: Sequence[str], findings: Findings)
 
 
 async def _one(fleet: RunningFleet, servers: FailingServers, kind: Kind) -> tuple[int, int, float, float]:
-    """After the first second: the broken server's requests, all servers', the errors. And when it is back."""
+    """Let one server fail. Returns its requests, all requests, the part of errors, and its time to return."""
     broken = servers.addresses[0]
     async with Clients(fleet.url, _CLIENTS) as clients:
         await clients.until_asked(2 * _CLIENTS)
@@ -103,7 +103,7 @@ async def _one(fleet: RunningFleet, servers: FailingServers, kind: Kind) -> tupl
 
 
 async def _until_stuck(fleet: RunningFleet, servers: FailingServers) -> float:
-    """How long a server that hangs, with its pages alive, gets requests."""
+    """Seconds until a server is ejected that hangs while its health and metrics pages answer."""
     hangs = servers.addresses[0]
     async with Clients(fleet.url, 20) as clients:
         await clients.until_asked(20)

@@ -21,7 +21,7 @@ from bench.rig.report import percentile, table
 from long.findings import Findings
 from picker_tools.load.generator import Request, closed_loop
 
-_PAUSE_S = (0.1, 1.5)  # since the last stop ended
+_PAUSE_S = (0.1, 1.5)  # time between two stops of a process
 _STOP_S = (0.05, 0.6)
 _CLIENTS, _TOKENS = 24, 16
 _WARM_S, _REST_S, _LOOK_S = 3.0, 2.0, 0.1
@@ -32,7 +32,7 @@ _CONFIG = {
 }
 _MOST_AT_ENGINES = 1.2 * 13.2  # the bound: 2 endpoints x watermark 6 x 1.1
 _LONGEST_S, _P99_S = 3.0, 2.0
-_LEAST, _LEAST_MEAN = 0.45, 0.5  # of the calm throughput
+_LEAST, _LEAST_MEAN = 0.45, 0.5  # least throughput of a run, and of all on average, relative to the calm run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """`rate`: answers a second; `failed` were not answered, of clients that waited. Times in seconds.
+    """Figures of a run. `rate`: answers a second. `failed`: unserved requests of clients that waited.
 
-    `most_at_engines` is the highest count of requests at the engines, by their own pages; `left_over` what
-    the fleet still counted two seconds after the last answer; `departures` how often a replica left the
-    shared queue; `stopped_s` for how long processes were stopped, on average.
+    `most_at_engines`: highest number of requests at the engines, by their metrics pages. `left_over`: the
+    fleet's counts two seconds after the last answer. `departures`: how often replicas switched to local
+    admission. `stopped_s`: mean total time for which a process was stopped. Times are in seconds.
     """
 
     rate: float
@@ -89,7 +89,7 @@ def _row(name: str, run: _Run, calm: _Run) -> list[str]:
 
 
 async def _run(seed: int | None, lasts_s: float) -> _Run:
-    """One run on a fleet of its own; without a `seed` nothing is stopped."""
+    """Make one run on a new fleet; without a `seed` no process is stopped."""
     async with picker_up(_CONFIG, *_OPTIONS) as fleet:
         async with closed_loop(fleet.url, clients=_CLIENTS, make_request=_make_request):
             await asyncio.sleep(_WARM_S)
@@ -128,8 +128,8 @@ async def _run(seed: int | None, lasts_s: float) -> _Run:
 
 @contextlib.asynccontextmanager
 async def _pulses(seed: int, processes: Mapping[str, psutil.Process]) -> AsyncIterator[dict[str, float]]:
-    """Stop and continue `processes` until the block ends; all run after it. Yields for how many seconds each
-    was stopped so far. `seed` and a process's name determine its pauses and stops."""
+    """Stop and continue `processes` until the block ends; afterwards all run. Yields the seconds for which
+    each was stopped so far. `seed` and a process's name determine its pauses and stops."""
     stopped_s = dict.fromkeys(processes, 0.0)
 
     async def pulse(name: str, process: psutil.Process) -> None:
@@ -161,7 +161,7 @@ async def _look(fleet: RunningFleet, highest: list[int]) -> None:
 
 
 async def _departures(fleet: RunningFleet) -> int:
-    """How often replicas have left the shared queue."""
+    """The number of times that replicas switched from the shared queue to local admission."""
     return int(await fleet.counted("epp_failover_transitions_total", to="local"))
 
 

@@ -1,6 +1,6 @@
-"""Calls of SDKs to the URL of the command line, for long/sdks.py; runs in an environment with the SDKs.
+"""Makes SDK calls to the URL of the command line, for long/sdks.py, in an environment with the SDKs.
 
-Prints the calls' names, then makes each call that a line of the input names, and prints what it returned.
+It prints the names of all calls. Then it reads names from stdin, makes each call and prints its result.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ FLAT_TOOLS: Any = [{"type": "function", **TOOL}]
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
 ASKED_TOOL = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
-# litellm makes these up where an engine's answer has none of its own.
+# litellm invents these fields if an engine's answer lacks them.
 MADE_UP = frozenset(("id", "created", "created_at"))
 
 
 def packing(library: Any, pack: Callable[[bytes], Any], encoding: str) -> Any:
-    """A transport that sends each body as `pack` makes it."""
+    """A transport that encodes each body with `pack`."""
 
     class Packing(library.HTTPTransport):  # type: ignore[misc]
         def handle_request(self, request: Any) -> Any:
@@ -88,7 +88,7 @@ RANK: Any = {**LITE, "query": "q", "documents": ["one", "two, zwei", "três"], "
 
 
 def state() -> list[Any]:
-    """A conversation that the server keeps."""
+    """Calls of the Responses API that refer to state on the server."""
     first = oai.responses.create(**NAMED, input="Hi", store=True)
     second = oai.responses.create(**NAMED, input="And?", previous_response_id=first.id)
     events = list(oai.responses.create(**NAMED, input="So?", previous_response_id=second.id, stream=True))
@@ -119,7 +119,7 @@ def left_stream() -> Any:
 
 
 async def asynchronous() -> list[Any]:
-    """Clients of asyncio, OpenAI's over aiohttp."""
+    """Calls of asyncio clients, OpenAI's over aiohttp."""
     client = openai.AsyncOpenAI(base_url=V1, http_client=openai.DefaultAioHttpClient(), **once)
     events = [each async for each in await client.chat.completions.create(**ASK, stream=True)]
     text = await client.audio.transcriptions.create(**NAMED, file=FILE)
@@ -220,7 +220,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """What a call returned, as JSON."""
+    """The result of a call as JSON types."""
     if hasattr(value, "model_dump"):
         return plain(value.model_dump(mode="json", warnings=False))
     if isinstance(value, dict):

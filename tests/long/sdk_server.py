@@ -1,6 +1,6 @@
-"""A model server of many APIs for long/sdks.py. It keeps each request; equal ones get equal answers.
+"""A model server of many APIs for long/sdks.py. It records each request; equal requests get equal answers.
 
-Answers of the model `packed` are compressed where the client takes that; `faulty` is 400 and `absent` 404.
+Answers of model `packed` are compressed if the client accepts that. `faulty` gets 400, and `absent` 404.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ _DECODERS = {
     "gzip": gzip.decompress, "deflate": zlib.decompress, "br": brotli.decompress,
     "zstd": lambda text: zstandard.ZstdDecompressor().decompressobj().decompress(text),
 }  # fmt: skip
-_PIECE_BYTES = 37  # an answer is written in pieces, which end inside events and characters
+_PIECE_BYTES = 37  # size of an answer's pieces, so that pieces end inside events and characters
 
 
 class Request(NamedTuple):
-    """One request as it came."""
+    """One request as the server received it."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: bytes
-    address: str  # the server's
+    address: str  # address of the server
 
 
 def _chat(tools: bool) -> Any:
@@ -135,7 +135,7 @@ _MODEL = {"id": "org/llama", "object": "model", "created": 1, "owned_by": "x"}
 _RANKS = [{"index": 1, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.1}]
 _TAG = {"model": "llama", "name": "llama", "size": 1, "digest": "x", "details": {"family": "llama"}}
 _IMAGES = {"created": 1, "data": [{"b64_json": "AAAA"}]}
-# By the end of a path, for answers that depend on nothing else.
+# Answers that depend only on the end of the path.
 _FIXED: dict[str, Any] = {
     "/rerank": {"id": "r", "results": _RANKS, "meta": {}, "usage": {"total_tokens": 5}},
     "/audio/transcriptions": _TEXT, "/audio/translations": _TEXT, "/audio/speech": bytes(range(256)) * 999,
@@ -152,9 +152,9 @@ _FIXED: dict[str, Any] = {
 
 
 class Server:
-    """Listens at `address` inside its block. It puts what comes into `requests`, which servers may share.
+    """Listens at `address` inside its block, and adds each request to `requests`, which servers may share.
 
-    `kept` are the ids of its responses and conversations.
+    `kept`: the ids of the server's responses and conversations.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -175,7 +175,7 @@ class Server:
             while True:
                 first, headers, body = await read_request(reader)
                 method, path, _ = first.split(" ")
-                if headers.get("user-agent") == "picker":  # which looks for its metrics page
+                if headers.get("user-agent") == "picker":  # a scrape
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
                     continue
                 request = Request(method, path, headers, body, self.address)
@@ -246,7 +246,7 @@ class Server:
     def _of_state(
         self, method: str, path: str, body: bytes, asked: dict[str, Any], streams: bool
     ) -> tuple[int, str, bytes]:
-        """What the Responses API says of ids, which are this server's own."""
+        """Answer a call with ids of the Responses API; each server knows only its own ids."""
         parts = re.fullmatch(".*/(responses|conversations)(?:/([^/]+)(/cancel)?)?", path)
         named = parts[2] if parts else None
         needed = {named, asked.get("previous_response_id"), asked.get("conversation")} - {None}

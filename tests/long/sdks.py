@@ -32,9 +32,9 @@ _PYTHON = (
 )
 _NODE = "openai@7.57.0"
 _CALL_S, _REST_S = 60.0, 20.0
-_FAULTY = ("a fault of the client", "no such model")  # ends of the names of calls that have to fail
+_FAULTY = ("a fault of the client", "no such model")  # endings of the names of calls that must fail
 _HERE = Path(__file__).parent
-# What Envoy and the picker say besides, to a server and to a client; `host` is another port's.
+# Headers that Envoy and the picker add to requests and to answers; `host` differs in its port.
 _ADDED = {
     "host", "connection", "x-envoy-external-address", "x-request-id", "x-forwarded-proto", "x-forwarded-for",
     "x-envoy-expected-rq-timeout-ms",
@@ -58,10 +58,10 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 def _commands() -> list[tuple[str, ...]]:
-    """What runs the calls of each language.
+    """The command of each language's program of calls; installs the SDKs if needed.
 
     Raises:
-        InstallFault: a package or Node cannot be had.
+        InstallFault: a package cannot be installed, or Node is missing.
     """
     version = "-".join(each.split("==")[1] for each in _PYTHON)
     python = environment("sdks", version, _PYTHON) / "bin" / "python"
@@ -75,7 +75,7 @@ def _commands() -> list[tuple[str, ...]]:
             done := subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         ).returncode:
             raise InstallFault(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    # An ECMAScript module finds packages beside its own file only.
+    # An ECMAScript module finds packages only in the folder of its file.
     script = shutil.copy(_HERE / "sdk_calls.mjs", folder)
     return [(str(python), "-I", str(_HERE / "sdk_calls.py")), (node, str(script))]
 
@@ -111,13 +111,13 @@ async def _at_rest(fleet: RunningFleet) -> bool:
     return not any((*state["in_flight"].values(), state["queued"], state["leases"]))
 
 
-_Seen = tuple[Any, list[Request]]  # what a call returned, and the requests that it made
+_Seen = tuple[Any, list[Request]]  # the return value of a call, and the requests that the call made
 
 
 async def _calls(
     command: Sequence[str], url: str, servers: Sequence[Server], only: str
 ) -> AsyncIterator[tuple[str, _Seen]]:
-    """Each call of a program to `url`, one after the other."""
+    """Let a program make its calls to `url`, one after the other. Yields the result of each."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     for server in servers:
         server.kept.clear()
@@ -134,7 +134,7 @@ async def _calls(
             servers[0].requests.clear()
             process.stdin.write(f"{name}\n".encode())
             answer = json.loads(await asyncio.wait_for(process.stdout.readline(), _CALL_S))
-            # litellm asks for prices of Ollama's models, behind the call.
+            # In addition to the call, litellm asks for prices of Ollama's models.
             is_show = name == "ollama: show"
             yield (
                 name,
@@ -169,7 +169,7 @@ def _unlike(what: str, wanted: Mapping[str, Any], got: Mapping[str, Any]) -> lis
 
 
 def _comparable(request: Request) -> Mapping[str, Any]:
-    """A request without what differs from call to call: a form's boundary, and what was added."""
+    """A request without the parts that differ from call to call: a form's boundary and added headers."""
     headers, body = {**request.headers}, request.body
     if boundary := re.search(r"boundary=(\S+)", headers.get("content-type", "")):
         headers["content-type"] = headers["content-type"].replace(boundary[1], "…")
@@ -179,7 +179,7 @@ def _comparable(request: Request) -> Mapping[str, Any]:
 
 
 async def _replayed(request: Request, fleet: RunningFleet) -> list[str]:
-    """How the fleet's answer to the bytes of `request` differs from the server's."""
+    """Send the bytes of `request` to the server and through the fleet. Returns the answers' differences."""
     headers = [(name, value) for name, value in request.headers.items() if name not in _FRAMING | _ADDED]
     answers: list[dict[str, Any]] = []
     for url in (f"http://{request.address}", fleet.url):

@@ -38,11 +38,11 @@ _CONFIG = {
 _OPTIONS = ("--sim-ttft", "20", "--sim-itl", "5", "--debug-headers", "--replicas", "2", "--endpoints", "2")
 _CLIENTS, _THINK_S = 4, 0.4
 _READ_EVERY_S = 120.0
-_PAUSES = 12  # in a run, however short
-_FILLING = 400  # long prompts before the first reading; they fill the index of prefixes, which is bounded
-_REST_WITHIN_S = 20.0  # longer than a lease: what has not ended then never will
-_MOST_GROWTH = 0.02  # an hour, of the size
-_JUDGED_FROM = 0.25  # of the run: caches and pools are filled until then
+_PAUSES = 12  # least number of readings in a run
+_FILLING = 400  # long prompts before the first reading, which fill the bounded prefix index
+_REST_WITHIN_S = 20.0  # longer than a lease: a request that is still counted then never ends
+_MOST_GROWTH = 0.02  # most growth per hour, relative to the size
+_JUDGED_FROM = 0.25  # skip this part of the run, in which caches and pools fill up
 _SIZES = (
     ("replica_bytes", "a replica"), ("objects", "its Python objects"), ("envoy_bytes", "Envoy"),
     ("redis_bytes", "Redis's data"), ("files", "open files"),
@@ -57,8 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """`at_s` since the load began. `replica_bytes` and `objects` are of the replica that has most; `keys`
-    Redis has, `files` the replicas have open, `served` clients were until then."""
+    """The sizes at `at_s` since the load began. `replica_bytes`, `objects`: maxima over the replicas. `keys`:
+    keys in Redis. `files`: open files of all replicas. `served`: requests served until then."""
 
     at_s: float
     replica_bytes: int
@@ -111,14 +111,14 @@ def _check_growth(
 
 
 def _growth(readings: Sequence[_Reading], what: str) -> float:
-    """By what share of its median `what` grew in an hour."""
+    """The growth of `what` per hour, relative to its median."""
     judged = readings[int(len(readings) * _JUDGED_FROM) :]
     slopes = [(getattr(b, what) - getattr(a, what)) / (b.at_s - a.at_s) for a, b in combinations(judged, 2)]
     return median(slopes) * 3600 / median(getattr(each, what) for each in judged)
 
 
 async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, int]]:
-    """Readings, and how many requests were asked, served, left by their clients, failed, finished."""
+    """Load a fleet in `mode`. Returns the readings, and the numbers of requests by outcome."""
     readings: list[_Reading] = []
     counts = Counter[str]()
     parts = max(_PAUSES, round(lasts_s / _READ_EVERY_S))
@@ -139,7 +139,7 @@ async def _soak(mode: str, lasts_s: float) -> tuple[list[_Reading], dict[str, in
             counts.update(asked=len(load.history), served=load.served, left=left, failed=len(load.unserved))
             for record in load.unserved:
                 print(mode, record, flush=True)
-            with contextlib.suppress(TimeoutError):  # the reading shows what remains
+            with contextlib.suppress(TimeoutError):  # the reading shows the remaining counts
                 await fleet.wait_for_rest(_REST_WITHIN_S)
             readings.append(await _read(fleet, redis, time.monotonic() - began, counts["served"]))
             print(mode, readings[-1], flush=True)
@@ -163,7 +163,7 @@ async def _read(fleet: RunningFleet, redis: Redis, at_s: float, served: int) -> 
 
 
 def _objects(pid: int) -> int:
-    """How many objects the process has (inside/sitecustomize.py). OSError if it does not answer."""
+    """The number of the process's Python objects (inside/sitecustomize.py). OSError if it does not answer."""
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(_CALL_S)
         one.connect(f"\0picker-soak-{pid}")
@@ -175,6 +175,6 @@ def _long_request(_: random.Random, number: int) -> Request:
 
 
 def _make_request(dice: random.Random, number: int) -> Request:
-    """A mixed request; one client in ten hangs up."""
+    """A mixed request; in one of ten the client hangs up."""
     request = mixed_request(dice, number)
     return replace(request, leaves_s=dice.uniform(0, 0.4) if dice.random() < 0.1 else None)

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 
 class _Memory:
-    """Of Valkey and of this process, at the end of each quarter of a day, in bytes."""
+    """Memory in bytes of Valkey and of this process, at the end of each quarter of a day."""
 
     def __init__(self) -> None:
         self._used: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ class _Memory:
 
     @property
     def growth(self) -> list[int]:
-        """Since the first quarter of the run."""
+        """Growth in bytes of Valkey and of this process since the first quarter of the run."""
         first, last = self._used[len(self._used) // 4], self._used[-1]
         return [after - before for before, after in zip(first, last, strict=True)]
 
@@ -118,6 +118,6 @@ async def _quarter_of_a_day(some: Fleet, *, is_quiet: bool) -> None:
         await asyncio.sleep(_QUARTER_S)
         return
     await some.burst(10 * BOUND, SERVICE_S)
-    await some.burst(BOUND, 400.0)  # longer than a lease
+    await some.burst(BOUND, 400.0)  # requests that run longer than a lease
     await light_load(some, HOUR_S, every_s=20.0)
     await asyncio.sleep(4 * HOUR_S)

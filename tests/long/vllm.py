@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 async def _all_checks(modes: Sequence[str], folder: Path, findings: Findings) -> None:
     python, model = await asyncio.to_thread(installed), made_model(folder / "model")
-    # The last check kills a server, so each mode has a second server of its own.
+    # The last check kills a server, so each mode gets its own second server.
     async with servers(python, model, folder, count=1 + len(modes)) as (first, *others):
         for mode, other in zip(modes, others, strict=True):
             await _check([first, other], mode, folder, BASE_CHECKS, findings)

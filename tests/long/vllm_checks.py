@@ -1,7 +1,7 @@
-"""What `make vllm` shows of a fleet before real vLLM servers: one coroutine a check, which can fail.
+"""The checks of long/vllm.py: a fleet in front of real vLLM servers; one coroutine per check.
 
-Each returns what it saw, in a few words for the page, or raises Failed. Loads that must not pass the fleet go
-straight to a server.
+Each check returns its observations in a few words for the page, or raises Failed. Loads that must bypass the
+fleet go straight to a server.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ _COMPLETIONS = "/v1/completions"
 _WAIT_S = 30.0
 _SERVED = "x-picker-served"
 _LONG = 1900  # tokens of an answer that outlasts a check
-# Of a load's answers. Each has another length: those of one length end together, and until the next ones
-# arrive nothing runs or waits in vLLM, which a page of that moment says.
+# Range of the lengths of a load's answers. Answers of equal length would end together, and a metrics page
+# read before the next requests arrive would show an idle vLLM.
 _LOAD_TOKENS = (500, _LONG)
 _FEW = 6
 _AT_KILL = 30
@@ -33,11 +33,11 @@ _PREFIXES, _TURNS, _PREFIX_BYTES = 5, 4, 900
 
 
 class Failed(Exception):
-    """A check does not hold; the message says what was seen."""
+    """A check does not hold; the message has the observations."""
 
 
 class Fleet(RunningFleet):
-    """A fleet of `picker up` before `servers`."""
+    """A fleet of `picker up` in front of `servers`."""
 
     def __init__(self, servers: list[Server], running: RunningFleet) -> None:
         super().__init__(running.state_file, running.child, running.client)
@@ -47,12 +47,12 @@ class Fleet(RunningFleet):
         return await self.client.post(self.url + _COMPLETIONS, json=body(prompt, model, tokens, **more))
 
     async def endpoint(self, server: Server) -> list[dict[str, Any]]:
-        """What each replica knows of a server: each reads the servers' pages by itself."""
+        """The view that each replica's admin API gives of a server."""
         pages = [(await self.client.get(f"{admin}/api/v1/endpoints")).json() for admin in self.admins]
         return [next((row for row in rows if row["address"] == server.address), {}) for rows in pages]
 
     async def in_flight(self) -> dict[str, int]:
-        """Of each endpoint that has requests in flight."""
+        """The number of requests in flight by endpoint, for endpoints that have any."""
         return {place: count for place, count in (await self.read("state"))["in_flight"].items() if count}
 
     async def weigh(self, **weights: float) -> None:
@@ -63,7 +63,7 @@ class Fleet(RunningFleet):
         return not await self.in_flight()
 
     async def served_by(self, prompts: list[str], model: str = BASE) -> list[str]:
-        """Where requests go that are sent one after the other, each once the last is settled."""
+        """Send requests one after the other, each when the last is settled. Returns the serving endpoints."""
 
         found = []
         for prompt in prompts:
@@ -93,7 +93,7 @@ def text(length: int, chance: random.Random = random.Random()) -> str:  # noqa: 
 
 @contextlib.asynccontextmanager
 async def fleet_up(servers: list[Server], mode: str, folder: Path) -> AsyncIterator[Fleet]:
-    """A fleet of two replicas in `mode`; it ends with the block. StartupError as `picker_up` raises it."""
+    """Run a fleet of two replicas in `mode` until the block ends. Raises StartupError like `picker_up`."""
     endpoints = folder / f"endpoints-{mode}.yaml"
     addresses = [{"address": server.address} for server in servers]
     endpoints.write_text(yaml.safe_dump(addresses), encoding="utf-8")
@@ -123,7 +123,7 @@ async def _until(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
 
 @contextlib.asynccontextmanager
 async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> AsyncIterator[None]:
-    """Long requests straight to a server; they are cancelled with the block."""
+    """Send `count` concurrent long requests straight to a server until the block ends."""
     url, chance = f"http://{server.address}{_COMPLETIONS}", random.Random(count)
 
     async def one() -> None:
@@ -143,13 +143,13 @@ async def _busy(fleet: Fleet, server: Server, count: int, model: str = BASE) -> 
 
 
 async def queue_is_read(fleet: Fleet) -> str:
-    """vLLM's waiting requests are known, and alone decide."""
+    """The picker reads vLLM's waiting requests, and `queue-depth` alone decides by them."""
     waiting, seen = await _goes_elsewhere(fleet, "queue-depth", "waiting", least=3, load=3 * PLACES)
     return f"{waiting:.0f} waiting at one: {seen}"
 
 
 async def kv_cache_is_read(fleet: Fleet) -> str:
-    """vLLM's KV cache use is known, and alone decides."""
+    """The picker reads vLLM's KV cache use, and `kv-cache` alone decides by it."""
     used, seen = await _goes_elsewhere(fleet, "kv-cache", "kv_utilisation", least=0.1, load=PLACES)
     return f"{100 * used:.0f} % in use at one: {seen}"
 
@@ -157,8 +157,8 @@ async def kv_cache_is_read(fleet: Fleet) -> str:
 async def _goes_elsewhere(
     fleet: Fleet, scorer: str, figure: str, *, least: float, load: int
 ) -> tuple[float, str]:
-    """With `load` requests at one server its `figure` is at least `least`, and `scorer` sends all to the
-    other. The figure, and where requests went."""
+    """Check that with `load` requests at one server its `figure` is at least `least`, and `scorer` sends all
+    requests to the other. Returns the figure, and a description of the choices."""
     busy, other = fleet.servers
     await fleet.weigh(**{scorer: 3.0})
 
@@ -175,14 +175,14 @@ async def _goes_elsewhere(
 
 
 async def _known_of(fleet: Fleet) -> str:
-    """What the picker knows of its endpoints now, for a check that fails."""
+    """The picker's present view of its endpoints, for the message of a failed check."""
     names = ("waiting", "running", "kv_utilisation", "adapters", "scraped_s_ago", "scrape_fault")
     rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
     return "known now: " + "; ".join(str({name: row.get(name) for name in names}) for row in rows)
 
 
 async def _spread(fleet: Fleet) -> str:
-    """The control: at rest both servers are chosen."""
+    """The control: check that the picker chooses both servers when idle."""
 
     async def idle() -> bool:
         rows = [row for server in fleet.servers for row in await fleet.endpoint(server)]
@@ -197,7 +197,7 @@ async def _spread(fleet: Fleet) -> str:
 
 
 async def leaving_aborts(fleet: Fleet) -> str:
-    """A client that leaves ends its request in vLLM."""
+    """When a client leaves, vLLM aborts its request."""
     before = await _total(fleet, "vllm:generation_tokens_total")
     tree = body(text(20), BASE, _LONG, stream=True)
     async with fleet.client.stream("POST", fleet.url + _COMPLETIONS, json=tree) as answer:
@@ -221,7 +221,7 @@ async def _total(fleet: Fleet, series: str, **labels: str) -> float:
 
 
 async def prefix_hits_rise(fleet: Fleet) -> str:
-    """Prefix affinity raises the hit rate that vLLM itself counts, over taking turns."""
+    """Prefix affinity raises the hit rate that vLLM counts, compared with choosing endpoints in turn."""
     rates = []
     for weights in ({}, {"prefix-affinity": 3.0}):
         await fleet.weigh(**weights)
@@ -240,7 +240,7 @@ async def prefix_hits_rise(fleet: Fleet) -> str:
 
 
 async def _tokens(fleet: Fleet) -> list[float]:
-    """Prompt and completion tokens that the fleet has counted."""
+    """The prompt and completion tokens that the fleet has counted."""
     return [await fleet.counted(f"epp_{what}_tokens_total") for what in ("input", "output")]
 
 
@@ -259,13 +259,13 @@ async def _charged(fleet: Fleet, *, streamed: bool) -> str:
 
 
 async def usage_is_charged(fleet: Fleet) -> str:
-    """The tokens of vLLM's usage are counted by the fleet, for plain and for streamed answers."""
+    """The fleet counts the tokens in vLLM's `usage`, for plain and for streamed answers."""
     seen = [await _charged(fleet, streamed=streamed) for streamed in (False, True)]
     return f"prompt and answer, plain {seen[0]}, streamed {seen[1]} tokens, as vLLM's usage"
 
 
 async def errors_pass(fleet: Fleet) -> str:
-    """Errors of vLLM reach the client as vLLM gives them, and are counted."""
+    """Errors of vLLM reach the client unchanged, and the fleet counts them."""
     seen = []
     for prompt, model, status in ((text(MAX_TOKENS + 50), BASE, 400), (text(20), "unknown", 404)):
         before = await fleet.counted("epp_responses_total", status=str(status))
@@ -286,13 +286,13 @@ async def errors_pass(fleet: Fleet) -> str:
 
 
 async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
-    """Of the requests whose answer has not begun when a server is killed, each is answered.
+    """When a server is killed, every request whose answer has not begun is still answered.
 
-    vLLM sends the head of a streamed answer before its first token, and after the head no proxy can ask
-    another server. So requests may be cut that have a head and no token; they are counted.
+    vLLM sends the head of a streamed answer before its first token, and after the head no proxy can retry.
+    So requests with a head and no token may be cut; the check counts them.
     """
     began: set[int] = set()
-    cut: dict[int, int] = {}  # bytes of the body that came
+    cut: dict[int, int] = {}  # received bytes of the body
     faults: list[str] = []
     served: list[int] = []
 
@@ -335,7 +335,7 @@ async def a_killed_server_costs_nothing_unanswered(fleet: Fleet) -> str:
 
 
 async def adapters_are_read(fleet: Fleet) -> str:
-    """The LoRA adapters that vLLM runs are known, and an adapter's requests go where it is loaded."""
+    """The picker reads vLLM's loaded LoRA adapters, and sends an adapter's requests to a server with it."""
     await fleet.weigh(**{"lora-affinity": 3.0})
     for adapters in (ADAPTERS, ADAPTERS[::-1]):
         pairs = list(zip(fleet.servers, adapters, strict=True))

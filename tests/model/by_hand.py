@@ -1,4 +1,4 @@
-"""A pool called by hand, on the scripts and on the model at once: after each call both must be alike."""
+"""A pool for hand-written tests, on the scripts and the model at once; each call compares their states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from side_by_side import SideBySide
 
 REPLICAS = ("a", "b")
 SILENCE_MS = SETTINGS["silence_ms"]
-PRIORITIES = (10, 0, -10)  # of Critical, Default and Sheddable
+PRIORITIES = (10, 0, -10)  # Critical, Default and Sheddable
 KEPT = {"pool", "endpoints", "load", "log", "replica_info", "replicas", "workloads", "flow_workloads"}
 
 
 def arrivals(text: str) -> list[Arrival]:
-    """Of 'x1 cost=2, x2, y1 band=0, z priority=7': names with what is not as usual. x1 and x2 are of flow
-    x."""
+    """Parse arrivals like 'x1 cost=2, x2, y1 band=0, z priority=7': ids, each with its non-default fields. An
+    id without its digits names the flow: x1 and x2 are of flow x."""
     found = []
     for each in filter(None, text.split(",")):
         name, *fields = each.split()
@@ -39,7 +39,7 @@ def _number(text: str) -> Any:
 
 
 class Pool:
-    """With replicas `a` and `b`; room for one request on each of `endpoints`, unless `settings` differ."""
+    """A pool with replicas `a` and `b`, bounded to one request per endpoint unless `settings` differ."""
 
     def __init__(self, side: ScriptSide, endpoints: int = 1, **settings: Any) -> None:
         self.both = SideBySide(side)
@@ -77,14 +77,14 @@ class Pool:
         self.both.now_us += round(ms * 1000)
 
     def admit(self, text: str, by: str = "a") -> list[str]:
-        """The answers to the arrivals of `text`, which come in one call."""
+        """Admit the arrivals of `text` in one call. Returns the answers."""
         return list(map(str, self.call("admit", arrivals(text), by=by).answers))
 
     def place(self, name: str, candidates: str = "*", by: str = "a") -> str:
         return str(self.call("place", [(name, "1", candidates)], by=by).answers[0])
 
     def end(self, *names: str, actual: float | None = None, tokens: int | None = None) -> list[str]:
-        """Settle; the requests that were granted what that has freed."""
+        """Settle requests. Returns the requests that were granted as a result."""
         known = len(self.granted)
         self.call("settle", [(name, "completed", actual, tokens) for name in names])
         return self.granted[known:]
@@ -93,7 +93,7 @@ class Pool:
         return str(self.call("cancel", [(name, "1", why)], by=by).answers[0])
 
     def serve(self, turns: int = 1000) -> list[str]:
-        """End what runs, and then what is granted its place, that many times or until nothing runs."""
+        """End all requests in flight, `turns` times or until none is left. Returns the granted requests."""
         known = len(self.granted)
         while self.model.in_flight() and turns > 0:
             self.end(*(request.id for request in self.model.in_flight()))
@@ -105,12 +105,12 @@ class Pool:
         return self.those("granted")
 
     def those(self, event: str, by: str = "") -> list[str]:
-        """The requests, or flow queues, to which it happened, in order."""
+        """The requests or flow queues with `event` in the log, in order; `by` restricts the cause."""
         words = [each.split(" ") for each in self.events]
         return [about for what, about, how in words if what == event and by in ("", how)]
 
     def of(self, request: str) -> list[str]:
-        """What happened to a request."""
+        """The events of a request, in order."""
         return [each.split(" ")[0] for each in self.events if each.split(" ")[1] == request]
 
     def counts(self) -> tuple[float, int, Sequence[int]]:
@@ -119,7 +119,7 @@ class Pool:
         return self.model.stock, len(self.model.queue), [loads[name] for name in sorted(loads)]
 
     def is_at_rest(self) -> bool:
-        """Whether nothing is counted, and after a sweep nothing is kept of any request."""
+        """Whether after a sweep all counts are 0 and no key of a request is left."""
         for name in REPLICAS:
             self.beat(name)
         self.sweep()
@@ -133,7 +133,7 @@ def many(text: str, count: int) -> str:
 
 
 def holding(side: ScriptSide, *texts: str, **settings: Any) -> Pool:
-    """A pool to which the arrivals of each text have come, each text in a call of its own."""
+    """A pool after the arrivals of each text, with one call per text."""
     pool = Pool(side, **settings)
     for text in texts:
         pool.admit(text)
@@ -141,5 +141,5 @@ def holding(side: ScriptSide, *texts: str, **settings: Any) -> Pool:
 
 
 def full(side: ScriptSide, *waiting: str, **settings: Any) -> Pool:
-    """A pool that `runs` fills, and what waits behind it."""
+    """A pool filled by the request `runs`, with the arrivals `waiting` behind it."""
     return holding(side, "runs", *waiting, **settings)

@@ -1,4 +1,4 @@
-"""The servers that the model is compared on."""
+"""Fixtures: the servers whose scripts the tests compare with the model."""
 
 from collections.abc import Iterator
 
@@ -13,9 +13,9 @@ TIMEOUT_S = 10
 
 @pytest.fixture(scope="module", params=["valkey", "fakeredis"])
 def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptSide]:
-    """The scripts on a server of their own, a real Valkey or fakeredis."""
+    """The scripts on a fresh server, a real Valkey or fakeredis."""
     server: str = request.param
-    if server == "fakeredis":  # in this process: over TCP it takes as long again
+    if server == "fakeredis":  # run it in this process, as TCP would double its time
         with FakeRedis(server_type="valkey", **TEXT) as client:
             yield ScriptSide(client, server)
         return

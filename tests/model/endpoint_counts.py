@@ -1,15 +1,15 @@
-"""Requests in flight on each endpoint, and of each limited flow."""
+"""The model's counts of requests in flight, by endpoint and by limited flow."""
 
 import math
 from collections.abc import Collection, Mapping
 
 from model_state import Request
 
-CLOSED = 1e9  # what the scripts add to the count of an endpoint that takes nothing new
+CLOSED = 1e9  # the scripts add this to the count of an endpoint that takes no new requests
 
 
 class EndpointCounts:
-    """What drains or has left takes nothing new; what has left is forgotten when it is idle."""
+    """The endpoints. Draining or removed ones take no new requests; removed ones are forgotten when idle."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -23,11 +23,11 @@ class EndpointCounts:
 
     @property
     def open(self) -> set[str]:
-        """Those that take new requests."""
+        """The endpoints that take new requests."""
         return self.listed - self._draining - {address for _, address in self.marks}
 
     def mark(self, what: str, on: bool, address: str, now_ms: int) -> bool:
-        """False if the endpoint is not listed."""
+        """Set or remove a mark. Returns False if the endpoint is not listed."""
         if address not in self.listed:
             return False
         before = {address for _, address in self.marks}
@@ -44,7 +44,7 @@ class EndpointCounts:
 
     @property
     def only_ejected(self) -> set[str]:
-        """Those that take nothing new for no other reason."""
+        """The endpoints that take no new requests only because they are ejected."""
         others = {address for what, address in self.marks if what != "ejected"}
         return self.ejected & self.listed - self._draining - others
 
@@ -79,8 +79,8 @@ class EndpointCounts:
     def options(
         self, r: Request, named: Collection[str] | None, caps: Mapping[str, int]
     ) -> tuple[dict[str, int], bool, list[str]]:
-        """Where r may go of those named (None: all), with its counts there; if nowhere, whether only a limit
-        is why; and those that are at their own (`caps`). Of those named ejected ones are the last resort."""
+        """The allowed endpoints for r among `named` (None: all) with their counts; if none, whether only a
+        limit prevents it; and the endpoints at their `caps`. Named ejected endpoints are the last resort."""
         if named is None:
             return self._options(r, self.open, caps)
         found = self._options(r, self.open.intersection(named), caps)
@@ -96,17 +96,17 @@ class EndpointCounts:
         return {address: self.counts[address] for address in free.difference(closed)}, bool(among), closed
 
     def places(self, caps: Mapping[str, int], granted: int) -> float:
-        """How many more may be granted before each that takes new ones is at its limit (`caps`)."""
+        """The number of further grants until each open endpoint is at its limit (`caps`)."""
         if not self.open <= caps.keys():
             return math.inf
         return sum(max(caps[a] - self.counts[a], 0) for a in self.open) - granted
 
     def has_place(self, address: str, caps: Mapping[str, int]) -> bool:
-        """Whether one with a limit takes one more."""
+        """Whether the endpoint has a limit and takes one more request."""
         return address in caps and address in self.open and self.counts[address] < caps[address]
 
     def flow_full(self, r: Request) -> bool:
-        """Whether as many of r's flow are granted or placed as its limit allows on all ready endpoints."""
+        """Whether r's flow has reached its limit on all ready endpoints together."""
         return r.limit > 0 and self._of_flow.get((r.flow, ""), 0) >= r.limit * self.ready
 
     def count_flow(self, r: Request, address: str, change: int) -> None:
@@ -117,7 +117,7 @@ class EndpointCounts:
 
 
 def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
-    """The addresses named, each once (None: '*', all), and the scores of those that have one."""
+    """Parse candidates: the named addresses, each once (None: '*', all), and the scores that are given."""
     if text == "*":
         return None, {}
     pairs = [part.partition("=") for part in text.split(",") if part]
@@ -126,7 +126,7 @@ def read_candidates(text: str) -> tuple[list[str] | None, dict[str, float]]:
 
 
 def burdens(counts: Mapping[str, int], scores: Mapping[str, float], live_weight: float) -> dict[str, float]:
-    """What each of these has against it: the load in flight, or with scores its part beside them."""
+    """The burden of each endpoint, least is best: its load in flight; with scores, weighted load - score."""
     if not scores:
         return {address: float(count) for address, count in counts.items()}
     most = max([1, *counts.values()])

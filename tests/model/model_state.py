@@ -1,4 +1,4 @@
-"""What the model knows of time, settings, requests and workloads."""
+"""The model's time and settings, requests, and workload registry."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from picker_fleet.state.keys import joined
 
 @dataclass(slots=True)
 class Moment:
-    """What every decision depends on: the time, and the settings in force (docs/redis-schema.md)."""
+    """The present time, and the settings in force (docs/redis-schema.md)."""
 
     now_us: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class Moment:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request as the pool knows it. `taken`: of the stock; `tag`: its flow queue's when it was granted."""
+    """The pool's record of a request. `taken`: stock it holds. `tag`: its flow queue's tag at its grant."""
 
     id: str
     owner: str
@@ -35,13 +35,13 @@ class Request:
     model: str
     limit: int
     body_bytes: int = 0
-    any_endpoint: bool = False  # will do, so it is placed when it is granted
+    any_endpoint: bool = False  # any endpoint will do, so its grant also places it
     arrived: int = 0  # us
     deadline_ms: int = 0
-    due_ms: float = 0  # becomes overdue
-    timer_ms: float = 0  # when its next event is due
-    state: str = "new"  # queued, held (orphaned), granted, placed
-    flow_queue: str = ""  # the one it is in while queued
+    due_ms: float = 0  # time at which it becomes overdue
+    timer_ms: float = 0  # time of its next timer
+    state: str = "new"  # then queued, orphaned, granted or placed
+    flow_queue: str = ""  # name of its flow queue while queued
     endpoints: str = ""
     taken: float = 0.0
     tag: float | None = None
@@ -62,7 +62,7 @@ class Workload:
 
 
 class Registry:
-    """What is counted of workloads, by name."""
+    """A registry of workloads by name."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
@@ -77,11 +77,11 @@ class Registry:
         return workload
 
     def arrivals(self, name: str) -> list[float]:
-        """In this sixth of the window and the six before it."""
+        """The arrivals in the present sixth of the window and in the six before it."""
         return self._slid(name).counts
 
     def rate(self, name: str) -> float:
-        """Arrivals a second over the sliding window."""
+        """The rate of arrivals (1/s) over the sliding window."""
         if name not in self.known:
             return 0.0
         counts, window_ms = self._slid(name).counts, self._moment.settings["window_ms"]
@@ -109,8 +109,8 @@ class Registry:
 
 
 class Workloads(Registry):
-    """The registry by id and, under `workload-aware`, `in_flows` by flow and id. An anonymous request
-    (workload '') leaves nothing here."""
+    """The registry by workload id; under `workload-aware` also `in_flows`, by flow and id. Requests without a
+    workload id ('') are not counted."""
 
     def __init__(self, moment: Moment) -> None:
         super().__init__(moment)
@@ -142,12 +142,12 @@ class Workloads(Registry):
             self.in_flows.count_dispatch(joined(flow, name), wait_ms)
 
     def sent_back(self, name: str) -> None:
-        """A dispatch that came to nothing: it counts again, and the average keeps its wait."""
+        """Uncount a dispatch whose request was requeued; the average wait keeps its value."""
         if name:
             self.known[name].dispatched -= 1
 
     def active(self, name: str, change: int) -> None:
-        """One of its requests is there, or has ended."""
+        """Add `change` to the workload's number of active requests."""
         if name:
             workload = self.known.setdefault(name, Workload())
             workload.active, workload.last_ms = max(workload.active + change, 0), self._moment.now_ms

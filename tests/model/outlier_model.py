@@ -1,4 +1,4 @@
-"""Who is ejected, full or on trial: the rules of lua/lib/outliers.lua."""
+"""The model of lua/lib/outliers.lua: which endpoints are ejected, full or on trial."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ TRIAL_MS, FULL_MS, UNSEEN_MS, KEPT_MS = 15_000, 1_000, 10_000, 60_000
 
 @dataclass
 class Entry:
-    """What is known of one endpoint. `by`: id and flow of its failures since its last answer, flow '' of a
-    request that failed on another one too."""
+    """The outlier record of one endpoint. `by`: request id and flow of each failure since its last answer;
+    the flow is '' if the request failed on another endpoint, too."""
 
     at_ms: int
     by: list[list[str]] = field(default_factory=list)
@@ -22,33 +22,33 @@ class Entry:
     trial: bool = False
     cap: int | None = None
     cap_until_ms: int = 0
-    fulls: int = 0  # how often in a row it was full
+    fulls: int = 0  # number of successive times that it was full
     elsewhere: bool = False  # another endpoint has answered one of its flows since
 
     def flows(self) -> list[str]:
         return [flow for _, flow in self.by if flow]
 
     def forget_one(self) -> None:
-        """The oldest failure whose flow has another in the list, else the oldest."""
+        """Forget the oldest failure of the newest failure's flow or of no flow, else the oldest of all."""
         *former, (_, newest) = self.by
         alike = [at for at, (_, flow) in enumerate(former) if flow in ("", newest)]
         del self.by[alike[0] if alike else 0]
 
 
 class Outliers(dict[str, Entry]):
-    """By endpoint."""
+    """The outlier records by endpoint."""
 
     def __init__(self, moment: Moment) -> None:
         super().__init__()
         self._moment = moment
 
     def caps(self) -> dict[str, int]:
-        """The limits of endpoints in this call."""
+        """The present limits of endpoints that have one."""
         caps = dict(self._moment.settings.get("caps") or {})
         for address, entry in self.items():
             over = entry.cap_until_ms <= self._moment.now_ms
             if entry.cap is not None and (not over or entry.fulls):
-                cap = entry.cap + over  # one that was full has to answer first
+                cap = entry.cap + over  # after a full endpoint's hold, one more request may try it
                 caps[address] = min(cap, caps.get(address, cap))
         return caps
 
@@ -56,7 +56,7 @@ class Outliers(dict[str, Entry]):
         return self.setdefault(address, Entry(self._moment.now_ms))
 
     def told(self, request_id: str) -> tuple[str, list[str]] | None:
-        """The endpoint, and the failure, of a request that has failed before."""
+        """The endpoint and the record of an earlier failure of this request; None if there is none."""
         return next(
             (
                 (address, each)
@@ -110,7 +110,7 @@ class Outliers(dict[str, Entry]):
             del self[address]
 
     def expire(self, address: str) -> None:
-        """The sweep's look at one that is not ejected."""
+        """In a sweep: end an outdated limit or trial of an endpoint that is not ejected."""
         entry = self[address]
         over = entry.cap is None or entry.cap_until_ms <= self._moment.now_ms
         if entry.cap is not None and over and not entry.fulls:

@@ -1,4 +1,4 @@
-"""The pool's numbers and what befalls its requests, whichever call brings it about."""
+"""The base of the model: the pool's counts, and the transitions of requests that several calls share."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +15,9 @@ Item = TypeVar("Item")
 
 DISPATCH_LIMIT = 24
 TIMERS_LIMIT = 24
-CHUNK = 32  # what a sweep does of a kind
+CHUNK = 32  # most requests of a kind that a sweep handles
 DOWN_MS = 10_000
-SMALLEST = 1e-9  # of a smoothed figure
+SMALLEST = 1e-9  # smallest value of a smoothed figure
 REFILED_BY = (
     "fairness", "ordering", "wait_signal", "wait_weight", "criticality_weight", "rate_weight", "wait_cap_ms",
     "rate_cap",
@@ -30,7 +30,7 @@ def least_burdened(id: str, burdens: dict[str, float]) -> str:
 
 @dataclass(slots=True)
 class Reply:
-    """The caller's notifications, dispatch attempts and successes, and the answers of the call."""
+    """A call's reply: the caller's notifications, dispatch attempts and successes, and the answers."""
 
     notifications: list[str] = field(default_factory=list)
     attempts: int = 0
@@ -39,10 +39,10 @@ class Reply:
 
 
 class PoolModel:
-    """The state. `events` is what the decision log tells of the last call: 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
+    """The pool's state. `events`: decision log of the last call, as 'EVENT REQUEST-OR-FLOW-QUEUE BY'.
 
-    Which of several endpoints a request gets is asked of `choose` (its id, and what each it may have has
-    against it; 'a,b,c' best first), so that the rules do not depend on how ties are broken.
+    `choose` picks a request's endpoints: it gets the request id and the burden of each allowed endpoint, and
+    returns 'a,b,c', best first. So the model does not depend on how the scripts break ties.
     """
 
     def __init__(self, choose: Choose = least_burdened) -> None:
@@ -58,7 +58,7 @@ class PoolModel:
         self.stock = self.upper = self.lower = self.rate = 0.0
         self.seq = self.dispatches = self.guards = self.ended = self.tuned = 0
         self.events: list[str] = []
-        self.scan_order: Sequence[str] = ()  # in which the next sweep finds the requests
+        self.scan_order: Sequence[str] = ()  # request ids in the order of the next sweep's scan
         self._choose = choose
         self._base: dict[str, Any] = {}
         self._overrides: dict[str, Any] = {}
@@ -75,10 +75,10 @@ class PoolModel:
         return [r for r in self.requests.values() if r.state in ("granted", "placed")]
 
     def mean_answer(self, flow: str) -> float:
-        """Tokens of the flow's answers, of which the first counts in full."""
+        """The smoothed mean of the tokens of the flow's answers; the first answer sets the mean."""
         return self.means[flow][0] if flow in self.means else float(self.moment.settings["default_answer"])
 
-    # A call begins, and ends with a dispatch.
+    # The frame of a call: each call ends with a dispatch.
 
     def _begin(self, caller: str) -> None:
         self._caller, self._notifications, self.events, self._timed = caller, [], [], False
@@ -104,13 +104,13 @@ class PoolModel:
             self._notifications.append(f"{what} {r.id}")
 
     def _notify_placed(self, r: Request, reply: str) -> None:
-        """Of a placement that nobody has asked for; `reply` as `place` would have answered."""
+        """Notify the owner of a placement by a grant; `reply` is the answer that `place` would give."""
         self.inboxes.setdefault(r.owner, {})[r.id] = f"placed {r.attempt}"
         if r.owner == self._caller:
             self._notifications.append(f"placed {r.attempt} {reply.removeprefix('placed ')} {r.id}")
 
     def _is_untaken(self, r: Request) -> bool:
-        """Whether r is granted, and its replica has not said that it knows its place."""
+        """Whether r is granted, or was placed by its grant and its replica has not acknowledged that."""
         note = self.inboxes.get(r.owner, {}).get(r.id)
         return r.state == "granted" or (r.state == "placed" and note == f"placed {r.attempt}")
 
@@ -129,7 +129,7 @@ class PoolModel:
         self.lower = max(float(f"{new['lower_per'] * ready:.9g}"), 1e-9)
 
     def _next_arrival(self) -> int:
-        """A number no earlier arrival has had, which is also its time."""
+        """The next arrival number: unique, increasing, and close to the time in µs."""
         self.seq = max(self.seq + 1, self.moment.now_us)
         return self.seq
 
@@ -167,28 +167,28 @@ class PoolModel:
         return self.claim(r.cost, self.upper)
 
     def claim(self, cost: float, most: float) -> float:
-        """What a request of `cost` takes of a stock of `most`."""
+        """The stock that a request of `cost` takes if the upper bound is `most`."""
         settings = self.moment.settings
         share = settings.get("largest_claim", settings.get("claim_share", 1))
         return min(cost, max(most * share, min(1, most))) if self.queues else 0.0
 
     @property
     def _caps(self) -> dict[str, int]:
-        """The limits of endpoints that have one."""
+        """The limits of endpoints that have a limit."""
         return self.outliers.caps()
 
     def places(self) -> float:
-        """How many more may be granted before every endpoint is at its limit."""
+        """The number of further grants until every endpoint is at its limit."""
         granted = sum(r.state == "granted" for r in self.requests.values())
         return self.endpoints.places(self._caps, granted) if self._caps else math.inf
 
     def _unblock(self, address: str) -> None:
-        """A request has left the endpoint: flow queues that wait for it may take turns again."""
+        """After a request has left the endpoint, unthrottle a flow queue that waits for this endpoint."""
         if self.endpoints.has_place(address, self._caps):
             self.queue.endpoint_has_room(address)
 
     def _place(self, r: Request, candidates: str) -> tuple[str | None, bool, list[str]]:
-        """The reply; or none, whether only a limit prevents it, and the endpoints that are at theirs."""
+        """Place r. Returns the reply or None, whether only a limit prevents it, and endpoints at caps."""
         named, scores = read_candidates(candidates)
         counts, limited, closed = self.endpoints.options(r, named, self._caps)
         if not counts:
@@ -209,8 +209,8 @@ class PoolModel:
         if not limited or r.deadline_ms <= self.moment.now_ms:
             self._finish(r, "expired" if limited else "refused")
             return "expired" if limited else "refused no-endpoints 1"
-        # Back to its place, uncharged. The flow queue waits until one of the flow's requests ends, or an
-        # endpoint has room. Where none has room nobody is served, and the flow queue keeps its turns.
+        # Requeue r at its position and refund its charge. Throttle the flow queue until a request of the flow
+        # ends or an endpoint has room. If no endpoint has room, dispatch stops, so do not throttle it.
         self._give_back(r)
         self.workloads.sent_back(r.workload)
         r.any_endpoint = candidates == "*"
@@ -248,18 +248,18 @@ class PoolModel:
                 self.queue.unthrottle(priority, self.queue.name_of(r))
 
     def _turn_away(self, r: Request, event: str) -> None:
-        """End one that waits and did not ask for it."""
+        """End a waiting request without its client's wish, and notify its owner."""
         self._finish(r, event)
         self._notify(r, event)
 
     def _orphan(self, r: Request, until_ms: int) -> None:
-        """Its replica is silent: keep it, out of the order, for the replica that brings its id."""
+        """Orphan a request of a silent replica: it leaves the order until another replica adopts it."""
         self.queue.remove(r)
         r.state, r.timer_ms = "orphaned", min(r.deadline_ms, until_ms)
         self._log("orphaned", r.id)
 
     def _run_timers(self, limit: int) -> tuple[int, int]:
-        """Returns how many ran, and how many of them ended. Once a call."""
+        """Run at most `limit` due timers. Returns how many ran, and how many requests ended."""
         self._timed = True
         waiting = [r for r in self.requests.values() if r.state in ("queued", "orphaned")]
         due = sorted((r.timer_ms, r.id) for r in waiting if r.timer_ms <= self.moment.now_ms)[:limit]
@@ -278,7 +278,7 @@ class PoolModel:
     # Serving
 
     def _dispatch(self) -> tuple[int, int]:
-        """Serve while the stock is below the lower bound, never past the upper. Returns attempts, served."""
+        """Serve while stock is below the lower bound, never beyond the upper. Returns attempts, served."""
         if not self._timed:
             self._run_timers(TIMERS_LIMIT)
         s = self.moment.settings
@@ -328,7 +328,7 @@ class PoolModel:
         return len(ran_out[:most])
 
     def _orphan_silent(self, grace_ms: int) -> None:
-        """Of the replica that has been silent the longest."""
+        """Orphan the queued requests of the replica that has been silent for longest."""
         gone = set(self.replicas) - set(self.live(self.moment.settings["silence_ms"]))
         if not gone:
             return
@@ -345,7 +345,7 @@ class PoolModel:
         self.refiling = False
 
     def _expire_down_marks(self) -> None:
-        """Those that nobody has confirmed: the next request tries the endpoint."""
+        """Remove down marks that were not confirmed in time: the next request tries the endpoint."""
         for (what, address), since_ms in list(self.endpoints.marks.items()):
             if what == "down" and self.moment.now_ms - since_ms > DOWN_MS:
                 self._mark("down", False, address)
@@ -361,13 +361,13 @@ class PoolModel:
         return known
 
     def _try_ejected(self) -> None:
-        """Nothing else is ready: ejected endpoints take requests again."""
+        """If no endpoint is ready, let ejected endpoints take requests again."""
         if self.endpoints.ready == 0:
             for address in self.endpoints.ejected:
                 self._mark("ejected", False, address)
 
     def _move(self, r: Request, listed: str) -> None:
-        """Envoy has gone on to the first of `listed`."""
+        """Record that Envoy moved r to the first endpoint of `listed`."""
         old = first(r.endpoints)
         self._release(r, r.endpoints)
         r.endpoints = listed
@@ -437,11 +437,11 @@ class PoolModel:
                 self._try(address)
 
     def retry_after_s(self) -> int:
-        """How long the queue takes to drain."""
+        """The seconds until the queue has drained at the measured rate: 1 to 60; 1 if unknown."""
         return max(1, math.ceil(min(60, (len(self.queue) + 1) / self.rate))) if self.rate else 1
 
     def _measure_rate(self) -> None:
-        """How fast the queue drains, for Retry-After."""
+        """Measure the drain rate of the queue, for Retry-After."""
         passed_ms = self.moment.now_ms - self._swept_ms
         if self._swept_ms and passed_ms > 0:
             measured = max(0, self.dispatches - self._swept_dispatches) * 1000 / passed_ms
@@ -452,5 +452,5 @@ class PoolModel:
 
 
 def first(endpoints: str) -> str:
-    """The one that serves, of 'a,b,c'."""
+    """The serving endpoint in the list 'a,b,c': the first."""
     return endpoints.split(",")[0]

@@ -1,6 +1,6 @@
-"""The rules of the shared queue in plain Python, to be compared with the scripts call by call.
+"""A model of the shared queue's rules in plain Python, which tests compare with the scripts call by call.
 
-Each method of `QueueModel` is one call of `lua/`: its arguments, its replies. `moment.now_us` is the clock.
+Each public method of `QueueModel` models one script of `lua/`. `moment.now_us` is the clock.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,8 @@ from picker_fleet.state.connection import smoothed
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One to admit. `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores); `limit` 0: none; `learn`: cost lacks
-    the answer's part."""
+    """A request to admit. `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores). `limit`: the flow's limit per
+    endpoint (0: none). `learn`: add the flow's mean answer to `cost`."""
 
     id: str
     attempt: str = "1"
@@ -40,12 +40,12 @@ Batch = Callable[["QueueModel", str, Iterable[tuple[Any, ...]]], Reply]
 
 
 def of_each(answer: Callable[..., str]) -> Batch:
-    """The call that answers each of its items."""
+    """Make a batch call of a method that answers one item."""
     return lambda model, caller, items: model._batch(caller, items, lambda item: answer(model, *item))
 
 
 class QueueModel(PoolModel):
-    """The calls. Batches answer each item by a text, as the scripts do."""
+    """The scripts' calls. Like the scripts, a batch answers each item with a text."""
 
     def admit(self, caller: str, items: Iterable[Arrival]) -> Reply:
         if not self._base:
@@ -138,7 +138,7 @@ class QueueModel(PoolModel):
 
     @of_each
     def renew(self, id: str, attempt: str, served: str, accounting_token: Request | None) -> str:
-        """The accounting token is given as the request that it restores."""
+        """Renew a lease. The argument for the accounting token is the request that the token restores."""
         r = self.requests.get(id)
         if r is None:
             return self._restore(replace(accounting_token), served) if accounting_token else "unknown"
@@ -166,14 +166,14 @@ class QueueModel(PoolModel):
         return "evicted"
 
     def heartbeat(self, caller: str, silence_ms: int) -> Reply:
-        """Notifications: the inbox, then those of the call. Answers as lua/heartbeat.lua has them."""
+        """Notifications: the inbox, then the call's own. The answers are those of lua/heartbeat.lua."""
         self._begin(caller)
         was_known = caller in self.live(silence_ms)
         self.replicas[caller] = self.moment.now_ms
         live = self.live(silence_ms)
         inbox = self.inboxes.get(caller, {})
-        # Grants stay until they are placed, and those placed at once until that is acknowledged. Those that
-        # have ended meanwhile, or that another stream has, do not. Nor does what an earlier request has left.
+        # Keep grants until they are placed (by `place`, or acknowledged). Drop the notifications of requests
+        # that ended or that another stream adopted, and of an earlier request with the same id.
         placed = {id for id, what in inbox.items() if what.startswith("placed")}
         over = {id for id in placed if id not in self.requests or not self._is_untaken(self.requests[id])}
         over |= {
@@ -189,7 +189,7 @@ class QueueModel(PoolModel):
         reply = self._conclude([int(was_known), int(caller == min(live)), len(live), *versions])
         reply.notifications = kept + reply.notifications
         reply.answers += [self.stock, len(self.queue), self.upper, self.lower, self.endpoints.ready]
-        # No keys, since none are offered, and what time it is.
+        # The model offers no signing keys, so the reply has none; then the time.
         reply.answers += [self.moment.settings["paused"], "", self.moment.now_us, ""]
         return reply
 
@@ -200,7 +200,7 @@ class QueueModel(PoolModel):
         settings: Mapping[str, Any],
         draining: Mapping[str, bool],
     ) -> Reply:
-        """No key of the pool is ever lost here: no record is filed anew."""
+        """Publish settings and endpoints. The model never loses a key, so no record is filed again."""
         self._begin(caller)
         self.endpoints.publish(draining)
         for address in self.outliers.keys() - draining.keys():
@@ -224,7 +224,7 @@ class QueueModel(PoolModel):
         return self._conclude([self.tuned])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
-        """Answers: ran, expired, reclaimed, more, and of ghosts none."""
+        """Answers: whether it ran, expired, reclaimed, whether there is more, and no ghosts."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
         if not fresh and not self._more:
@@ -262,7 +262,7 @@ class QueueModel(PoolModel):
         r.arrived = self.moment.now_us - item.age_ms * 1000 if item.age_ms > 0 else self._next_arrival()
         left_ms = item.ttl_ms - item.age_ms
         r.deadline_ms = self.moment.now_ms + left_ms
-        # An arrival counts in the rate of its workload whatever becomes of it.
+        # Each arrival counts in the rate of its workload, even if it is refused.
         self.workloads.arrived(r.flow, r.workload)
         reply = self._decide(r, item, left_ms)
         if reply.startswith(("refused", "expired")):
@@ -293,7 +293,7 @@ class QueueModel(PoolModel):
         return reply
 
     def _full(self, r: Request) -> str | None:
-        """Why r cannot be queued, if it cannot. May preempt another to make room."""
+        """The refusal of r if the queue has no room, else None. May preempt another request."""
         s = self.moment.settings
         if not self.queues and not s["paused"] and not len(self.queue):
             return self._refuse(r, "saturated")
@@ -330,7 +330,7 @@ class QueueModel(PoolModel):
             if r.state == "orphaned":
                 self.queue.insert(r)
             r.any_endpoint = item.candidates == "*"
-            self._withdraw_notification(r)  # of an earlier request of this id
+            self._withdraw_notification(r)  # left by an earlier request of this id
             self._log("adopted", r.id)
             return f"queued {r.deadline_ms - self.moment.now_ms} adopted"
         self._log("adopted", r.id)
@@ -338,7 +338,7 @@ class QueueModel(PoolModel):
         self.inboxes.get(old_owner, {}).pop(r.id, None)
         if r.state == "placed":
             if (old_owner, old_attempt) != (r.owner, r.attempt):
-                # Whichever stream Envoy listens to, the other cannot take it back.
+                # Neither stream may cancel it, as Envoy may still listen to either: clear the number.
                 r.attempt = "".join(item.attempt.partition(".")[1:])
             return f"placed {r.endpoints} adopted"
         reply = self._place_granted(r, item.candidates)
@@ -349,8 +349,8 @@ class QueueModel(PoolModel):
         return r if r and (r.owner, r.attempt) == (self._caller, attempt) else None
 
     def _restore(self, r: Request, served: str) -> str:
-        """One whose record was lost while it ran. What it runs on is a fact, whatever the bound says, as far
-        as an admission might have given it."""
+        """Restore a request whose record was lost while it ran. It takes stock even beyond the upper bound,
+        but at most the claim under the bound of all listed endpoints."""
         where = served if served in self.endpoints.counts else r.endpoints
         if where not in self.endpoints.counts:
             return "unknown"
@@ -365,7 +365,7 @@ class QueueModel(PoolModel):
         return "restored"
 
     def _correct(self, r: Request, actual: float | None) -> None:
-        """Charge r's flow queue and band what it really cost. A bypass was charged nothing."""
+        """Correct the charges of r's flow queue and band to its actual cost. A bypass was not charged."""
         if r.tag is None or actual is None or actual == r.cost:
             return
         self.queue.charge_band(r, actual - r.cost)

@@ -1,9 +1,9 @@
-"""Every way in which replicas may lose the shared state and come back while one request runs and ends.
+"""Searches all orders in which replicas may lose Redis and resync while one request runs and ends.
 
-The replicas are the real ones: `FailoverGate` with its journal, tombstones and return. What a step of theirs
-asks of the shared state is answered at once by `Pool`, which does what `lua/tombstone.lua`, `renew.lua`,
-`settle.lua` and `admit.lua` do with one request; on a server they are asked what `Pool.asked` has kept. Time
-stands still, so that every sign of life is as good as new: nothing is saved by having become too old.
+The replicas are the product's `FailoverGate` with journal, tombstones and resync. `Pool` answers their calls
+at once; it models `lua/tombstone.lua`, `renew.lua`, `settle.lua` and `admit.lua` for one request. A test
+replays the calls in `Pool.asked` on a server. The clock stands still, so that access-log entries never become
+too old: correctness must not depend on their age.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
 NOW_S = 1000.0
-_ANY_TIME_S = 1e6  # a sign of life is never too old
+_ANY_TIME_S = 1e6  # no access-log entry of a running request is too old
 _UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
 
 
 class Done(asyncio.Future[str]):
-    """An answer that is there already, so that who asks to be called back is called at once."""
+    """A future that is done: it runs added callbacks at once."""
 
     def __init__(self, answer: str) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Done(asyncio.Future[str]):
 
 
 class Pool:
-    """The shared state, as far as it knows of requests. What is `asked` of it is kept, with the answers."""
+    """A model of the shared state with its records of requests. `asked` records all calls and answers."""
 
     def __init__(self) -> None:
-        self.counted: dict[str, bool] = {}  # whether it was restored
+        self.counted: dict[str, bool] = {}  # running request -> whether it was restored
         self.tombstones: set[str] = set()
         self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
@@ -101,12 +101,12 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that the next steps depend on, and what has been done with the request; comparable."""
+    """The complete state of a `World`, which determines all further steps; hashable."""
 
     request: str
     signs: int
     outs: tuple[int, ...]
-    reported: tuple[bool, ...]  # this return's ends, of those on their way back
+    reported: tuple[bool, ...]  # whether each resyncing replica has reported its completions
     counted: tuple[tuple[str, bool], ...]
     tombstones: frozenset[str]
     life: int
@@ -115,11 +115,10 @@ class State(NamedTuple):
 
 
 class World:
-    """`replicas` replicas that each may lose the shared state up to `outs` times, and one request, which
-    is renewed up to `signs` times. `patient` replicas restore nothing before the others have reported
-    their ends, unless one of those is without the shared state itself; others may have waited long enough at
-    any time. `losses` is how often the shared state may lose all it knows. `whole` returns take place in one
-    step, between heartbeats of all.
+    """`replicas` replicas, each of which may lose Redis up to `outs` times, and one request, which is renewed
+    up to `signs` times. `patient` replicas restore requests only after their peers have reported their
+    completions, or if a peer has no Redis; without `patient` their wait may time out at any time. Redis may
+    lose all its data `losses` times. With `whole`, a resync is one step, between heartbeats of all replicas.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class World:
         self.names = tuple("abcdef"[:replicas])
         self.request, self._signs = _UNSENT, 0
         self._outs, self._reported = [0] * replicas, [False] * replicas
-        self._said: list[_Said | None] = [None] * replicas  # the last replica info of those that are away
+        self._said: list[_Said | None] = [None] * replicas  # last replica info of each replica without Redis
         self._gates = [self._gate(name) for name in self.names]
         for who, gate in enumerate(self._gates):
             self._beat(who)
@@ -160,7 +159,7 @@ class World:
             store, shared, metrics, cell, FailureDetector(1.0, 8.0), replica=name, clock=lambda: NOW_S
         )
 
-    # What may come next, and its coming
+    # The possible next steps, and their execution
 
     def steps(self) -> Iterator[Step]:
         if self.request == _OVER and not self._remembered:
@@ -170,7 +169,7 @@ class World:
             yield Step("lose")
         for who, gate in enumerate(self._gates):
             if self.request == _UNSENT:
-                if who == 0:  # they are all alike
+                if who == 0:  # all replicas are equivalent
                     yield Step("start", who)
             elif self.request == _RUNS:
                 yield Step("end", who)
@@ -186,7 +185,7 @@ class World:
             if gate.state is FailoverState.SHARED:
                 continue
             if not gate.degraded:
-                # A replica that returns before there is a request is in its first state again.
+                # Skip: a resync before the request exists would only lead back to the initial state.
                 if self.request != _UNSENT:
                     yield Step("finish", who)
             elif not self._reported[who]:
@@ -239,7 +238,7 @@ class World:
                 self._beat(who)
 
     def _beat(self, who: int) -> None:
-        """A replica receives the info of the others as it is now; they receive its own in another step."""
+        """Heartbeat: a replica receives its peers' present info; the peers receive its own in other steps."""
         about = {
             name: said or _Said.of(gate)
             for name, said, gate in zip(self.names, self._said, self._gates, strict=True)
@@ -249,11 +248,11 @@ class World:
         if gate.tombstones.is_due:
             _run(gate.tombstones.answer_peers())
 
-    # What must hold
+    # The invariants
 
     @property
     def _remembered(self) -> bool:
-        """Whether anybody still takes the request for a running one: else nobody will."""
+        """Whether the pool or a journal still has the request; if not, it can never be counted again."""
         return REQUEST in self.pool.counted or any(
             gate.outage.journal.knows(REQUEST) or gate.outage.journal.has_ended(REQUEST)
             for gate in self._gates
@@ -265,23 +264,23 @@ class World:
         return all(gate.state is FailoverState.SHARED for gate in self._gates)
 
     def at_rest(self) -> None:
-        """Every replica beats until none says anything new; a request that runs gives a sign of life."""
+        """Let every replica send heartbeats until no info changes; a running request renews its lease."""
         for _ in range(2):
             self._beat_all()
         if self.request == _RUNS:
             self._gates[0].renew(Alive(REQUEST, ENDPOINT, self.accounting_token))
 
     def fault(self) -> str:
-        """What is wrong with the counts; '' if nothing is."""
+        """A description of the wrong count; '' if the count is right."""
         counted, runs = REQUEST in self.pool.counted, self.request == _RUNS
         if counted == runs:
             return ""
         return "it runs, and does not count" if runs else "it counts, and has ended"
 
-    # All of it, to go back to
+    # Saving and restoring the state
 
     def state(self, before: State | None = None, who: int = 0) -> State:
-        """The present one; `before` is the former one, if since then only replica `who` has done a step."""
+        """The present state. `before`: the former state, if since then only replica `who` made a step."""
         pool = self.pool
         if before is None:
             gates = tuple(gate.save() for gate in self._gates)
@@ -293,7 +292,7 @@ class World:
         )  # fmt: skip
 
     def go_to(self, state: State, since: State | None = None) -> None:
-        """Back to `state`; `since` is the present one, if it is known."""
+        """Go back to `state`. `since`: the present state, if known, to restore only the differences."""
         self.request, self._signs = state.request, state.signs
         self._outs, self._reported = list(state.outs), list(state.reported)
         self.pool.counted, self.pool.tombstones = dict(state.counted), set(state.tombstones)
@@ -308,8 +307,8 @@ class World:
 
 
 def search(world: World) -> tuple[int, str]:
-    """Every state that can be reached, each looked at once: how many, and the way to the first one in which
-    what must hold does not; '' if it always does."""
+    """Visit every reachable state once. Returns the number of states, and the steps to the first violation of
+    an invariant; '' if there is none."""
     world.restart()
     first = world.state()
     reached: dict[State, tuple[State, Step] | None] = {first: None}
@@ -334,8 +333,8 @@ def search(world: World) -> tuple[int, str]:
 
 
 def walk(world: World, chance: random.Random, most: int) -> tuple[list[Step], str]:
-    """One way at random until all are back and the request has ended, or `most` steps: its steps, and what
-    does not hold at its end."""
+    """Take random steps until all replicas share again and the request has ended, or `most` steps. Returns
+    the steps, and the violated invariant, if any."""
     world.restart()
     taken: list[Step] = []
     while len(taken) < most and not (world.all_back and world.request == _OVER):
@@ -358,7 +357,7 @@ def _way(reached: Mapping[State, tuple[State, Step] | None], state: State) -> st
 
 
 class _Said(dict[str, Any]):
-    """What a replica says of itself; never changed."""
+    """A replica's info; immutable."""
 
     @classmethod
     def of(cls, gate: FailoverGate) -> "_Said":
@@ -370,7 +369,7 @@ class _Said(dict[str, Any]):
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`, which has nothing to wait for."""
+    """The result of the coroutine `work`, which must not suspend."""
     try:
         work.send(None)
     except StopIteration as done:

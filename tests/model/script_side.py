@@ -1,4 +1,4 @@
-"""The scripts on a server, with a clock set from outside: one call, and all that can be seen of it."""
+"""Runs the scripts on a server with a clock set by the test: makes a call and reads all its effects."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ TEXT: dict[str, Any] = {"decode_responses": True, "encoding_errors": "surrogatee
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call's reply, what the decision log tells of it ('EVENT REQUEST BY'), and the state after it."""
+    """A call's reply, its events in the decision log ('EVENT REQUEST BY'), and the state after the call."""
 
     reply: Reply
     events: list[str]
@@ -45,8 +45,8 @@ class Seen:
 
 
 class ScriptSide:
-    """A pool of its own on the server that `client`, made with TEXT, speaks to; emptied by `clear`. `server`
-    is `valkey` or `fakeredis`."""
+    """A pool on the server of `client`, which must be made with TEXT; `clear` empties the pool. `server` is
+    `valkey` or `fakeredis`."""
 
     def __init__(self, client: redis.Redis, server: str) -> None:
         self.server = server
@@ -62,12 +62,12 @@ class ScriptSide:
         self._log_at = 0
 
     def key_names(self) -> set[str]:
-        """Of the pool, without its prefix."""
+        """The names of the pool's keys, without the prefix."""
         names = self._redis.keys(f"{self._keys.prefix}*")
         return {str(name).removeprefix(self._keys.prefix) for name in names}
 
     def scan_order(self) -> list[str]:
-        """The ids of all requests in the order in which a scan of the server finds them."""
+        """The ids of all requests in the order of a scan by the server."""
         return [str(id) for id, _ in self._redis.hscan_iter(f"{self._keys.prefix}requests")]
 
     def call(self, now_us: int, name: str, args: Sequence[Any]) -> Seen:
@@ -103,12 +103,12 @@ def flow_queue_of(entry: dict[str, str]) -> str:
 
 
 def scores_of(pairs: Sequence[Any]) -> dict[str, float]:
-    """What a reply lists as name, score, name, score."""
+    """The scores by name of a reply in the form name, score, name, score."""
     return dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
 
 
 def plain(value: Any) -> Any:
-    """A number where it is one, so that texts and integers of the same worth are equal."""
+    """Convert texts that are numbers to floats, so that numeric texts equal numbers."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     try:
@@ -118,7 +118,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers_of(state: list[Any]) -> dict[str, Any]:
-    """lua/state.lua's reply by name, as far as it changes with the queue."""
+    """The values of lua/state.lua's reply by name, without the epoch."""
     names = (
         "epoch", "now_us", "stock", "queued", "upper", "lower", "ready", "in_flight", "dispatches", "ended",
         "bands", "replicas", "loads", "guards", "credit", "overdue", "rate", "paused", "tuned",
@@ -134,21 +134,21 @@ def numbers_of(state: list[Any]) -> dict[str, Any]:
 
 
 def priorities_of(others: str, settings: str | None) -> dict[int, int]:
-    """The number of each band in use -> its priority."""
+    """The priority of each band in use, by the band's number."""
     named = json.loads(settings or "{}").get("bands") or named_bands()
     made = {int(number): int(priority) for number, priority, *_ in map(str.split, others.splitlines())}
     return {number: each["priority"] for number, each in enumerate(named[:3])} | made
 
 
 def by_priority(name: str, priorities: dict[int, int]) -> str:
-    """The name of a sorted set, with the priority in place of the number of its band."""
+    """Replace the band's number in the name of a sorted set by its priority."""
     kind, _, rest = name.partition(":")
     number, colon, rest = rest.partition(":")
     return f"{kind}:{priorities.get(int(number), number)}{colon}{rest}" if number.isdecimal() else name
 
 
 def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> dict[str, float]:
-    """The tags of weighted bands, which no reply has."""
+    """The tags of weighted bands, which are in no script's reply."""
     found = counters(packed) if packed else {}
     tags = {f"band:{priorities[number]}": found.get(f"band:{number}", 0.0) for number in range(3)}
     tags |= {f"band:{fields[1]}": float(fields[6]) for fields in map(str.split, others.splitlines())}
@@ -156,7 +156,7 @@ def band_tags(packed: str | None, others: str, priorities: dict[int, int]) -> di
 
 
 def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
-    """A call's arguments as the script takes them, from what the model takes."""
+    """Convert the model's arguments of a call to the script's."""
     if name == "admit":
         return [caller, *(arrival(**asdict(it)) for it in rest[0])]
     if name == "renew":
@@ -184,7 +184,7 @@ def arguments(name: str, caller: str, *rest: Any) -> list[Any]:
 
 
 def accounting_token(r: Any) -> str:
-    """What a request carries for the case that its record is lost (lua/renew.lua)."""
+    """The accounting token of `r`, which restores its record if that is lost (lua/renew.lua)."""
     if r is None:
         return ""
     fields = (

@@ -1,4 +1,4 @@
-"""The queue of the model: the fair queue of an outage, and what only the shared queue does."""
+"""The model's queue: the local fair queue of an outage, extended by the shared queue's own rules."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ _DEFAULTS = {"max_flows": math.inf}
 
 
 def policy_of(moment: Moment) -> Policy:
-    """The settings in force, as far as they decide the order."""
+    """The settings in force that determine the order."""
     settings = _DEFAULTS | moment.settings
     return Policy(**{name: settings.get(name) for name in _NAMES} | {"bands": bands_of(settings)})
 
 
 def bands_of(settings: Mapping[str, Any]) -> Bands:
-    """The configured bands: the three, then others."""
+    """The configured bands: the three named ones, then others."""
     bands = settings.get("bands") or named_bands()
     names = [Criticality(band.name) for band in NAMED]
     found = []
@@ -37,14 +37,14 @@ def bands_of(settings: Mapping[str, Any]) -> Bands:
 
 
 def named_bands() -> list[dict[str, Any]]:
-    """The three as the settings have them."""
+    """The three named bands in the form of the settings."""
     shared = ("priority", "preemptible", "guaranteed")
     return [{name: getattr(band, name) for name in shared} for band in NAMED]
 
 
 class SharedQueue(FairQueue[Request]):
-    """Throttled flow queues, corrected charges, rebased tags, and the sweep's order of all that wait.
-    `log(event, flow_queue)` is called for flow queues that are throttled and take turns again."""
+    """Adds throttling, corrections of charges, rebasing of tags, and reordering by the sweep. Calls
+    `log(event, flow_queue)` when a flow queue is throttled or unthrottled."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class SharedQueue(FairQueue[Request]):
         super().__init__(self._rules, next_arrival)
         self._make_named()
         self._log = log
-        self.credit = 0.0  # until the first publish
-        # (priority, throttled flow queue) -> the endpoints that it waits for -> its tag then
+        self.credit = 0.0  # the first publish sets 1
+        # (priority, throttled flow queue) -> endpoint that it waits for -> its tag at that time
         self._blocked: dict[tuple[int, str], dict[str, float]] = {}
 
     def put_settings(self, moment: Moment) -> None:
@@ -66,7 +66,7 @@ class SharedQueue(FairQueue[Request]):
         self._make_named()
 
     def collect(self, in_use: Container[int], at_rest: bool) -> None:
-        """Forget the bands besides the three of which no request waits or runs, and that owe no turns."""
+        """Forget bands that are not named, have no waiting or running request, and owe no turns."""
         named = {band.priority for band in self.policy.bands if band.is_named}
         for priority, band in list(self.bands.items()):
             owes = band.tag > self.bv and not at_rest
@@ -89,7 +89,7 @@ class SharedQueue(FairQueue[Request]):
             self._blocked.pop((r.priority, r.flow_queue), None)
 
     def correct(self, r: Request, change: float, floor: float) -> None:
-        """Change what r's flow queue has been charged; `floor` is its tag where none is kept."""
+        """Correct the charge of r's flow queue by `change`; `floor` is its tag if the queue keeps none."""
         band, name = self.bands[r.priority], self.name_of(r)
         if name in band.queues:
             self.charge(band, name, change)
@@ -100,12 +100,12 @@ class SharedQueue(FairQueue[Request]):
         return r.flow_queue not in self.bands[r.priority].turns
 
     def throttle(self, r: Request) -> None:
-        """r's flow is at its limit: its flow queue takes no turns, and keeps its tag."""
+        """Throttle r's flow queue, whose flow is at its limit: it takes no turns, and keeps its tag."""
         self.bands[r.priority].turns.remove(r.flow_queue)
         self._log("throttled", r.flow_queue)
 
     def wait_for_endpoints(self, r: Request, closed: Iterable[str]) -> None:
-        """r's flow queue, throttled, waits for room on one of these endpoints."""
+        """Let r's throttled flow queue wait for room on one of the endpoints `closed`."""
         tag = self.bands[r.priority].queues[r.flow_queue].tag
         self._blocked.setdefault((r.priority, r.flow_queue), {}).update(dict.fromkeys(closed, tag))
 
@@ -115,7 +115,7 @@ class SharedQueue(FairQueue[Request]):
         return {name: tags[address] for (band, name), tags in found if band == priority and address in tags}
 
     def endpoint_has_room(self, address: str) -> None:
-        """The flow queue that waits for the endpoint and would be next takes turns again."""
+        """Unthrottle the next flow queue in order that waits for the endpoint."""
         for band in self.bands_in_order():
             priority = next(each for each, other in self.bands.items() if other is band)
             if waiting := self.blocked(priority, address):
@@ -123,7 +123,7 @@ class SharedQueue(FairQueue[Request]):
                 return
 
     def unthrottle(self, priority: int, name: str) -> None:
-        """It takes turns again, without a claim to those it missed."""
+        """Let a flow queue take turns again, without a claim to missed turns."""
         band = self.bands[priority]
         if name in band.queues and name not in band.turns:
             self._blocked.pop((priority, name), None)
@@ -140,10 +140,10 @@ class SharedQueue(FairQueue[Request]):
                 self.unthrottle(priority, name)
 
     def reorder(self, policy_changed: bool, scan_order: Sequence[str]) -> None:
-        """The sweep's scan: put each request where the policy in force has it, by rates as they are now.
+        """The sweep's scan: move each request to its position under the policy in force and present rates.
 
-        The first request that comes to a flow queue decides about its start tag. It is the first that the
-        scan finds, so `scan_order` has the ids of all requests in that order.
+        The first request that enters a flow queue determines its start tag, so `scan_order` must have the ids
+        of all requests in the order of the scan.
         """
         if policy_changed:
             found = {id: at for at, id in enumerate(scan_order)}
@@ -156,7 +156,7 @@ class SharedQueue(FairQueue[Request]):
                 queue.reorder() if policy_changed else queue.refresh()
 
     def rebase(self) -> None:
-        """When virtual time has come far, all tags are lowered by one amount."""
+        """Lower virtual time and all tags by the same amount when virtual time exceeds REBASED_AT."""
         for priority, band in self.bands.items():
             if band.v < REBASED_AT:
                 continue

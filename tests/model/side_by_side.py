@@ -1,4 +1,4 @@
-"""The scripts and the model, called alike; every difference is an AssertionError that shows both."""
+"""Makes each call on the scripts and on the model; any difference raises an AssertionError with both."""
 
 import math
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ START_US = 1_750_000_000_000_123
 
 
 class SideBySide:
-    """Both, and the clock that they share."""
+    """The scripts, the model, and their common clock."""
 
     def __init__(self, side: ScriptSide) -> None:
         self.side = side
         self.now_us = START_US
         self.model = QueueModel(self._choose)
-        self.agree = True  # until a call shows a difference
-        self._placed: dict[str, str] = {}  # id -> where the script has placed it, after the last call
+        self.agree = True  # False after a call that showed a difference
+        self._placed: dict[str, str] = {}  # id -> endpoints chosen by the scripts, after the last call
         side.clear()
 
     def call(self, name: str, caller: str, *rest: Any) -> Reply:
-        """Make the call of both and compare what it returned, what it logged, and the state it left."""
+        """Make the call on both, and compare the replies, the logged events and the resulting states."""
         self.agree = False
         if name == "sweep":
             self.model.scan_order = self.side.scan_order()
         seen = self.side.call(self.now_us, name, arguments(name, caller, *rest))
-        self._placed = seen.placed  # of which the view lists fifty
+        self._placed = seen.placed  # may be incomplete: the view lists about fifty requests only
         if name in ("admit", "place"):
             for item, answer in zip(rest[0], seen.reply.answers, strict=True):
                 if answer.startswith("placed "):
@@ -42,7 +42,7 @@ class SideBySide:
         assert_same(where, seen.reply.notifications, reply.notifications, any_order=name == "heartbeat")
         assert_alike(where, seen.reply.answers, [plain(answer) for answer in reply.answers])
         assert (seen.reply.attempts, seen.reply.served) == (reply.attempts, reply.served), where
-        # A sweep comes upon the requests of a silent replica in whatever order the server keeps them.
+        # A sweep finds the requests of a silent replica in the arbitrary order of the server's hash.
         assert_same(where, seen.events, self.model.events, any_order=name == "sweep")
         self._compare_numbers(where, seen.numbers)
         self._compare_workloads(where, seen.workloads, self.model.workloads)
@@ -58,7 +58,7 @@ class SideBySide:
             assert_alike(f"{where}: {name}", [seen[name]], [value])
 
     def _compare_workloads(self, where: str, seen: dict[str, list[float]], registry: Registry) -> None:
-        """Arrivals as they count now: an entry of the registry slides only when it is written."""
+        """Compare workloads after sliding the windows: the scripts slide an entry only on a write."""
         assert seen.keys() == registry.known.keys(), where
         for name, (total, active, dispatched, ema_ms, last_ms, slot, *counts) in seen.items():
             arrivals, it = registry.arrivals(name), registry.known[name]
@@ -68,7 +68,7 @@ class SideBySide:
             assert_alike(f"{where}: workload {name}", found, expected)
 
     def numbers(self) -> dict[str, Any]:
-        """The model's state as lua/state.lua gives it."""
+        """The model's state in the form of lua/state.lua's reply."""
         model, queue = self.model, self.model.queue
         same = ("stock", "upper", "lower", "dispatches", "ended", "guards", "rate")
         numbers: dict[str, Any] = {name: getattr(model, name) for name in same} | {
@@ -85,7 +85,7 @@ class SideBySide:
         return numbers
 
     def orders(self) -> dict[str, dict[str, float]]:
-        """What the model's state is in the sorted sets that docs/redis-schema.md lists."""
+        """The model's state in the form of the sorted sets in docs/redis-schema.md."""
         requests = self.model.requests.values()
         orders = {
             "timers": {r.id: float(r.timer_ms) for r in requests if r.state in ("queued", "orphaned")},
@@ -109,7 +109,7 @@ class SideBySide:
         return orders
 
     def _choose(self, id: str, burdens: dict[str, float]) -> str:
-        """What the script has chosen, which must be what has the least against it, best first."""
+        """Return the script's choice after checking that it has the least burdens, best first."""
         assert id in self._placed, f"{id} may go to {burdens}, but the script did not place it"
         chosen = self._placed[id].split(",")
         want = min(self.model.moment.settings["fallbacks"] + 1, len(burdens))
@@ -124,7 +124,7 @@ def assert_same(where: str, seen: list[str], expected: list[str], any_order: boo
 
 
 def assert_alike(where: str, seen: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Equal; numbers with fractions to nine digits."""
+    """Assert that both are equal, numbers to nine digits."""
     assert len(seen) == len(expected), (where, seen, expected)
     for one, other in zip(seen, expected, strict=True):
         both_numbers = isinstance(one, int | float) and isinstance(other, int | float)

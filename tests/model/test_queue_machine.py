@@ -1,6 +1,6 @@
-"""The scripts beside the model of their rules, through whatever callers, clocks and operators may do.
+"""Compares the scripts with the model under random calls, clock steps and actions of operators.
 
-PICKER_MODEL_EXAMPLES=N runs N random examples of each server, instead of the same few at every run.
+PICKER_MODEL_EXAMPLES=N runs N random examples on each server, instead of the same few in every run.
 """
 
 import os
@@ -33,18 +33,18 @@ Choices = dict[str, list[Any]]
 CALLERS = ("a", "b", "c")
 ENDPOINTS = ("e1", "e2", "e3")
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0, "half": 0.5}
-FAR = 1e7  # a unit of cost by which tags soon come so far that they are rebased
-# The three configured ones, and others, whose bands are made and collected.
+FAR = 1e7  # a unit of cost so large that tags are soon rebased
+# The priorities of the three named bands, and others, whose bands are created and collected.
 PRIORITIES = (*[0] * 6, *[10] * 2, *[-10] * 2, 100, 7, 7, -3, LEAST_PRIORITY, MOST_PRIORITY)
 LIMITS = {"four": 1, "half": 1}
 WORKLOADS = ("w1", "w2", "w3")
-SPELLED = (*WEIGHTS, *WORKLOADS)  # what they are called in a run is drawn
+SPELLED = (*WEIGHTS, *WORKLOADS)  # each run draws other names for these
 GRACE_MS, IDLE_MS = 2000, 20_000
-UNSEEN_MS = 10**9  # no pages of endpoints are read here, by which ghosts are found
+UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
 FEW = {"valkey": 400, "fakeredis": 30}  # fakeredis takes ten times as long, and runs all of test_rules.py
 STEPS = 50
-TO_SETTLE = 3_601_000_000  # us: longer than any silence, lease, TTL or idle time here, or an end is awaited
+TO_SETTLE = 3_601_000_000  # us: longer than all timeouts here, and than GIVEN_UP_MS of lua/lib/registry.lua
 
 BASE: Fields = {
     "upper_per": 2, "lower_per": 1, "total_capacity": 9, "flow_capacity": 5, "lease_ms": 5000,
@@ -55,13 +55,13 @@ BASE: Fields = {
     "weights": {}, "paused": 0, "default_answer": 3, "answer_alpha": 0.3, "live_weight": 0.5,
     "eject_ms": 1000, "eject_most_ms": 4000, "eject_percent": 50,
 }  # fmt: skip
-# As it is few are in flight, so that many wait; in a larger room loads come to lie far apart.
+# With BASE few requests run and many wait; with these bounds the endpoints' loads come to differ more.
 ROOMY = {"upper_per": 4, "lower_per": 3}
-# One call of the sweep walks past this many for certain. Of REFILED (16) the scan may stop with empty buckets
-# left, as the hash seed of the server has it, and say that there is more; the model knows no half walk.
+# One call of the sweep surely scans this many requests. At REFILED (16) the scan may stop before some empty
+# buckets (it depends on the server's hash seed) and report more; the model has no partial scans.
 WALKED = 15
 GUARANTEED = {"priority": 7, "guaranteed": True}
-# What an operator may change at any time, and the settings whose change reorders the queue.
+# LIVE: settings that an operator may change at any time. POLICY: settings whose change reorders the queue.
 LIVE: Choices = {
     "upper_per": [1, 2.3, 4, 0],
     "lower_per": [1, 2, 3.7, 0],
@@ -104,7 +104,7 @@ def every_of(choices: Choices) -> st.SearchStrategy[Fields]:
 
 
 def some_of(choices: Choices) -> st.SearchStrategy[Fields]:
-    """A few settings, each at one of its values, or taken back (None)."""
+    """A few settings, each with one of its values or reset (None)."""
     values = {name: st.sampled_from([*each, None]) for name, each in choices.items()}
     return st.fixed_dictionaries({}, optional=values)
 
@@ -112,7 +112,7 @@ def some_of(choices: Choices) -> st.SearchStrategy[Fields]:
 addresses = st.sampled_from((*ENDPOINTS, "away"))
 callers = st.sampled_from(CALLERS)
 plain = st.sampled_from([*["*"] * 6, "e1", "e1", "e2,e1", "away"])
-# Equal, near and far apart beside the weights of live load; a few without a score, some named twice.
+# Scores equal, close or far apart relative to `live_weight`; some endpoints without a score or named twice.
 scores = st.sampled_from(["=0", "=0.2", "=0.5", "=0.5", "=0.7", "=0.7", "=1.25", ""])
 scored = st.lists(
     st.tuples(st.sampled_from((*ENDPOINTS, *ENDPOINTS, "away")), scores), min_size=1, max_size=4
@@ -128,7 +128,7 @@ alive = st.sampled_from([*[CALLERS] * 3, CALLERS[:1], CALLERS[1:], ()])
 seldom = st.sampled_from([*[False] * 9, True])
 usually_open = st.sampled_from(["open", "open", "open", "drains", "away"])
 seldom_open = st.sampled_from(["away", "open", "drains", "drains"])
-number = st.integers(0, 99)  # which of those known to take
+number = st.integers(0, 99)  # selects a known request
 numbers = st.lists(number, min_size=1, max_size=4)
 arrivals: st.SearchStrategy[Fields] = st.builds(
     dict,
@@ -143,18 +143,18 @@ arrivals: st.SearchStrategy[Fields] = st.builds(
     learn=seldom,
     body_bytes=st.sampled_from([0, 900, 900, 2500, 2**32 - 1]),
 )
-attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # numbers, and digests of bodies
+attempts = st.sampled_from(["1", "2.one", "3.one", "3.two"])  # number, and digest of the body
 other_flows = st.sampled_from(["", "", "", "another"])
 batches = st.lists(arrivals, min_size=1, max_size=4)
 
 
 def with_some(*states: str) -> Callable[[Any], bool]:
-    """A rule's precondition: requests in one of `states` are known."""
+    """A rule's precondition: there are requests in one of `states`."""
     return lambda machine: any(r.state in states for r in machine.model.requests.values())
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Draws calls; `SideBySide` makes and compares them."""
+    """Draws random calls; `SideBySide` makes each on both sides and compares the results."""
 
     side: ClassVar[ScriptSide]
 
@@ -179,12 +179,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.call(*call)
 
     def those(self, numbers: list[int], *states: str) -> list[Request]:
-        """Those known, of `states` (any if none is given), that the numbers stand for; each once."""
+        """The known requests in `states` (default: any) that the numbers select; each once."""
         known = [r for r in self.model.requests.values() if not states or r.state in states]
         return list({r.id: r for r in (known[n % len(known)] for n in numbers if known)}.values())
 
     def where(self, flow: str, candidates: str) -> str:
-        """Where endpoints have limits, two flows that could go anywhere may go to one of them alone."""
+        """The candidates of a request. If endpoints have limits, restrict two flows to one endpoint."""
         apart = "caps" in self.base and flow in (self.named["one"], self.named["two"])
         return "e1" if apart and candidates == "*" else candidates
 
@@ -332,10 +332,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(caller=callers, overrides=some_of(POLICY))
     def change_policy(self, caller: str, overrides: Fields) -> None:
-        # Nothing is served until the waiting requests are reordered. Which of them the sweep has moved at a
-        # moment depends on where the server's hash keeps them. Until then a flow queue mixes two orders, of
-        # which nothing is promised but that no request is lost or served twice. tests/long/chaos.py covers
-        # that: its policies change amid dispatch, and its log is audited.
+        # Pause dispatch until the sweep has reordered all waiting requests. Meanwhile a flow queue mixes two
+        # orders, depending on the server's hash; the only promise is that no request is lost or served twice.
+        # tests/long/chaos.py covers that: it changes policies amid dispatch, and audits the log.
         self.call("tune", caller, {**overrides, "paused": 1})
         self.sweep_out()
         self.call("tune", caller, {"paused": None})
@@ -365,16 +364,16 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not self.both.agree or not self.model.moment.settings:
             return
-        # When all ends, the queue is served again, and time passes
+        # When all requests end and time passes
         self.publish(("open", "open", "away"))
         self.call("mark_endpoint", "a", [(address, what, 0) for what, address in self.model.endpoints.marks])
         self.change_policy("a", dict.fromkeys(LIVE | BANDS | POLICY))
         while self.model.requests:
             self.call("settle", "a", [(id, "completed", None, None) for id in self.model.requests])
-        for _ in range(1 + len(CALLERS)):  # a sweep lets go of one silent replica
+        for _ in range(1 + len(CALLERS)):  # each sweep removes one silent replica
             self.both.now_us += TO_SETTLE
             self.sweep_out()
-        # Nothing is counted, and nothing is kept but what the pool is.
+        # Then all counts are 0, and only the keys of the pool itself are left.
         numbers = self.both.numbers()
         counts = {name: numbers[name] for name in ("stock", "queued", "in_flight", "overdue")} | numbers[
             "loads"
@@ -386,16 +385,16 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(7200 if EXAMPLES else 600)
 def test_the_scripts_do_what_the_model_does(side: ScriptSide) -> None:
-    # A pool on a server of its own, and the model of it.
+    # A pool on a separate server, and its model.
     machine = type("Machine", (QueueMachine,), {"side": side})
-    # When calls are drawn and made of both, they never differ.
+    # Random calls on both never show a difference.
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=int(EXAMPLES or FEW[side.server]),
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
-            # Making a failure small takes minutes: only in a run that is made for it.
+            # Shrinking a failure takes minutes: do so only with PICKER_MODEL_EXAMPLES.
             phases=tuple(Phase) if EXAMPLES else (Phase.generate,),
             deadline=None,
             database=None,

@@ -16,7 +16,7 @@ from script_side import SILENCE_MS, ScriptSide
 from picker_fleet.failover.tombstones import Tombstones
 
 START_US = 1_750_000_000_000_000
-# Replicas, and what they may do. All of the second list takes minutes: PICKER_RETURNS=full adds it.
+# Number of replicas, and options of `World`. PICKER_RETURNS=full adds the second list, which takes minutes.
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"patient": True}),
     (2, {"patient": False}),
@@ -30,12 +30,12 @@ if os.environ.get("PICKER_RETURNS") == "full":
         (2, {"outs": 2, "patient": False}),
         (3, {"outs": 2, "patient": True, "whole": True}),
     ]
-WALKS, LONGEST_WALK, COMPARED = 200, 60, 20  # each so many is compared
+WALKS, LONGEST_WALK, COMPARED = 200, 60, 20  # every 20th walk is compared with the scripts
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Replicas that change sides a hundred thousand times say so no time."""
+    """Disable the log: the replicas' failover state changes a hundred thousand times."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -54,9 +54,9 @@ async def test_in_every_order_of_outages_the_requests_that_count_at_the_end_are_
 async def test_the_search_finds_a_ghost_when_replicas_forget_their_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Replicas that report each end once, and do not remember it.
+    # Replicas report each completion once, and do not remember it.
     monkeypatch.setattr(Tombstones, "add", lambda self, request_id: None)
-    # When they leave and return in every order, one way leads to a request that has ended and counts.
+    # In some order of outages and resyncs, a request that has ended is counted as running.
     _, fault = search(World(2, outs=1))
     assert fault.endswith("it counts, and has ended")
 
@@ -75,7 +75,7 @@ async def test_over_two_outages_each_the_scripts_answer_as_the_search_assumes(
 
 
 def _compare(pool: Pool, side: ScriptSide) -> None:
-    """What `pool` answered is what the scripts answer to the same."""
+    """Assert that the scripts answer the calls recorded by `pool` as `pool` did."""
     _begin(side)
     for name, args, answer in pool.asked:
         if name == "lose":

@@ -1,4 +1,4 @@
-"""The rules in runs short enough to reckon by hand, on the scripts and on the model at once."""
+"""Tests of the rules in runs short enough to check by hand, on the scripts and on the model at once."""
 
 import itertools
 from typing import Any
@@ -9,20 +9,20 @@ from script_side import ScriptSide
 from shared_queue import named_bands
 
 CASES = dict[str, Any]
-TWO: CASES = {"endpoints": 2, "upper_per": 9}  # with much room
+TWO: CASES = {"endpoints": 2, "upper_per": 9}  # bounds that leave much room
 THREE: CASES = {**TWO, "endpoints": 3}
 CAPPED: CASES = {**TWO, "caps": {"e1": 1}}
 BY_WORKLOAD: CASES = {"ordering": "workload-aware"}
 
 ONLY_CRITICAL: CASES = {"overload": "reject-noncritical"}
-# Besides the three: one that is guaranteed and not preemptible, with room for two; and a low one.
+# Two more bands: one guaranteed, not preemptible, with a capacity of two; and one of low priority.
 GUARANTEED = {"priority": 7, "guaranteed": True, "capacity": 2}
 BANDED: CASES = {"bands": [*named_bands(), GUARANTEED, {"priority": -50, "preemptible": True, "bytes": 1000}]}
 QUEUED = "queued 10000"
 FULL, SATURATED, NO_BYTES_LEFT, NO_ENDPOINT = (
     f"refused {reason} 1" for reason in ("total-capacity", "saturated", "band-bytes", "no-endpoints")
 )
-# Settings, what is known, the next arrival, its answer.
+# Settings, earlier arrivals, the next arrival, its answer.
 ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
     "below the bound it is placed at once": ({"upper_per": 2}, "r1", "r2", "placed e1 1"),
     "at the bound it is queued for what is left of its TTL": (
@@ -120,7 +120,7 @@ ANSWERS: dict[str, tuple[CASES, str, str, str]] = {
 def test_an_arrival_has_the_answer_that_the_state_of_the_pool_calls_for(side: ScriptSide, case: str) -> None:
     settings, known, arrival, answer = ANSWERS[case]
     pool = holding(side, known, **settings)
-    # An arrival that is refused leaves nothing: the same comes again.
+    # A refused arrival leaves no trace: repeat it.
     for _ in range(2 if answer.startswith("refused") else 1):
         assert pool.admit(arrival) == [answer]
 
@@ -142,7 +142,7 @@ def test_where_the_pool_may_be_empty_requests_wait_for_its_first_endpoint(side: 
 
 
 WEIGHTED: CASES = {"band_policy": "weighted", "guard_share": 0}
-# Settings, what waits behind one that fills the pool, how those are served (or the first of them).
+# Settings, requests waiting behind one that fills the pool, their order of service (or its beginning).
 ORDERS: dict[str, tuple[CASES, str, str]] = {
     "a flow's requests by arrival": ({}, "x2, x0, x1", "x2 x0 x1"),
     "flows by turns": ({}, "x0, x1, x2, y0, y1", "x0 y0 x1 y1 x2"),
@@ -221,7 +221,7 @@ def test_flows_are_served_by_their_weights_to_one_request_of_each(
         pool.admit(f"{flow}{number} weight={weights[flow]} cost={costs[flow]}", by=by)
     order = pool.serve()
     assert len(order) == 30
-    # While all wait, what two flows were served for their weights differs by one request of each at most.
+    # While all flows wait, the service by weight of two flows differs by at most one request of each.
     last = min(max(at for at, name in enumerate(order) if name[0] == flow) for flow in weights)
     share = {flow: costs[flow] / weights[flow] for flow in weights}
     for one, other in itertools.combinations(weights, 2):
@@ -330,7 +330,7 @@ def test_an_endpoint_that_leaves_keeps_its_count_until_its_last_request_ends(sid
     assert pool.admit("r3, r4 candidates=e1") == ["placed e2 0", "refused no-endpoints 1"]
     pool.end("r1")
     assert pool.model.endpoints.counts == {"e1": 1, "e2": 1}
-    pool.publish({"e1": False, "e2": True})  # it is back, and the other drains
+    pool.publish({"e1": False, "e2": True})  # e1 is back, and e2 drains
     assert pool.admit("r5") == ["placed e1 1"]
     pool.publish({"e2": False})
     pool.end("r2", "r5")
@@ -353,7 +353,7 @@ def test_nothing_new_goes_to_a_marked_endpoint_at_any_replica(side: ScriptSide, 
     assert pool.mark("e1", what) == "marked"
     assert pool.admit("r1, r2", by="b") == ["placed e2 0", "queued 10000"]
     assert (pool.model.upper, pool.counts()[2]) == (2, [1, 1])
-    # When the mark is taken away, what waits goes on, there too.
+    # When the mark is removed, the waiting request is granted, and may go to either endpoint.
     pool.mark("e1", what, on=False, by="b")
     assert pool.granted == ["r2"]
     assert pool.place("r2", by="b").startswith("placed e")
@@ -375,7 +375,7 @@ def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
     pool.admit("m priority=-99, n priority=-3, s priority=7, h priority=100, d, c band=0", by="b")
     pool.admit("u1 priority=50, u2 priority=50, u3 priority=50, u4 priority=50")
     assert pool.those("preempted") == ["m", "n", "d", "s"]
-    # Those above Critical are like Critical.
+    # Requests of a priority above Critical count as Critical: they are not preempted.
     assert pool.admit("u5 priority=200") == ["refused total-capacity 1"]
     pool.serve()
     pool.sweep()
@@ -384,7 +384,7 @@ def test_the_lowest_preemptible_band_below_makes_room(side: ScriptSide) -> None:
 
 def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: ScriptSide) -> None:
     pool = Pool(side)
-    # While a request runs its band is kept; refused ones leave none behind.
+    # A band is kept while one of its requests runs; bands of refused requests are collected.
     pool.admit("runs priority=7")
     pool.tune(overload="reject-noncritical")
     assert pool.admit("no priority=3") == ["refused saturated 1"]
@@ -392,7 +392,7 @@ def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: Scr
     assert list(pool.model.queue.bands) == [10, 7, 3, 0, -10]
     pool.sweep()
     assert list(pool.model.queue.bands) == [10, 7, 0, -10]
-    # Its number is another's once it is collected, and it comes back with a number of its own.
+    # After band 7 is collected, another band gets its number, and band 7 comes back with a new number.
     pool.end("runs")
     pool.sweep()
     assert list(pool.model.queue.bands) == [10, 0, -10]
@@ -405,14 +405,14 @@ def test_a_band_lasts_as_long_as_one_of_its_requests_and_is_made_again(side: Scr
 
 def test_a_weighted_band_that_took_its_turns_comes_back_without_a_claim(side: ScriptSide) -> None:
     pool = Pool(side, **WEIGHTED, **BANDED, band_weights=[70, 20, 10, 10, 1], upper_per=2)
-    # A band of little weight that is empty at each sweep, beside one that is busy.
+    # Given a busy band, and a band of little weight that is empty at each sweep
     pool.admit("runs1, runs2, " + many("d{n}", 100))
     for n in range(12):
         pool.admit(f"b{n} priority=-50")
         pool.serve(2)
         pool.end(*(r.id for r in pool.model.in_flight() if r.priority == -50))
         pool.sweep()
-    # It is served by its weight, and not first each time it comes back.
+    # The band of little weight is served by its weight, and not first each time it comes back.
     of_band = [name for name in pool.granted if name.startswith("b")]
     assert 1 <= len(of_band) <= len(pool.granted) / 21 + 1
     pool.serve()
@@ -432,7 +432,7 @@ def test_a_flow_that_was_preempted_empty_is_not_the_next_when_it_comes_back(side
 
 def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide) -> None:
     pool = full(side, "q")
-    # The replica learns of the eviction from its own call; the notification is in its inbox too.
+    # The replica learns of the eviction from its own call; the notification is also in its inbox.
     pool.call("evict", [("q",)])
     assert pool.told["a"] == ["evicted q"]
     pool.admit("q")
@@ -443,7 +443,7 @@ def test_a_notification_does_not_end_the_next_request_of_its_id(side: ScriptSide
 def test_a_notification_does_not_end_a_request_that_its_replica_adopts(side: ScriptSide) -> None:
     pool = full(side, "q")
     pool.call("evict", [("q",)])
-    # The client sends it again to another replica, and then to this one.
+    # The client sends the request again to another replica, and then to this one.
     pool.admit("q", by="b")
     pool.admit("q")
     pool.beat()
@@ -508,7 +508,7 @@ def test_a_grant_without_a_place_below_the_limit_is_put_back_uncharged(side: Scr
     pool.tune(paused=1)
     pool.admit("p2 limit=1 workload=w candidates=e1")
     pool.tune(paused=None)
-    # It is granted, and may only go where the other runs.
+    # p2 is granted, but its only candidate is the endpoint on which p1 runs.
     assert pool.place("p2", "e1") == "queued 10000"
     assert pool.events[-2:] == ["requeued p2 ", "throttled p "]
     assert pool.model.queue.bands[0].queues["p"].tag == 0.0
@@ -529,7 +529,7 @@ def test_a_request_for_a_full_endpoint_waits_and_blocks_nobody(side: ScriptSide)
         for name in names.split():
             pool.admit(f"{name} candidates={candidates}")
             assert pool.place(name, candidates) == answer
-    # Where it ends, the one that has waited longest is granted, and no other.
+    # When `first` ends, only the request that has waited longest for e1 is granted.
     assert pool.end("first") == ["x2"]
     assert pool.place("x2", "e1") == "placed e1 0"
     assert pool.end("x2") == ["y1"]
@@ -562,7 +562,7 @@ def test_real_costs_correct_what_a_flow_was_charged(side: ScriptSide) -> None:
     pool = full(side, many("dear{n}, cheap{n}", 12))
     order = pool.serve(1)
     for _ in range(10):
-        # Their estimates are equal; one's requests really cost four times as much.
+        # Both flows' estimates are equal, but the requests of `dear` really cost four times as much.
         order += pool.end(order[-1], actual=4.0 if order[-1].startswith("dear") else 1.0)
     assert "".join(name[0] for name in order) == "cdccccdcccc"
 
@@ -589,7 +589,7 @@ def test_the_cost_of_an_answer_is_learned(side: ScriptSide) -> None:
 
 def test_a_request_past_its_time_to_live_is_not_dispatched(side: ScriptSide) -> None:
     pool = full(side)
-    # More of them than the timers of one call.
+    # More expired requests than one call has timers.
     pool.admit(many("short{n} ttl_ms=50", 30), by="b")
     pool.admit("late flow=short")
     pool.passes(60)
@@ -625,7 +625,7 @@ def test_a_request_nobody_reports_is_reclaimed_and_a_renewed_one_is_not(side: Sc
     pool.passes(20)
     assert pool.sweep()[:4] == [1, 0, 1, 0]
     assert pool.of("silent") == ["bypassed", "reclaimed"]
-    # What waits is served. A grant that is not placed ends in the same way, and comes to nothing afterwards.
+    # The waiting request is granted. A grant that is not placed is also reclaimed, and cannot be placed then.
     assert pool.granted == ["waits"]
     pool.passes(60)
     pool.sweep()
@@ -639,7 +639,7 @@ def test_a_request_whose_replica_is_silent_is_granted_to_the_one_that_brings_it(
     pool.admit("alive flow=f ttl_ms=900000")
     pool.passes(SILENT_MS)
     pool.beat()
-    # Nothing is granted to a silent replica, swept or not; its request keeps its place for another.
+    # Requests of a silent replica are not granted; another replica can adopt them in their position.
     pool.sweep()
     assert pool.admit("orphan flow=f") == ["queued 840000 adopted"]
     assert pool.of("orphan") == ["queued", "orphaned", "adopted"]
@@ -676,7 +676,7 @@ def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(s
     pool.admit("q1", by="b")
     pool.admit("q2")
     pool.end("runs")
-    # Its replica is told of it until it has acknowledged that, of which only its own attempt counts.
+    # The owner is notified with each heartbeat until it acknowledges the place with the right attempt.
     assert pool.of("q1") == ["queued", "granted", "placed"]
     pool.beat("b")
     assert not acknowledged(pool, "q1", by="a")
@@ -688,7 +688,7 @@ def test_a_request_for_which_any_endpoint_will_do_is_placed_when_it_is_granted(s
     pool.beat("b")
     assert pool.told["b"] == ["granted q1"] * 2
     assert pool.cancel("q1", "unclaimed", by="b") == "foreign"
-    # The replica whose call has granted it is told where it is in the reply.
+    # A replica whose own call grants its request finds the place in the reply.
     pool.end("q1")
     assert pool.told["a"] == ["placed 1 e1 0 q2"]
     assert pool.cancel("q2", "unclaimed") == "ended"
@@ -705,10 +705,10 @@ def test_a_request_leaves_a_closed_endpoint_unless_its_replica_knows_its_place(
     pool.end("r1")
     assert endpoint_of(pool, "q") == "e1"
     pool.mark("e1", what)
-    # Its replica has missed the notification, and asks for its place.
+    # Its replica missed the notification, and calls `place`.
     assert pool.place("q") == "placed e2 2"
     assert pool.counts() == (4, 0, [1, 3])
-    # Now it knows it.
+    # Now the replica knows the place, so the request stays on e2.
     pool.mark("e2", what)
     assert pool.place("q") == "placed e2"
     pool.end("q", "r2", "r3", "r4")
@@ -741,10 +741,10 @@ def test_an_adopted_request_keeps_its_place_and_belongs_to_its_adopter(side: Scr
     assert pool.admit("q1, q0 candidates=e1", by="b") == ["queued 10000 adopted"] * 2
     assert pool.cancel("q0") == pool.cancel("q0", "expired") == "foreign"
     assert pool.end("runs") == ["q0"]
-    # One that is granted is placed for who brings it, and its old owner's grant is worth nothing.
+    # A granted request is placed for its adopter, and its former owner cannot place it.
     assert pool.admit("q0") == ["placed e1 0 adopted"]
     assert pool.place("q0", by="b") == "gone"
-    # One that is placed stays, and neither can take it back: Envoy may still have it from the other.
+    # A placed request stays, and neither replica can cancel it: Envoy may listen to either stream.
     assert pool.admit("q0", by="b") == ["placed e1 adopted"]
     assert pool.cancel("q0", by="a") == pool.cancel("q0", by="b") == "foreign"
     assert pool.serve() == ["q1", "q2"]
@@ -765,7 +765,7 @@ def test_an_id_alone_adopts_nothing(side: ScriptSide, state: str) -> None:
     strangers = "q attempt=9.y, q attempt=9.x flow=other, q attempt=9.x model=other"
     assert pool.admit(strangers, by="b") == ["foreign"] * 3
     assert (pool.model.requests["q"].owner, pool.model.requests["q"].attempt) == ("a", "1.x")
-    # The same again is adopted whatever state it is in, and again.
+    # The same request is adopted in every state, any number of times.
     assert [pool.admit("q attempt=2.x", by=by)[0].split()[-1] for by in "bab"] == ["adopted"] * 3
 
 
@@ -798,7 +798,7 @@ SILENT_MS = 60_000
 
 
 def workload_of(pool: Pool, name: str = "w") -> tuple[int, int, int]:
-    """Requests in all, active ones, and how many were dispatched."""
+    """The workload's total, active and dispatched requests."""
     it = pool.model.workloads.known[name]
     return it.total, it.active, it.dispatched
 
@@ -810,7 +810,7 @@ def test_a_workloads_requests_are_counted_through_their_lives(side: ScriptSide) 
     assert workload_of(pool) == (3, 3, 1)
     pool.admit("r2 workload=w")  # adopted, not counted again
     assert workload_of(pool) == (3, 3, 1)
-    # One ends, and the next is served; one leaves; one of a full flow is turned away, and is counted.
+    # A request ends, and the next is served; one is cancelled; one of a full flow is refused, but counted.
     pool.end("r1")
     pool.cancel("r3")
     assert pool.admit("r4 workload=w flow=r limit=0, r5 workload=w, r6 workload=w")[-1].startswith("refused")
@@ -828,7 +828,7 @@ def test_a_request_that_is_turned_away_counts_as_an_arrival_and_is_not_active(
         pool.publish({})
     late = " ttl_ms=1 age_ms=2" if reason == "too old" else ""
     for number in range(1, 4):
-        (answer,) = pool.admit(f"more workload=w{late}")  # the same again leaves nothing but its arrival
+        (answer,) = pool.admit(f"more workload=w{late}")  # a refused request leaves only its arrival
         assert answer.split()[0] == ("expired" if late else "refused")
         assert workload_of(pool) == (1 + number, 1, 1)
         assert sum(pool.model.workloads.arrivals("w")) == 1 + number
@@ -855,13 +855,13 @@ def test_another_flow_that_names_a_workload_changes_no_order_but_its_own(
     side: ScriptSide, signal: dict[str, Any], waiting: str
 ) -> None:
     pool = Pool(side, **BY_WORKLOAD, guard_share=0, **signal)
-    # Another flow asks often under the name, and waits long.
+    # Another flow uses the same workload id with a high rate and long waits.
     pool.admit(many("g{n} workload=shared age_ms=9000", 5))
     pool.serve()
     pool.admit("runs")
     pool.admit(waiting)
     assert pool.end("runs") == ["f1"]
-    # The registry has the sum.
+    # The registry counts both flows' requests.
     assert workload_of(pool, "shared")[0] == 6
 
 
@@ -872,7 +872,7 @@ def test_the_average_wait_follows_new_waits_by_a_fifth(side: ScriptSide) -> None
     assert average("w") == 2500
     pool.admit("r2 workload=w age_ms=1800")
     assert average("w") == pytest.approx(2360)
-    # A wait in the queue counts from the request's arrival.
+    # The wait is measured from the request's arrival.
     pool.admit("r3 workload=v age_ms=5000")
     pool.passes(40)
     pool.end("r1")
@@ -894,7 +894,7 @@ def test_arrivals_are_counted_by_sixths_of_a_sliding_window(side: ScriptSide) ->
     assert pool.model.workloads.rate("w") == 0
 
 
-# spec 001: average wait, requests in the window of 60 s, criticality -> score; waits are rounded there.
+# Specification 001: average wait, requests in the window of 60 s, criticality, score; it rounds waits.
 SPECIFIED = {
     "batch-job-123": (2360, 2, 4, 0.3355),
     "interactive-user-456": (800, 150, 5, 0.4002),

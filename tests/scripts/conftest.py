@@ -1,4 +1,4 @@
-"""Fixtures of the script tests: a pool of its own for each test, on a real Valkey or on fakeredis too."""
+"""Fixtures of the script tests: a pool for each test, on a real Valkey and, where possible, on fakeredis."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _POOLS = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The server the promises are made on. Where it is missing, the tests fail."""
+    """URL of the server on which the guarantees are tested. The tests fail if it is not installed."""
     with real_server(tmp_path_factory.mktemp("valkey")) as server:
         yield server.url
 
@@ -43,7 +43,7 @@ def fakeredis_url() -> Iterator[str]:
 
 @pytest.fixture(params=["valkey", "fakeredis"])
 def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fakeredis":  # its replicas load the same library again if it has changed
+    if request.param == "fakeredis":  # a replica loads this library again if it has changed
         library = with_struct(load_library())
         monkeypatch.setattr(batching, "load_library", lambda: library)
     url: str = request.getfixturevalue(f"{request.param}_url")
@@ -57,11 +57,11 @@ def pool() -> str:
 
 @pytest.fixture
 def fleet(redis_url: str, pool: str) -> OpenFleet:
-    """Opens a fleet on either backend; arguments are those of `script_fleet.running`."""
+    """Opens a fleet on either backend; takes the arguments of `script_fleet.running`."""
     return partial(running, redis_url, pool)
 
 
 @pytest.fixture
 def valkey_fleet(valkey_url: str, pool: str) -> OpenFleet:
-    """The same on the real server only, for what the other cannot do."""
+    """As `fleet`, but on the real server only, for features that fakeredis lacks."""
     return partial(running, valkey_url, pool)

@@ -1,4 +1,4 @@
-"""The decision log read back: what it adds up to. Whether that is right is what the audit says."""
+"""Sums up the decision log. The audit checks whether the log is right."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from picker_tools.audit.log import ENDS, Entry
 
 @dataclass(slots=True)
 class Ledger:
-    """How often each request began, and how many ended how."""
+    """How often each request started, and the number of ends by outcome."""
 
     started: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
@@ -21,10 +21,10 @@ class Ledger:
             if entry.event not in ENDS:
                 ledger.started[entry.request] += entry.event in ("queued", "bypassed", "restored")
                 known.add(entry.request)
-            elif entry.request in known:  # else it was refused, and has never begun
+            elif entry.request in known:  # else the request was refused and never started
                 ledger.ends[entry.event] += 1
                 known.remove(entry.request)
-        del ledger.started[""]  # changes of the pool
+        del ledger.started[""]  # changes of the pool have no request
         return ledger
 
 
@@ -34,5 +34,5 @@ def events_of(entries: Iterable[Entry], request: str) -> list[str]:
 
 
 def order_of(entries: Iterable[Entry]) -> list[str]:
-    """The requests in the order they were granted."""
+    """The requests in the order of their grants."""
     return [entry.request for entry in entries if entry.event == "granted"]

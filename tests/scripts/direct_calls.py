@@ -1,4 +1,4 @@
-"""The scripts of one pool, called without a replica."""
+"""Calls of one pool's scripts without a replica."""
 
 import json
 from typing import Any
@@ -26,8 +26,8 @@ local function clock_change() end
 
 
 def clock_of(key: str, name: str = "") -> str:
-    """A clock in place of that of lua/lib/pool.lua, which `key` sets, in microseconds. Libraries whose clocks
-    have different names are different."""
+    """Lua that replaces the clock of lua/lib/pool.lua by the microseconds stored at `key`. Libraries with
+    different clock names have different versions."""
     return _CLOCK % (name, key)
 
 
@@ -37,7 +37,7 @@ def arrival(
     age_ms: float = 0, criticality: float = 3, limit: int = 0, learn: bool = False, model: str = "m",
     body_bytes: int = 0,
 ) -> bytes:  # fmt: skip
-    """A request as `admit` takes it: of `band` 0 to 2, or of any `priority`."""
+    """A request as `admit` takes it: with the named `band` 0 to 2, or with any `priority`."""
     if priority is None:
         priority = NAMED[band].priority
     numbers = (priority, weight, cost, ttl_ms, age_ms, criticality, limit, learn, body_bytes)
@@ -45,7 +45,7 @@ def arrival(
 
 
 class DirectPool:
-    """The pool `pool` on the server of `client`, and the library `library`, by default the present one."""
+    """The pool `pool` on the server of `client`, with `library`, by default the current one."""
 
     def __init__(self, client: redis.Redis, pool: str, library: Library | None = None) -> None:
         self.client, self.prefix = client, f"epp:{{{pool}}}:"
@@ -67,7 +67,7 @@ class DirectPool:
         return reply
 
     def admit(self, request_id: str, *, library: Library | None = None, **fields: Any) -> list[str]:
-        """The words of the answer."""
+        """Admit a request; return the words of the reply."""
         reply = self.call("admit", "a", arrival(request_id, **fields), library=library)
         return bytes(reply[4]).decode().split()
 
@@ -93,7 +93,7 @@ class DirectPool:
 
 
 class ClockedPool(DirectPool):
-    """A pool whose time is set by hand; it begins at START_MS."""
+    """A pool with a simulated clock, which starts at START_MS and which `passes` advances."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         self._clock, self._now_ms = f"clock:{pool}", START_MS
@@ -101,7 +101,7 @@ class ClockedPool(DirectPool):
         self.passes(0)
 
     def named_library(self, name: str) -> Library:
-        """The present library by this clock; libraries of different names are different versions."""
+        """The current library with this pool's clock; each `name` gives a different library version."""
         return load_library(clock_of(self._clock, name))
 
     def passes(self, ms: int) -> None:

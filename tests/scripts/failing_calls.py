@@ -1,4 +1,4 @@
-"""The library with a `redis.call` that fails once, at a call of choice, and all that a pool holds."""
+"""A Lua library in which one chosen `redis.call` fails, and dumps of all that a pool holds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ redis.register_function{{function_name='fail_at_{version}', callback=function(ke
 end}}
 redis.register_function{{function_name='made_{version}', callback=function() return made end}}
 """
-# How the values of each type are read.
+# The command that reads each key type.
 _READS: Mapping[bytes, tuple[Any, ...]] = {
     b"hash": ("HGETALL",),
     b"zset": ("ZRANGE", 0, -1, "WITHSCORES"),
@@ -31,7 +31,7 @@ _READS: Mapping[bytes, tuple[Any, ...]] = {
 
 
 class FailingPool(ClockedPool):
-    """`fail_at(n)`: of the calls to Redis from then on, the n-th fails."""
+    """After `fail_at(n)` the n-th call to Redis fails."""
 
     def named_library(self, name: str) -> Library:
         library = super().named_library(name)
@@ -46,11 +46,11 @@ class FailingPool(ClockedPool):
         self.client.fcall(f"fail_at_{self.library.version}", 1, f"{self.prefix}pool", number)
 
     def calls_made(self) -> int:
-        """Since `fail_at`."""
+        """Calls to Redis since `fail_at`."""
         return int(self.client.fcall(f"made_{self.library.version}", 1, f"{self.prefix}pool"))
 
     def everything(self) -> Mapping[bytes, Any]:
-        """All keys of the pool with their values; of the decision log, its entries without their ids."""
+        """All keys of the pool with their values; the decision log's entries without their ids."""
         keys = self.keys()
         kinds = dict(zip(keys, self._of_each("TYPE", keys), strict=True))
         found: dict[bytes, Any] = {}
@@ -61,7 +61,7 @@ class FailingPool(ClockedPool):
         return found | logs
 
     def save(self) -> dict[bytes, bytes]:
-        """The pool as it stands, for `restore`."""
+        """Dump the pool for `restore`."""
         keys = self.keys()
         return dict(zip(keys, self._of_each("DUMP", keys), strict=True))
 
@@ -71,11 +71,11 @@ class FailingPool(ClockedPool):
             for key, value in saved.items():
                 restoring.restore(key, 0, value)
             restoring.execute()
-        # What the library remembers of this pool is of what it was.
+        # A call for another pool makes the library drop the state that it caches for this one.
         self.client.fcall(self.library.function("state"), 1, "epp:{another}:pool", 1000)
 
     def _of_each(self, command: str, keys: Sequence[bytes], *rest: Any) -> list[Any]:
-        """The reply to `command` for each of the keys."""
+        """The replies to `command` for each key."""
         with self.client.pipeline(transaction=False) as asking:
             for key in keys:
                 asking.execute_command(command, key, *rest)

@@ -1,5 +1,5 @@
-"""Lua's `struct` for fakeredis, which lacks it: as much as the library uses. What it packs only it can read;
-what comes packed from a replica ('<' in the format) it reads as everyone does."""
+"""Replaces Lua's `struct`, which fakeredis lacks, with the functions that the library uses. Packs in its own
+format, but reads data that replicas packed ('<' in the format) as `struct` does."""
 
 from dataclasses import replace
 
@@ -48,6 +48,6 @@ end
 
 
 def with_struct(library: Library) -> Library:
-    """`library` with a `struct` of its own."""
+    """`library` with its own `struct`."""
     shebang, body = library.source.split("\n", 1)
     return replace(library, source=f"{shebang}\n{_STRUCT}\n{body}")

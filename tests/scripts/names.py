@@ -1,9 +1,9 @@
-"""Names as clients and operators may give them: every character that a name can have."""
+"""Strategies for names as clients and operators may choose them, with every allowed character."""
 
 from hypothesis import strategies as st
 
-# What a key, a list, a row or a pattern could be joined by or read as. Short names of few characters, so that
-# two of them joined by one of these are often two others joined by it.
+# Characters that could separate or change the parts of a key, list, row or pattern. Names are short and use
+# few characters, so that two different pairs of names often give the same string when joined by one of them.
 _MARKS = ":{}|*% ,=[]\\?\"'é🙂-a"
 
 

@@ -1,4 +1,4 @@
-"""What the scripts keep packed, read back: doubles as `struct` writes them, or as fakeredis holds them."""
+"""Reads values that the scripts store packed: doubles as `struct` packs them, or as on fakeredis."""
 
 import re
 import struct
@@ -7,7 +7,7 @@ from picker_fleet.state.schema import COUNTERS
 
 
 def doubles(packed: str) -> list[float]:
-    """The numbers of a packed string, as a client with `surrogateescape` has read it."""
+    """The numbers of a packed string that a client decoded with `surrogateescape`."""
     if re.fullmatch("[-+.0-9e\x1f]*", packed):
         return [float(text) for text in packed.split("\x1f")[:-1]]
     raw = packed.encode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Servers the scripts run on: a real Valkey, and fakeredis."""
+"""Servers that run the scripts: a real Valkey, and fakeredis."""
 
 import contextlib
 import os
@@ -15,22 +15,22 @@ from redis_servers import Server, redis_server
 from picker_fleet.state.scripts import load_library
 from picker_tools.local_fleet.network import LOOPBACK
 
-REAL_SERVER = "PICKER_TEST_SERVER"  # another binary than Valkey's, such as redis-server
+REAL_SERVER = "PICKER_TEST_SERVER"  # names another binary than Valkey's, such as redis-server
 
 
 def real_server(folder: Path) -> AbstractContextManager[Server]:
-    """A Valkey, or the server that REAL_SERVER names."""
+    """A Valkey, or the server whose binary REAL_SERVER names."""
     return redis_server(folder, binary=os.environ.get(REAL_SERVER, ""))
 
 
 @contextlib.contextmanager
 def fakeredis() -> Iterator[str]:
-    """fakeredis behind TCP; its URL.
+    """Run fakeredis on TCP; yield its URL.
 
-    The library is loaded beforehand, since this server closes a connection after any error reply.
+    The library is loaded first, because fakeredis closes a connection after any error reply.
     """
     with TcpFakeServer((LOOPBACK, 0), server_type="valkey") as server:
-        # Its replies are small and several: Nagle's algorithm would hold each second one for 40 ms.
+        # It writes several small pieces per reply: Nagle's algorithm would delay every second one by 40 ms.
         prompt = {"disable_nagle_algorithm": True}
         server.RequestHandlerClass = type("Prompt", (server.RequestHandlerClass,), prompt)
         thread = threading.Thread(target=server.serve_forever, name="fakeredis")

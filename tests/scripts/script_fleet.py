@@ -1,4 +1,4 @@
-"""Replicas on one pool, put together for tests: store, gate and, where wanted, membership and wake-ups."""
+"""Replicas on one pool, assembled for tests: store, gate and, if wanted, membership and wake-ups."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from picker_tools.audit.auditor import audit
 from picker_tools.audit.log import Entry
 from picker_tools.audit.report import Report
 
-DEADLINE_S = 30.0  # generous: what has not happened by then will not
+DEADLINE_S = 30.0  # generous: an event that is later will not come
 SILENCE_S = 5.0
 SETTINGS: Mapping[str, Any] = {
     "upper_per": 2, "lower_per": 2, "total_capacity": 1000, "flow_capacity": 1000, "lease_ms": 60_000,
@@ -43,7 +43,7 @@ _COUNTED = itertools.count(1)
 
 
 def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[str, Any]:
-    """The configuration of replicas that join, with a decision log and so many requests an endpoint."""
+    """Configuration of replicas that join, with a decision log and `watermark` requests per endpoint."""
     return {
         "leases": {"heartbeat": heartbeat},
         "decision_log": {"enabled": True},
@@ -53,7 +53,7 @@ def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[s
 
 
 def settings_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """SETTINGS with `changes` in their place; the lower bound is the upper one's, unless it is given."""
+    """SETTINGS updated with `changes`; `lower_per` follows `upper_per` unless given."""
     bounds = {"lower_per": changes["upper_per"]} if "upper_per" in changes else {}
     return {**SETTINGS, **bounds, **changes}
 
@@ -66,7 +66,7 @@ def ask(
     request_id: str, *, band: Band | int = Band.DEFAULT, priority: int | None = None, workload: str = "",
     criticality: int = 3, **fields: Any,
 ) -> InferenceRequest:  # fmt: skip
-    """A request for the model llama; its band is named, or has a number or any `priority`."""
+    """A request for the model llama; `band` is a band or a named one's number; `priority` replaces it."""
     band = NAMED[band] if isinstance(band, int) else band
     if priority is not None:
         band = Bands().of(priority)
@@ -80,9 +80,9 @@ def ended(request_id: str, outcome: Outcome = Outcome.COMPLETED) -> Completion:
 
 
 async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> Any:
-    """The first true value of `condition`, which may be asynchronous. AssertionError past the deadline.
+    """Poll `condition`, which may be asynchronous, for its first true value. AssertionError at the deadline.
 
-    A server that a busy machine keeps silent is asked again.
+    Connection errors and timeouts of a busy machine count as false.
     """
     loop = asyncio.get_running_loop()
     end, fault = loop.time() + within_s, None
@@ -100,7 +100,7 @@ async def until(condition: Callable[[], Any], within_s: float = DEADLINE_S) -> A
 
 
 async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    """Wait until `call` answers what is wanted."""
+    """Wait until `call` returns `wanted`."""
 
     async def is_wanted() -> bool:
         return await call() == wanted
@@ -109,34 +109,34 @@ async def until_is(call: Callable[[], Awaitable[Any]], wanted: Any) -> None:
 
 
 async def in_turn(call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """Make `call` when the loop comes to it, which puts it into one message with its neighbours."""
+    """Make `call` within a task, so that it shares one message with other calls of the same loop turn."""
     return await call(*args)
 
 
 class PatientPauseDetector(PauseDetector):
-    """Finds no pause since a call was sent: a reply that a busy machine reads late counts all the same."""
+    """Never reports a pause, so that a reply counts even if a busy machine reads it late."""
 
     def paused_until(self, now_s: float) -> float:
         return 0.0
 
 
 class Replica:
-    """One replica. `notifications` are those of its store, `lost` has the causes for which Redis was given
-    up."""
+    """One replica. `notifications` lists its store's notifications, `lost` the causes for which the store
+    declared Redis lost."""
 
     def __init__(self, url: str, pool: str, name: str, *, silence_s: float = SILENCE_S) -> None:
         self.name = name
         self.notifications: list[tuple[str, str]] = []
-        self._by_hand: set[str] = set()  # requests that the test brings itself; the gate has none of them
+        self._by_hand: set[str] = set()  # requests that the test sends directly; the gate does not know them
         self.lost: list[str] = []
         self.metrics = Metrics()
         self.cell = SnapshotCell()
-        self.keys = Keyring()  # that it signs accounting tokens with
+        self.keys = Keyring()  # signs accounting tokens
         self.membership: Membership | None = None
         self.store = Store(
             url, pool=pool, replica=name, failure_detector=FailureDetector(silence_s, silence_s),
             pause_detector=PatientPauseDetector() if silence_s >= SILENCE_S else PauseDetector(),
-            connect_timeout_s=max(1.0, silence_s),  # as patient with a machine that is busy
+            connect_timeout_s=max(1.0, silence_s),  # patient with a busy machine
             metrics=self.metrics, on_notification=self.on_notification, on_dequeued=self.metrics.dequeued,
             on_adopted=lambda: None, on_unavailable=lambda cause, why: self.lost.append(cause),
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Replica:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
 
     async def publish(self, *endpoints: Endpoint | str, **settings: Any) -> None:
-        """Publish `endpoints` and SETTINGS with `settings` in their place."""
+        """Publish `endpoints`, and SETTINGS updated with `settings`."""
         listed = [Endpoint(each) if isinstance(each, str) else each for each in endpoints]
         version = f"v{next(_COUNTED)}"
         await self.store.publish(
@@ -185,12 +185,12 @@ class Replica:
     async def sweep(
         self, *, grace_s: float = 60.0, idle_s: float = 300.0, unseen_s: float = 1e6
     ) -> SweepReply:
-        """Sweep now, whenever the last one was."""
+        """Sweep now, even if the last sweep was just before."""
         return await self.store.sweep(interval_s=0, grace_s=grace_s, idle_s=idle_s, unseen_s=unseen_s)
 
 
 class Fleet:
-    """The replicas of one pool, and the shared state as Redis has it. `it, a, b = fleet` unpacks it."""
+    """The replicas of one pool, and queries to the shared state in Redis. `it, a, b = fleet` unpacks it."""
 
     def __init__(self, redis: Redis, pool: str, replicas: tuple[Replica, ...]) -> None:
         self.redis = redis
@@ -202,7 +202,7 @@ class Fleet:
         return iter((self, *self.replicas))
 
     async def log(self, last: int | None = None) -> list[Entry]:
-        """The decision log, oldest first; all of it, or its `last` entries."""
+        """The decision log, oldest first: all entries, or the `last` ones."""
         found = await self.redis.xrevrange(self.keys.log, count=last)
         return [Entry.parse(fields) for _, fields in reversed(found)]
 
@@ -216,14 +216,14 @@ class Fleet:
         return await self.replicas[0].store.state(60)
 
     async def until_queued(self, count: int) -> None:
-        """Wait until so many requests wait in the queue."""
+        """Wait until `count` requests are queued."""
         await until_is(self.queued, count)
 
     async def queued(self) -> int:
         return (await self.state()).queued
 
     async def until_logged(self, event: str, request_id: str) -> None:
-        """Wait until the decision log has `event` of the request."""
+        """Wait until the decision log has an entry `event` for the request."""
 
         async def is_logged() -> bool:
             return any((entry.event, entry.request) == (event, request_id) for entry in await self.log())
@@ -231,7 +231,7 @@ class Fleet:
         await until(is_logged)
 
     async def counts(self) -> tuple[float, int, list[int]]:
-        """Stock, queue length, load of each endpoint by address."""
+        """Stock, queue length, and requests in flight at each endpoint in order of address."""
         state = await self.state()
         return state.stock, state.queued, [load for _, load in sorted(state.in_flight.items())]
 
@@ -243,23 +243,23 @@ class Fleet:
         return not any(counts) and not any(waiting) and not any(state.in_flight.values())
 
     async def ends(self, replica: Replica, *request_ids: str) -> None:
-        """They end, as this replica hears, and nothing is left."""
+        """Settle the requests through `replica`, and wait until the fleet is at rest."""
         for each in request_ids:
             replica.gate.settle(ended(each))
         await until(self.at_rest)
 
     async def has(self, key: str) -> bool:
-        """Whether the pool has a key of that name."""
+        """Whether the pool has the key named `key`."""
         return bool(await self.redis.exists(self.keys.prefix + key))
 
     async def now_ms(self) -> float:
-        """The server's clock, the only one that counts."""
+        """The Redis server's clock in milliseconds."""
         seconds, micros = await self.redis.time()
         return seconds * 1000 + micros / 1000
 
     async def after(self, wait_ms: float) -> None:
-        """Wait until the pool's clock is `wait_ms` further. It stands still while no script runs for a second
-        (lua/lib/pool.lua), so the server's own clock would say too much on a busy machine."""
+        """Wait until the pool's clock has advanced by `wait_ms`. That clock stands still while no script runs
+        for a second (lua/lib/pool.lua), so on a busy machine the server's own clock would be ahead."""
         end_us = (await self.state()).now_us + wait_ms * 1000
 
         async def has_passed() -> bool:
@@ -268,7 +268,7 @@ class Fleet:
         await until(has_passed)
 
     async def dump(self) -> dict[str, Any]:
-        """Every key of the pool and its value, without what only tells the time or counts log entries."""
+        """Every key of the pool and its value, without timestamps and without counters of log entries."""
         found: dict[str, Any] = {}
         for key in await self.redis.keys(self.keys.prefix + "*"):
             name, kind = key.removeprefix(self.keys.prefix), await self.redis.type(key)
@@ -281,7 +281,7 @@ class Fleet:
             pool.pop(mark, None)
         if "counters" in pool:
             pool["counters"] = counters(pool["counters"])
-            for mark in ("seq", "log_seq", "moved"):  # `moved` also counts the times that the clock was saved
+            for mark in ("seq", "log_seq", "moved"):  # `moved` also counts saves of the clock
                 del pool["counters"][mark]
         for leases in ("inflight", "replicas"):
             if leases in found:
@@ -306,14 +306,14 @@ async def running(
     checked: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """A fleet of replicas called `names` on `endpoints` endpoints.
+    """Run replicas called `names` on a pool with `endpoints` endpoints.
 
-    `joined` is a configuration: the replicas then run a membership each, which publishes it. Otherwise
-    nothing happens by itself: the first replica has published SETTINGS with `settings` in their place, and
-    each has beaten once. `listening` replicas receive wake-ups. `through` gives the named ones another URL;
-    `silence_s` is theirs alone, so that the others stay patient on a busy machine. If the fleet is `full`,
-    the last replica has placed `runs` on its endpoint, and there is room for one. At the end the decision log
-    is audited if it is to be `checked`: every promise must have held (G1 to G6).
+    With a configuration in `joined` each replica runs a membership, which publishes it. Otherwise nothing
+    runs in the background: the first replica has published SETTINGS updated with `settings`, and each has
+    sent a heartbeat. `listening` replicas receive wake-ups. `through` gives replicas another URL by name;
+    only those use `silence_s`, so that the others stay patient on a busy machine. If the fleet is `full`, the
+    last replica has placed `runs`, which fills the only place. If `checked`, the decision log is audited at
+    the end: every guarantee (G1 to G6) must have held.
     """
     if full:
         settings = {"upper_per": 1, **settings}
@@ -337,8 +337,8 @@ async def running(
                 for replica in replicas:
                     await replica.beat()
             if listening:
-                # A connection that a busy machine keeps silent must not be given up: some tests have no
-                # heartbeat that would make up for wake-ups missed.
+                # On a busy machine a silent connection must not be given up: in some tests no heartbeat would
+                # make up for missed wake-ups.
                 background += [
                     tasks.create_task(
                         listen(url, fleet.keys.wake(each.name), each.on_notification, check_s=DEADLINE_S)
@@ -377,7 +377,7 @@ def asked(replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Pla
 
 
 async def waiting(it: Fleet, replica: Replica, request_id: str, **fields: Any) -> "asyncio.Task[Placement]":
-    """A request that waits in the queue."""
+    """Send a request and wait until it is queued."""
     task = asked(replica, request_id, **fields)
     await it.until_logged("queued", request_id)
     return task

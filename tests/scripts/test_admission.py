@@ -1,4 +1,4 @@
-"""Admission beyond what tests/model shows: the gate's errors, long queues, arrivals of one message."""
+"""Admission cases that tests/model lacks: the gate's errors, long queues, arrivals in one message."""
 
 import asyncio
 
@@ -12,10 +12,10 @@ from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFl
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
-    # A queue with one place a flow, two in all, and a full stock.
+    # A queue with room for one request per flow and two in all, and a full stock.
     async with fleet("a", total_capacity=2, flow_capacity=1, max_flows=2, full=True) as (_, a):
         await a.admit("x0", flow="x")
-        # When the gate asks for more than there is, it raises what the protocol names.
+        # The gate raises the documented error for each limit that is exceeded.
         with pytest.raises(InsufficientFlowCapacity):
             await asked(a, "x1", flow="x")
         await a.admit("y0", flow="y")
@@ -31,7 +31,7 @@ async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
 
 
 async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet) -> None:
-    # With replicas that have not published, when one asks, it is told to publish first.
+    # Nothing is published yet: an admission is answered `unknown-pool`, and the replica must publish.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
         assert (await a.admit("r")).status == "unknown-pool"
@@ -41,12 +41,12 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
 
 
 async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -> None:
-    # A full fleet and more who wait than one call serves.
+    # A full stock, and more waiting requests than one call dispatches.
     async with fleet("a", upper_per=1) as (it, a):
         for i in range(60):
             await a.admit(f"r{i}")
         assert await it.counts() == (1, 59, [1])
-        # When the queue is switched off, they are let go, a part by each call.
+        # When the queue is disabled, each call releases a part of the waiting requests.
         await a.store.set_live_config({"queue_enabled": 0}, {})
         while (await it.counts())[1]:
             await a.beat()
@@ -54,7 +54,7 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
             assert (await a.place(f"r{i}")).status == "placed"
         assert (await a.admit("straight")).status == "placed"
         assert await it.counts() == (1, 0, [61])
-        # When it is on again, what was let go without it is not counted; the bound holds for the rest.
+        # When the queue is enabled again, requests released without it are not counted in the stock.
         await a.store.set_live_config({"queue_enabled": None}, {})
         assert (await a.admit("waits")).status == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
@@ -64,10 +64,10 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
 
 
 async def test_requests_registered_again_in_one_message_keep_their_order(fleet: OpenFleet) -> None:
-    # Two that came within a millisecond, and whose ids are the other way round, when they come again.
+    # Two requests that first arrived within 1 ms arrive again, in reverse order of their ids.
     async with fleet("a", full=True) as (it, a):
         await asyncio.gather(a.beat(), a.admit("a", age_s=0.0501), a.admit("z", age_s=0.0505))
-        # Who came first is served first.
+        # The request with the earlier first arrival is served first.
         await a.settle("runs")
         await a.settle(order_of(await it.log())[-1])
         assert order_of(await it.log()) == ["z", "a"]
@@ -83,7 +83,7 @@ def test_a_call_moves_a_bounded_number_of_requests_that_have_waited_to_the_cap(
         direct.admit(f"r{number}", workload="", criticality=4 if number == 100 else 3)
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299
     direct.passes(6000)
-    # The best of those that it has moved is served, and the next call moves the others.
+    # The call grants the best of the requests that it has moved; the next call moves the rest.
     direct.settle("r0")
     assert client.zcard(f"{direct.prefix}growing:1:flow") == 299 - 256
     assert client.hkeys(f"{direct.prefix}inbox:a") == [b"r100"]

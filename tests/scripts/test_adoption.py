@@ -1,4 +1,4 @@
-"""A request outlives the replica it came by: the replica that brings its id next takes it over (G7)."""
+"""A request outlives its replica: the next replica that gets its id adopts it (G7)."""
 
 import asyncio
 
@@ -10,13 +10,13 @@ from picker_fleet.errors import ClientGone, ExpiredTtl, RequestIdTaken
 
 
 async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet: OpenFleet) -> None:
-    # 250 waiting by a replica that falls silent, and ten of another among them.
+    # 250 requests wait at a replica that falls silent, and ten at another replica are queued among them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125)))
         await asyncio.gather(*(b.admit(f"b{i}") for i in range(10)))
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(125, 250)))
         await a.store.leave()
-        # When the sweep runs until it has no more to do, at its own word, a bounded part a call.
+        # Each sweep scans a bounded number and says whether there is more.
         calls = 1
         while (await b.sweep()).more:
             calls += 1
@@ -27,12 +27,12 @@ async def test_more_waiting_requests_than_one_sweep_scans_are_all_orphaned(fleet
 
 
 async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFleet) -> None:
-    # A replica whose waiting request was held, its walk half done.
+    # A replica has left with requests waiting, and a sweep has orphaned only some of them.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(a.admit(f"q{i}") for i in range(120)))
         await a.store.leave()
         assert (await b.sweep()).more
-        # When it beats again, it is told, is swept no further, and may register what it holds.
+        # Its next heartbeat tells the replica so and stops the orphaning; it may admit its requests again.
         assert not (await a.beat()).was_known
         assert not await it.has("orphan_cursors")
         assert (await a.admit("q0")).status == "queued"
@@ -40,10 +40,10 @@ async def test_a_replica_that_comes_back_learns_that_it_was_away(fleet: OpenFlee
 
 
 async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: OpenFleet) -> None:
-    # A request that waits, and comes again to the same replica over a new stream.
+    # A waiting request arrives again at the same replica over a new stream.
     async with fleet("a", full=True) as (it, a):
         first, second = await waiting(it, a, "q"), asked(a, "q")
-        # The first has no client any more, and the second has the turn.
+        # The first stream has no client any more, and the second gets the grant.
         with pytest.raises(ClientGone):
             await first
         assert a.gate.waiting == 1
@@ -54,11 +54,11 @@ async def test_a_newer_stream_of_the_same_request_takes_over_its_wait(fleet: Ope
 
 
 async def test_an_old_owner_whose_time_is_up_leaves_the_adopter_alone(fleet: OpenFleet) -> None:
-    # A waiter whose request was adopted elsewhere.
+    # Another replica has adopted the waiter's request.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
         await b.admit("q", "99.")
-        # When its own timer ends, its client has an answer, and the queue decides about the request.
+        # When the waiter's own timer expires, its client gets an answer; the request stays with the adopter.
         with pytest.raises(ExpiredTtl):
             await waiter
         assert events_of(await it.log(), "q")[:2] == ["queued", "adopted"]
@@ -82,16 +82,16 @@ async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
                 with pytest.raises(RequestIdTaken):
                     await asked(replica, "q", **(FIRST | stranger))
 
-        # While the request waits, at its own replica and at another, it keeps its place and its stream.
+        # While the request waits, a stranger is refused at both replicas and does not take over its stream.
         await is_refused_everywhere()
         assert not waiter.done()
-        # A retry of Envoy takes it over all the same.
+        # A retry by Envoy adopts the request all the same.
         retry = asked(b, "q", **FIRST)
         await it.until_logged("adopted", "q")
         await a.settle("runs")
         await b.beat()
         placed = await retry
-        # While it runs, nobody but a further retry is given its token.
+        # While the request is in flight, only a further retry gets its token.
         await is_refused_everywhere()
         assert (await asked(b, "q", **FIRST)).accounting_token == placed.accounting_token
         assert events_of(await it.log(), "q") == ["queued", "adopted", "granted", "placed", "adopted"]
@@ -99,7 +99,7 @@ async def test_an_id_opens_nothing_to_who_brings_another_flow_model_or_body(
 
 
 async def test_who_asks_under_an_id_at_the_same_time_does_not_keep_its_request_out(fleet: OpenFleet) -> None:
-    # A stranger's admission is on its way when Envoy's retry of the waiting request reaches the same replica.
+    # A stranger's admission is in flight when Envoy's retry of the waiting request reaches that replica.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", **FIRST)
         stranger = asked(b, "q", **(FIRST | {"digest": "of-another"}))

@@ -1,4 +1,4 @@
-"""Plain commands beside scripts: replies in order, clear faults, and a new connection after a fault."""
+"""CommandClient, for plain commands beside scripts: ordered replies, clear errors, reconnection."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def test_replies_come_in_the_order_of_the_commands(asker: CommandClient) -
 
 
 async def test_concurrent_callers_get_their_own_replies(asker: CommandClient) -> None:
-    # Many who ask at once. They are answered. Nobody has another's reply.
+    # 50 concurrent callers each get their own replies.
     asked = [[("ECHO", str(number)), ("ECHO", f"{number} again")] for number in range(50)]
     answers = await asyncio.gather(*map(asker.execute, asked))
     assert answers == [[reply.encode() for _, reply in commands] for commands in asked]
@@ -40,11 +40,11 @@ async def test_an_error_reply_is_raised_and_leaves_no_reply_to_the_next_caller(a
 
 
 async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # A connection that the server has closed.
+    # The server has closed the connection.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.client_kill_filter(_id=known)
-    # When it is asked again, another serves; at the latest when the end has been noticed.
+    # A later call uses a new connection: the first one, or the next if the first finds the old one closed.
     try:
         again = await asker.execute([("CLIENT", "ID")])
     except StateUnavailable:
@@ -53,7 +53,7 @@ async def test_a_closed_connection_is_replaced(asker: CommandClient, valkey_url:
 
 
 async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClient, valkey_url: str) -> None:
-    # One who waits for a reply that is long in coming.
+    # A caller waits for a reply that does not come.
     slow = asyncio.create_task(asker.execute([("BLPOP", "nothing", 0)]))
     async with Redis.from_url(valkey_url) as redis:
 
@@ -61,7 +61,7 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
             return bool((await redis.info("clients"))["blocked_clients"])
 
         await until(asked)
-    # When it gives up, the next is served, with its own reply.
+    # After that caller is cancelled, the next one gets its own reply.
     slow.cancel()
     assert await asker.execute([("ECHO", "next")]) == [b"next"]
     with pytest.raises(asyncio.CancelledError):
@@ -69,12 +69,12 @@ async def test_a_cancelled_caller_leaves_no_reply_to_the_next(asker: CommandClie
 
 
 async def test_a_server_that_is_no_primary_is_replaced(asker: CommandClient, valkey_url: str) -> None:
-    # A connection to a server that has become somebody's replica.
+    # The connection leads to a server that has become a replica.
     known = (await asker.execute([("CLIENT", "ID")]))[0]
     async with Redis.from_url(valkey_url) as redis:
         await redis.replicaof("127.0.0.1", "1")
         try:
-            # When it refuses a write, that is told, and the connection is given up.
+            # A refused write raises the server's error and closes the connection.
             with pytest.raises(StateUnavailable, match="READONLY"):
                 await asker.execute([("SET", "a", 1)])
             assert (await asker.execute([("CLIENT", "ID")]))[0] > known

@@ -1,4 +1,4 @@
-"""`picker audit` on what real replicas did: under every policy, with every event that a request may have."""
+"""`picker audit` on runs of real replicas, under every policy and with every event of a request."""
 
 import asyncio
 import random
@@ -25,8 +25,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Storm:
-    """Requests of all kinds at several replicas, and what becomes of them. Seeded; the order of what the
-    replicas do at the same time is the server's. Costs are in `unit`s.
+    """Random load: requests of all kinds arrive, are disturbed and end at several replicas. Seeded, but the
+    server decides the order of concurrent calls. Costs are in `unit`s.
     """
 
     def __init__(self, fleet: Fleet, seed: int, unit: float = 1.0) -> None:
@@ -35,13 +35,13 @@ class Storm:
         self._owners: dict[str, Replica] = {}
         self._flows: dict[str, str] = {}
         self._count = 0
-        self._log_read = "-"  # up to where
-        self._happened: set[str] = set()  # every event, and by what requests were granted
-        self._last: dict[str, str] = {}  # request -> its last event
+        self._log_read = "-"  # id of the last entry read
+        self._happened: set[str] = set()  # every event, and the mechanisms that granted requests
+        self._last: dict[str, str] = {}  # last event by request id
 
     async def blow(self, steps: int, until_seen: Collection[str] = ()) -> None:
-        """Make `steps` steps, and as many more as it takes until the log has every event of `until_seen`, and
-        grants by each of those named there ("turn", "guard")."""
+        """Make `steps` steps, then more until `until_seen` has happened: events, and mechanisms that granted
+        requests ("turn", "guard")."""
         for step in range(1000):
             await self._read_log()
             if step >= steps and set(until_seen) <= self._happened:
@@ -56,7 +56,7 @@ class Storm:
         raise AssertionError(f"not all of {until_seen} happened")
 
     async def let_one_expire(self) -> None:
-        """Queue a request that nobody serves before its time is up."""
+        """Queue a request, and pause dispatch until the request expires."""
         replica, request = self._fleet.replicas[0], "short-lived"
 
         async def has_expired() -> bool:
@@ -70,7 +70,7 @@ class Storm:
         await replica.store.set_live_config({"paused": None}, {})
 
     async def calm(self) -> None:
-        """Everything that is left ends."""
+        """Let every remaining request end."""
         while self._owners:
             await self._place()
             await asyncio.gather(*map(self._settle, await self._some("placed", len(self._owners))))
@@ -110,7 +110,7 @@ class Storm:
                 await self._owners[request].admit(request, flow=self._flows[request])
 
     async def _some(self, event: str, most: int) -> list[str]:
-        """Requests whose last event was `event` (or one that led to the same place)."""
+        """At most `most` requests whose last event was `event` or an equivalent one."""
         await self._read_log()
         last = self._last
         same = {"placed": ("placed", "bypassed"), "queued": ("queued", "requeued")}.get(event, (event,))
@@ -120,7 +120,7 @@ class Storm:
         return self._random.sample(found, min(most, len(found)))
 
     async def _read_log(self) -> None:
-        """Take in what the log has got since the last time."""
+        """Read the entries that are new in the decision log."""
         for number, fields in await self._fleet.redis.xrange(self._fleet.keys.log, min=self._log_read):
             entry, self._log_read = Entry.parse(fields), f"({number}"
             self._happened |= {entry.event, entry.by}
@@ -133,7 +133,7 @@ RUNS = [*((policy, 1.0) for policy in POLICIES), ("weighted-fair, fcfs", 1e7)]
 
 @pytest.mark.parametrize(("policy", "unit"), RUNS)
 async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, unit: float) -> None:
-    # Three replicas, a full queue, overdue requests and estimates that are off.
+    # Three replicas, a full queue, overdue requests and wrong cost estimates.
     settings = {
         "total_capacity": 60, "flow_capacity": 40, "upper_per": 3 * unit, "starvation_ms": 5,
         "guard_share": 0.2, **POLICIES[policy],
@@ -152,19 +152,19 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
         }
         await storm.let_one_expire()
         await storm.blow(60, until_seen={*rare, "guard"})
-        # and bounds, weights and the order changed while requests wait
+        # Bounds, weights and the order change while requests wait.
         changes = {"upper_per": 5 * unit, "lower_per": 5 * unit, "weights": {"one": 3}}
         await it.replicas[0].store.set_live_config(changes, {})
         await storm.blow(20)
         await it.replicas[1].store.set_live_config({"ordering": "fcfs", "fairness": "weighted-fair"}, {})
         await storm.blow(20)
         await storm.calm()
-        # The log is audited.
+        # Audit the decision log.
         report, log = await it.audit(), await it.log()
-        # Every event happened, and no promise was broken.
+        # Every event happened, and no guarantee was broken.
         seen = {entry.event for entry in log}
         assert rare <= seen
-        assert ("rebased" in seen) is (unit > 1)  # where tags came far
+        assert ("rebased" in seen) is (unit > 1)  # only large tags are rebased
         assert any(entry.by == "guard" for entry in log)
         assert report.violations == 0
         assert report.open_at_end == 0
@@ -172,7 +172,7 @@ async def test_a_run_keeps_every_promise(valkey_fleet: OpenFleet, policy: str, u
 
 
 async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -> None:
-    # Requests that wait through a replica which falls silent.
+    # Requests wait at a replica that falls silent.
     async with valkey_fleet("a", "b", upper_per=1, silence_ms=50) as (it, a, b):
         await b.beat()
         await a.admit("runs")
@@ -181,7 +181,7 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         await it.after(60)
         await b.beat()
         await b.sweep()
-        # When another takes over some of them, and the rest are given up
+        # Another replica adopts three of them; the rest stay orphaned.
         for i in range(3):
             await b.admit(f"left{i}", flow=f"flow{i % 2}")
         await it.after(10)
@@ -189,18 +189,18 @@ async def test_requests_of_a_dead_replica_are_adopted(valkey_fleet: OpenFleet) -
         for i in range(3):
             await b.place(f"left{i}")
             await b.settle(f"left{i}")
-        # The log, which is audited at the end, has them.
+        # The decision log, which is audited at the end, has both events.
         assert {"orphaned", "adopted"} <= {entry.event for entry in await it.log()}
 
 
 async def test_a_capped_log_is_audited_from_its_first_entry(valkey_fleet: OpenFleet, valkey_url: str) -> None:
-    # A run of whose log the first part has been trimmed.
+    # The first part of a run's log has been trimmed.
     async with valkey_fleet("a", "b", endpoints=2, total_capacity=60) as it:
         storm = Storm(it, seed=5)
         await storm.blow(30)
         await storm.calm()
         await it.redis.xtrim(it.keys.log, maxlen=500, approximate=False)
-        # It is audited by the command: what can be known is in order.
+        # The audit finds no violation in the rest.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 0
 
 
@@ -213,7 +213,7 @@ async def test_the_command_reports_a_violation_and_its_evidence(
         await a.settle("r")
         *_, (_, last) = await it.redis.xrange(it.keys.log)
         await it.redis.xadd(it.keys.log, {**last, "seq": str(int(last["seq"]) + 1)})
-        # When it is audited, the exit code and the text say so.
+        # The audit's exit status and output report the violation.
         assert main(["audit", "--redis", valkey_url, "--pool", it.pool]) == 1
         shown = capsys.readouterr().out
         assert "G6: request r ends without having begun, or twice: completed" in shown
@@ -232,13 +232,13 @@ async def test_a_pool_without_a_log_is_exit_code_2(
 async def test_entries_trimmed_while_the_log_is_read_are_reported(
     valkey_fleet: OpenFleet, valkey_url: str
 ) -> None:
-    # A log of several pages, of which the first has been read.
+    # A log of several pages; the first one has been read.
     async with valkey_fleet("a") as (it, a):
         for i in range(40):
             await a.admit(f"r{i}")
         with LogStream(valkey_url, it.pool, page=10) as log:
             pages = log.pages()
             assert not next(pages).trimmed
-            # When the cap takes what comes next, the page after the gap says so, and only that.
+            # If the cap trims entries that were not yet read, only the page after the gap reports it.
             await it.redis.xtrim(it.keys.log, maxlen=20, approximate=False)
             assert [page.trimmed for page in pages] == [True, False]

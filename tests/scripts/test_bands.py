@@ -1,4 +1,4 @@
-"""Bands of any priority in the scripts: their number, and what keeps them."""
+"""Bands of any priority in the scripts: their maximum number, and how long they exist."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,23 +10,23 @@ from direct_calls import DirectPool, arrival
 from picker_fleet.bands import Bands
 from picker_fleet.state import schema
 
-OTHERS = 61  # bands besides the three
+OTHERS = 61  # the most dynamic bands beside the three named ones
 
 
 def lengths_of(pool: DirectPool) -> dict[int, int]:
-    """The priority of each band that is in use -> how many wait in it, the highest first."""
+    """Queue length by priority, for each band in use, highest priority first."""
     bands = pool.call("state", 60_000)[10]
     return dict(zip(bands[::5], bands[3::5], strict=True))
 
 
 def bytes_of(pool: DirectPool) -> dict[int, int]:
-    """The priority of each band in which bodies wait -> their bytes."""
+    """Bytes of waiting bodies by priority, for each band that has any."""
     bands = pool.call("state", 60_000)[10]
     return {each: int(n) for each, n in zip(bands[::5], bands[4::5], strict=True) if int(n)}
 
 
 def end_all(pool: DirectPool) -> None:
-    """End what runs or waits, and what is granted then."""
+    """End all requests, also those that are granted meanwhile."""
     while requests := pool.requests():
         for request in requests:
             pool.settle(request.decode())
@@ -44,7 +44,7 @@ def sweep(pool: DirectPool) -> None:
 
 @pytest.fixture
 def full(direct: DirectPool) -> DirectPool:
-    """A pool in which everybody waits."""
+    """A pool with a full stock, where every further request waits."""
     fill(direct)
     return direct
 
@@ -56,17 +56,17 @@ def fill(pool: DirectPool, **of_request: Any) -> None:
 
 
 def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: DirectPool) -> None:
-    # As many priorities as there are numbers.
+    # All band numbers are in use.
     priorities = range(1000, 1000 + 10 * OTHERS, 10)
     queue(full, priorities)
     assert set(priorities) < lengths_of(full).keys()
-    # Some more wait with those at or below theirs; one below all of them waits there.
+    # Further priorities wait in the nearest lower band, or in the lowest one.
     queue(full, (1005, 2**31 - 1, 5, -(2**31)))
     lengths = lengths_of(full)
     assert len(lengths) == OTHERS + 3
     assert {each: count for each, count in lengths.items() if count > 1} == {1600: 2, 1000: 2}
     assert (lengths[0], lengths[-10]) == (1, 1)
-    # All are served, and the numbers are free again.
+    # All requests are served, and the band numbers are free again.
     assert full.settle("runs").startswith("settled")
     end_all(full)
     sweep(full)
@@ -77,7 +77,7 @@ def test_as_many_bands_as_fit_are_made_and_others_wait_in_the_nearest(full: Dire
 
 def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> None:
     queue(full, (7, 7 - 10))
-    # As after a restart of the server: nothing is remembered.
+    # As after a server restart, the library has no cached state.
     full.load(full.library)
     assert lengths_of(full) == {10: 0, 7: 1, 0: 0, -3: 1, -10: 0}
     full.settle("runs")
@@ -85,7 +85,7 @@ def test_a_library_that_was_just_loaded_finds_the_bands(full: DirectPool) -> Non
 
 
 def test_a_call_that_fails_leaves_no_band(full: DirectPool) -> None:
-    # One of another priority in a batch that cannot be done.
+    # A batch with a new priority fails.
     with pytest.raises(redis.ResponseError):
         full.call("admit", "a", arrival("x", priority=7), b"damaged")
     assert list(lengths_of(full)) == [10, 0, -10]
@@ -99,7 +99,7 @@ def test_a_request_is_restored_in_the_band_of_its_token(full: DirectPool, priori
     token = TOKEN.format(number=list(Bands()).index(Bands().find(band.criticality)), priority=priority)
     full.call("renew", "a", "lost", "1", "", token, 0)
     assert priority in lengths_of(full)
-    # It is kept while the request runs.
+    # The band is kept while the request is in flight.
     sweep(full)
     assert priority in lengths_of(full)
     full.settle("lost")
@@ -123,7 +123,7 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
     assert list(lengths_of(full)) == [10, 5, 0, -10]
     lower = [{"priority": each, "preemptible": True} for each in (5, -10)]
     full.publish("a:1", upper_per=1, bands=[{"priority": 50, "guaranteed": True}, *lower])
-    # Those that wait stay in the bands of the names; the band that had that priority before is served out.
+    # Waiting requests stay in their named bands; a dynamic band whose priority a named band takes is drained.
     assert set(lengths_of(full)) == {50, 5, -10}
     assert sum(full.call("state", 60_000)[10][3::5]) == 3
     full.admit("new", priority=5)
@@ -135,7 +135,7 @@ def test_the_three_may_have_other_priorities_while_requests_wait(full: DirectPoo
 
 
 def counted_anew(pool: DirectPool) -> dict[int, int]:
-    """The bytes, as a library that was just loaded reads them."""
+    """Bytes of waiting bodies as a newly loaded library reads them."""
     pool.load(pool.library)
     return bytes_of(pool)
 
@@ -143,9 +143,9 @@ def counted_anew(pool: DirectPool) -> dict[int, int]:
 def test_the_bytes_of_bodies_outlive_a_restart_of_the_server(full: DirectPool) -> None:
     for name, priority, size in (("a", 0, 900), ("b", 0, 50), ("c", 7, 2**40), ("d", -10, 0)):
         full.admit(name, priority=priority, body_bytes=size, candidates="a:1")
-    # A record holds four bytes of a number.
+    # A record stores sizes in four bytes, so larger ones are capped.
     assert counted_anew(full) == {0: 950, 7: schema.MOST_BYTES}
-    # They wait no longer once they are granted.
+    # The body of a granted request no longer counts.
     full.settle("runs")
     assert full.client.hgetall(f"{full.prefix}inbox:a") == {b"c": b"granted"}
     assert counted_anew(full) == {0: 950}
@@ -168,11 +168,11 @@ def test_after_a_loss_of_the_state_requests_that_come_again_are_counted_whatever
 
 def test_only_the_limit_that_is_in_force_counts(full: DirectPool) -> None:
     limited = [{"priority": 10}, {"priority": 0, "bytes": 1000}, {"priority": -10}]
-    # Bodies that waited before there was a limit count.
+    # Bodies that waited before a limit was set count towards it.
     full.admit("a", body_bytes=900)
     full.publish("a:1", upper_per=1, bands=limited)
     assert full.admit("b", body_bytes=101) == ["refused", "band-bytes", "1"]
-    # A limit that is lowered drops nothing that waits.
+    # A lowered limit drops no waiting request.
     limited[1]["bytes"] = 10
     full.publish("a:1", upper_per=1, bands=limited)
     assert full.admit("b", body_bytes=1) == ["refused", "band-bytes", "1"]

@@ -1,4 +1,4 @@
-"""Redis's clock set forward and back by hours: what the pool calls now goes on as if nothing had happened."""
+"""Redis's clock steps forward and back by up to an hour: the pool's own clock continues undisturbed."""
 
 import itertools
 
@@ -21,19 +21,19 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
     client: redis.Redis, steps: list[tuple[int, int]]
 ) -> None:
     server = TimedPool(client, f"steps-{next(EXAMPLES)}")
-    # One that runs and shows signs of life, one that runs and shows none, one that waits.
+    # One request runs and renews its lease, one runs without renewals, one waits.
     for name in ("alive", "silent"):
         assert server.admit(name)[0] == "placed"
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     ended_ms: dict[str, int] = {}
     swept_ms = at = 0
-    # When time goes on by quarters of a second, and the clock is set now and then
+    # Time advances by quarters of a second, with some clock steps in between.
     while server.real_ms < 2 * LEASE_MS + 5 * SECOND_MS:
         server.step(sum(by_ms for when, by_ms in steps if when == at))
         at += 1
         server.passes(250)
         if at % 4 == 0:
-            assert server.beat()[4] == 1  # it is known to live
+            assert server.beat()[4] == 1  # the replica counts as live
             server.renew("alive")
         if server.sweep():
             swept_ms = server.real_ms
@@ -41,7 +41,7 @@ def test_nothing_ends_early_or_late_when_the_clock_steps_by_an_hour(
         for name in ("silent", "waits"):
             if not server.knows(name):
                 ended_ms.setdefault(name, server.real_ms)
-    # The one that waits expired in its second, and the silent one ended with its lease.
+    # The waiting request expires within a second of its TTL; the silent one ends with its lease.
     assert TTL_MS - SECOND_MS <= ended_ms["waits"] <= TTL_MS + SECOND_MS
     assert LEASE_MS - SECOND_MS <= ended_ms["silent"] <= 2 * LEASE_MS
     assert server.settle("alive") == "settled m"
@@ -55,12 +55,12 @@ def server(client: redis.Redis, pool: str) -> TimedPool:
 
 
 def test_a_heartbeat_adds_the_time_in_which_nobody_called(server: TimedPool) -> None:
-    # A request that waits behind others, and ten seconds in which nobody calls.
+    # A request waits behind others, and no call is made for ten seconds.
     for name in ("one", "two"):
         server.admit(name)
     assert server.admit("waits", ttl_ms=TTL_MS) == ["queued", str(TTL_MS)]
     server.passes(10_000)
-    # When anyone else calls first, the clock has stood still; a heartbeat brings what has passed.
+    # The pool's clock has stood still for other calls; a heartbeat advances it by the elapsed time.
     server.sweep()
     assert server.knows("waits")
     server.beat()
@@ -68,18 +68,18 @@ def test_a_heartbeat_adds_the_time_in_which_nobody_called(server: TimedPool) -> 
 
 
 def test_times_from_the_future_are_clamped_so_that_a_replica_and_a_lease_still_end(server: TimedPool) -> None:
-    # A replica and a request in flight that a clock an hour ahead has written.
+    # A server whose clock was an hour ahead has written a heartbeat and a lease.
     server.admit("runs")
     later_ms = START_MS + HOUR_MS
     server.client.zadd(f"{server.prefix}replicas", {"gone": later_ms})
     server.client.zadd(f"{server.prefix}inflight", {"runs": later_ms + LEASE_MS})
     server.client.hset(f"{server.prefix}pool", "swept_ms", later_ms)
     assert server.beat()[6] == 2  # live replicas
-    # Time goes on.
+    # Two leases' and silences' time passes, and more.
     for _ in range(4 * (LEASE_MS + SILENCE_MS) // SECOND_MS):
         server.passes(250)
         server.beat()
         server.sweep()
-    # Both have ended, a silence and a lease later.
+    # The replica and the request have ended, after a silence and a lease.
     assert server.beat()[6] == 1
     assert server.stock() == 0

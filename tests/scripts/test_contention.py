@@ -1,4 +1,4 @@
-"""Many requests, few places: the ledger of decisions holds, and at rest every count is 0 (G1, G4, G6)."""
+"""Many requests, little capacity: the decision log is consistent, and every count ends at 0 (G1, G4, G6)."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from script_fleet import OpenFleet, ask, config, ended, until
 
 
 async def test_three_hundred_requests_on_three_replicas_share_eight_places(valkey_fleet: OpenFleet) -> None:
-    # Three replicas, four endpoints, a watermark of 2 each. fakeredis closes connections under this load.
+    # Three replicas and four endpoints with a watermark of 2. fakeredis closes connections under this load.
     joined = config(2, "100ms", fair_request_queue={"flow_capacity": 300})
     async with valkey_fleet("a", "b", "c", endpoints=4, joined=joined, listening=True) as it:
         chance = random.Random(7)
@@ -24,16 +24,16 @@ async def test_three_hundred_requests_on_three_replicas_share_eight_places(valke
                 await asyncio.sleep(0)
             (here if owned else there).gate.settle(ended(name))
 
-        # 300 come at once.
+        # 300 requests arrive at once.
         await asyncio.gather(*map(one, range(300)))
         await until(it.at_rest)
-        # Each has lived once, every rule of the ledger has held, and each endpoint had its part.
+        # Each request starts and ends once, the stock reaches its bound, and every endpoint serves some.
         ledger = await it.ledger()
         assert ledger.started == {f"r{number}": 1 for number in range(300)}
         assert ledger.ends == {"completed": 300}
         assert max(entry.stock for entry in await it.log()) == 8
         assert len(served) == 4
-        # And nothing is left but what the pool, its endpoints, replicas and workloads are
+        # Only the keys of the pool, its endpoints, workloads and replicas, and the log are left.
         for replica in it.replicas:
             await replica.beat()
         await it.replicas[0].sweep()

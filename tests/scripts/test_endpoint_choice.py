@@ -1,4 +1,4 @@
-"""Which endpoint a request gets: live load, subsets, fallbacks, marks, endpoints that come and go."""
+"""Which endpoint a request gets: live load, subsets, fallbacks, marks, and changes of the endpoint list."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ E1, E2, E3, E4 = addresses(4)
 
 
 async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
-    # With four idle endpoints, when requests come one at a time, no endpoint is left out.
+    # Sequential requests to four idle endpoints leave none of them out.
     async with fleet("a", endpoints=4) as (_, a):
         seen = set()
         for i in range(100):
@@ -23,7 +23,7 @@ async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
 
 async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
     async with fleet("a") as (_, a):
-        # With endpoints with labels, one draining, when a replica asks, it has them by address.
+        # Replicas read the published endpoints with labels and draining state, ordered by address.
         endpoints = (Endpoint(E1, labels={"zone": "ü"}), Endpoint("[::1]:8000", draining=True))
         await a.publish(*reversed(endpoints))
         assert await a.store.endpoints() == endpoints
@@ -32,38 +32,38 @@ async def test_the_pool_lists_what_was_published(fleet: OpenFleet) -> None:
 
 
 async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFleet) -> None:
-    # Four replicas that think alike of eight endpoints.
+    # Four replicas give eight endpoints equal scores.
     async with fleet("a", "b", "c", "d", endpoints=8, upper_per=200, live_weight=0.3) as it:
         scored = ",".join(f"{address}=0.7" for address in addresses(8))
-        # A thousand requests come at once.
+        # A thousand requests arrive at once.
         picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
         assert {verdict.status for verdict in await asyncio.gather(*picks)} == {"placed"}
-        # No endpoint has more than another.
+        # Every endpoint gets the same number of requests.
         assert set((await it.state()).in_flight.values()) == {125}
 
 
 async def test_a_drained_endpoint_does_not_scale_the_load_of_others(fleet: OpenFleet) -> None:
-    # The most loaded one drains; one has a better score and a request, and one is idle.
+    # The most loaded endpoint drains; of the others, the one with the better score has one request.
     async with fleet("a", endpoints=3, upper_per=10, live_weight=0.5) as (_, a):
         for name, where in (("busy", E2), ("other", E1), ("another", E1)):
             await a.admit(name, subset=(where,))
         await a.store.mark_endpoint(E1, "drained", True)
-        # When a request may go to any of them, the load of the second weighs in full.
+        # The drained endpoint's load is ignored, so the live load of the second endpoint weighs in full.
         assert await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0") == Decision("placed", f"{E3},{E2}")
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
 async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: OpenFleet, what: str) -> None:
-    # A marked endpoint.
+    # An endpoint with a mark.
     async with fleet("a", endpoints=2, upper_per=5) as (it, a):
         await a.store.mark_endpoint(E1, what, True)
-        # When the same endpoints are published again, the mark holds.
+        # The mark outlives the publication of the same endpoints.
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
         assert (await it.state()).ready_backends == 1
         marks = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
         assert marks == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
-        # When it leaves and comes back, it is a new one.
+        # An endpoint that is removed and published again has no mark.
         await a.publish(E2, upper_per=5)
         await a.publish(E1, E2, upper_per=5)
         assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)

@@ -1,4 +1,4 @@
-"""An endpoint with a limit of its own (`discovery.static[].max_inflight`): not passed, no bar to others."""
+"""An endpoint's own limit (`discovery.static[].max_inflight`) is kept and does not affect the others."""
 
 import asyncio
 
@@ -7,11 +7,11 @@ from script_fleet import OpenFleet, addresses, ask, asked, config, ended, until,
 from picker_fleet.request import Endpoint
 
 (A,) = addresses(1)
-ROOM = 1000  # of the stock, so that the endpoints' limits are what decides
+ROOM = 1000  # stock per endpoint, so large that only the endpoints' limits matter
 
 
 async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) -> None:
-    # Two replicas, and room for far more than the one endpoint's limit of 5.
+    # Two replicas, and a stock far above the only endpoint's limit of 5.
     async with fleet("a", "b", upper_per=ROOM, listening=True) as it:
         await it.replicas[0].publish(Endpoint(A, max_inflight=5), upper_per=ROOM)
         running: list[int] = []
@@ -28,14 +28,14 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
             running.remove(number)
             gate.settle(ended(f"r{number}"))
 
-        # 100 come at once.
+        # 100 requests arrive at once.
         async with asyncio.TaskGroup() as tasks:
             for number in range(100):
                 tasks.create_task(one(number))
-            # Exactly 5 run and the others wait.
+            # Exactly 5 are in flight, and the others wait.
             await until_is(it.counts, (5, 95, [5]))
             await until(lambda: len(running) == 5)
-            # When they end, all are served, never more than 5 at once.
+            # As requests end, all are served, never more than 5 at once.
             release.set()
         assert max(counts) == 5
         await until(it.at_rest)
@@ -43,14 +43,14 @@ async def test_of_a_hundred_at_once_exactly_five_are_placed(fleet: OpenFleet) ->
 
 
 async def test_a_limit_that_discovery_reports_is_in_force_on_all_replicas(fleet: OpenFleet) -> None:
-    # Two replicas that have joined a pool whose endpoint has no limit.
+    # Two replicas have joined a pool whose endpoint has no limit.
     async with fleet("a", "b", joined=config(ROOM, "100ms"), listening=True) as it:
-        # When discovery reports one, to both
+        # Discovery reports a limit of 2 to both replicas.
         for replica in it.replicas:
             replica.membership.discovered([Endpoint(A, max_inflight=2)])
         for replica in it.replicas:
             await until(lambda now=replica.cell: [each.max_inflight for each in now.current.endpoints] == [2])
-        # Two are placed, at any replica, and the third waits for one of them.
+        # Two requests are placed, through either replica, and the third waits until one of them ends.
         placed = [await it.replicas[i].gate.admit(ask(f"r{i}"), stream_owned=True) for i in range(2)]
         assert [each.endpoints for each in placed] == [(A,), (A,)]
         third = asked(it.replicas[0], "third")

@@ -1,4 +1,4 @@
-"""When an end reaches Redis: with the next admission, ahead of it, or at the end of the event loop's turn."""
+"""When an end reaches Redis: ahead of the next admission in its message, or when the loop's turn is over."""
 
 import asyncio
 from unittest.mock import Mock
@@ -18,13 +18,13 @@ E1, E2 = addresses(2)
 
 @pytest.fixture(autouse=True)
 def long_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for others waits for longer than a test takes. A few ends at once count as frequent."""
+    """Make batching delays longer than a test, and let a few ends at once count as frequent."""
     monkeypatch.setattr(batching, "_BATCH_DELAY_S", 60.0)
     monkeypatch.setattr(batching, "_END_ALPHA", 0.5)
 
 
 def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
-    """Envoy's entry of a request that has ended reaches `replica`."""
+    """Send Envoy's final access-log entry of a request to `replica`."""
     entry = accesslog_pb2.HTTPAccessLogEntry(
         request={"request_id": request_id},
         response={"response_code": {"value": 200}},
@@ -37,17 +37,17 @@ def logged_end(replica: Replica, request_id: str, placement: Placement) -> None:
 
 
 async def test_a_client_that_asks_again_at_once_finds_its_last_request_ended(fleet: OpenFleet) -> None:
-    # Each endpoint serves one request: another client's, and this client's last one.
+    # Two endpoints serve one request each: another client's, and this client's last one.
     async with fleet("a", endpoints=2, upper_per=1) as (it, a):
         other = await a.gate.admit(ask("other"), stream_owned=False)
         last = await a.gate.admit(ask("last"), stream_owned=False)
         assert {other.endpoints[0], last.endpoints[0]} == {E1, E2}
-        # When the last one ends and the next one comes in the same turn, the next one has its place.
+        # The last request ends and the next arrives in the same loop turn: the next one gets its place.
         logged_end(a, "last", last)
         following = await a.gate.admit(ask("following"), stream_owned=False)
         assert following.endpoints[0] == last.endpoints[0]
         assert events_of(await it.log(), "following") == ["bypassed"]
-        # So it is where the end is read after the next request, in one turn.
+        # The same holds if the end is read after the next request, within one loop turn.
         again = asyncio.create_task(a.gate.admit(ask("again"), stream_owned=False))
         await asyncio.sleep(0)
         logged_end(a, "following", following)
@@ -63,16 +63,16 @@ async def test_an_end_leaves_with_its_turn_and_those_behind_it_in_one_message(
         names = [f"r{number}" for number in range(7)]
         for name in names:
             await a.admit(name)
-        messages: list[int] = []  # how many items each carried
+        messages: list[int] = []  # number of items in each message
         monkeypatch.setattr(a.metrics, "redis_call", lambda script, took_s, items: messages.append(items))
-        # After a while without an end two requests end in one turn, four while these two are on their way.
+        # After a time without ends, two requests end in one turn, and four while those two are in flight.
         ends = [a.store.settle(name, Outcome.COMPLETED) for name in names[:2]]
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]
         async with asyncio.timeout(DEADLINE_S):
             assert await asyncio.gather(*ends) == ["settled llama"] * 6
         assert messages == [2, 4]
-        # While ends are frequent, one travels with the next admission.
+        # While ends are frequent, an end travels with the next admission.
         last = a.store.settle("r6", Outcome.COMPLETED)
         await asyncio.sleep(0.01)
         assert messages == [2, 4]

@@ -1,6 +1,6 @@
-"""Which error of Redis means what to a replica: the rows of docs/errors.md.
+"""How a replica treats each error of Redis: the rows of docs/errors.md.
 
-On a real server where one can be brought to give the answer."""
+Uses a real server for errors that a real server can be made to give."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,11 @@ from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
-REFUSING = {  # what makes a real server refuse, the kind of its error, and what ends it
+REFUSING = {  # kind of error; commands that make a real server give it, and that end it
     "OOM": ("full", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
     "NOPERM": ("denied", "ACL SETUSER picker -fcall", "ACL SETUSER picker +@all"),
     "a right that scripts lack": ("denied", "ACL SETUSER picker -hmget", "ACL SETUSER picker +@all"),
-    "BUSY": ("denied", "", ""),  # a script of somebody else's runs on and on
+    "BUSY": ("denied", "", ""),  # another client's script runs endlessly
     "READONLY": ("elsewhere", f"REPLICAOF {LOOPBACK} 1", "REPLICAOF NO ONE"),
     "NOREPLICAS": ("elsewhere", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
 }
@@ -40,17 +40,17 @@ REFUSING = {  # what makes a real server refuse, the kind of its error, and what
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of its own: what is done to it would disturb others."""
+    """A separate server, because the tests change its settings."""
     with real_server(tmp_path_factory.mktemp("valkey")) as it:
         yield it
 
 
 class Watched:
-    """A replica with the gate that crosses over, one request in flight and one that waits for its turn."""
+    """A replica with a failover gate, one request in flight and one waiting."""
 
     def __init__(self, fleet: Fleet, replica: Replica) -> None:
         self.fleet, self.replica = fleet, replica
-        detector = FailureDetector(5.0, 5.0)  # nothing here is to look like silence
+        detector = FailureDetector(5.0, 5.0)  # long enough that nothing here counts as silence
         self.gate = gate_over(replica.store, replica.gate, replica.metrics, replica.cell, detector)
         self.waiting: asyncio.Task[Any]
 
@@ -65,9 +65,9 @@ class Watched:
         return samples(self.replica.metrics)["epp_redis_errors_total", f"kind={kind}", f"script={script}"]
 
     async def ends(self) -> None:
-        """Who waited has its turn in the place it had, and nothing is left."""
+        """The waiting request is served from its position in the queue, and nothing is left."""
         first, *others = events_of(await self.fleet.log(), "waits")
-        # Once; on a new connection it may have been sent twice, and adopted in its place.
+        # Queued once; over a new connection the call may have been sent twice and adopted the request.
         assert first == "queued"
         assert set(others) <= {"adopted"}
         self.gate.settle(ended("runs"))
@@ -79,7 +79,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched(url: str, pool: str, through: str = "", **settings: Any) -> AsyncIterator[Watched]:
-    """One whose replica has Redis at the URL `through`, by default as the others."""
+    """A `Watched` whose replica reaches Redis at the URL `through`, by default `url`."""
     settings = {"listening": True, **settings}
     async with running(url, pool, "a", upper_per=1, through={"a": through or url}, **settings) as (fleet, a):
         it = Watched(fleet, a)
@@ -97,7 +97,7 @@ async def given_up(task: "asyncio.Task[Any]") -> None:
 
 @contextlib.asynccontextmanager
 async def arriving(it: Watched, name: str, flow: str = "flow") -> AsyncIterator[None]:
-    """A request that arrives, and is given up afterwards."""
+    """Send a request within the block, and cancel it afterwards."""
     task = asyncio.create_task(it.gate.admit(ask(name, flow=flow), stream_owned=False))
     yield
     await given_up(task)
@@ -127,10 +127,10 @@ async def test_a_call_is_sent_once_more_after_an_error_that_everyone_gets_for_a_
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # An arrival meets the error once.
+        # An arrival gets the error once.
         between.refuse(f"{error} for a moment", times=1)
         async with arriving(it, "new", "other"):
-            # It waits for its turn in the shared queue, as who came before does.
+            # The arrival waits in the shared queue, behind the earlier request.
             await it.fleet.until_queued(2)
             assert it.gate.state is FailoverState.SHARED
         await it.ends()
@@ -141,10 +141,10 @@ async def test_an_error_that_everyone_gets_and_that_lasts_is_an_outage(
     valkey_url: str, pool: str, error: str
 ) -> None:
     async with proxy_to(valkey_url) as between, watched(valkey_url, pool, between.url) as it:
-        # Every call meets the error.
+        # Every call gets the error.
         between.refuse(f"{error} for good")
         async with arriving(it, "new"):
-            # The replica goes on by itself.
+            # The replica fails over to its local queue.
             await until(lambda: it.gate.state is FailoverState.LOCAL)
             assert it.errors(KINDS[error]) == 2
         between.refuse("", times=0)
@@ -160,7 +160,7 @@ async def refusing(redis: Redis, why: str) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def unsaved(redis: Redis, folder: Path) -> AsyncIterator[None]:
-    """A server that cannot write its file."""
+    """Within the block the server cannot save its RDB file."""
 
     async def failed() -> bool:
         return (await redis.info("persistence"))["rdb_last_bgsave_status"] == "err"
@@ -178,18 +178,18 @@ async def test_a_redis_that_takes_no_writes_refuses_only_new_requests(
     server: Server, pool: str, why: str
 ) -> None:
     async with watched(server.url, pool) as it:
-        # A Redis that takes no writes.
+        # Redis accepts no writes.
         async with refusing(it.fleet.redis, why) if why == "OOM" else unsaved(it.fleet.redis, server.folder):
-            # When requests come, again and again, each is told so, and when to come back.
+            # Every new request is refused with a reason and a Retry-After.
             for number in range(3):
                 with pytest.raises(WritesRefused, match=why) as refused:
                     await it.gate.admit(ask(f"new{number}"), stream_owned=False)
                 assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
             assert it.gate.state is FailoverState.SHARED
             assert it.errors("full") == 3
-            # And what has found no room need not be taken back
+            # A refused request needs no cancel.
             assert it.errors("full", "cancel") == 0
-        # And who waits has its turn
+        # The waiting request is still served.
         await it.ends()
 
 
@@ -198,21 +198,21 @@ async def test_an_error_for_one_request_fails_it_alone(
 ) -> None:
     caplog.set_level(logging.ERROR, "picker_fleet.state.batching")
     async with watched(valkey_url, pool) as it:
-        # What no script of ours has written, where a flow's requests are kept.
+        # A foreign key of the wrong type stands in place of a flow queue.
         name, flow = "ba\nd" + "x" * 300, "bad"
         await it.fleet.redis.set(it.fleet.keys.prefix + "queue:1:bad", "text")
-        # When it comes, again and again
+        # A request of this flow arrives again and again.
         for _ in range(20):
             with pytest.raises(ScriptFailed) as refused:
                 await it.gate.admit(ask(name, flow=flow), stream_owned=False)
             assert refused.value.status == 500
-        # It alone fails, and others are taken into the queue.
+        # Only that request fails; others are queued.
         assert it.gate.state is FailoverState.SHARED
         assert it.errors("item") == 20
         async with arriving(it, "other"):
             await until(lambda: it.replica.gate.waiting == 2)
             assert it.gate.state is FailoverState.SHARED
-        # And the log names it, in lines that are few, short and whole
+        # The log names the request, in few, short and complete lines.
         lines = [record.getMessage() for record in caplog.records if "admit" in record.getMessage()]
         assert 1 <= len(lines) <= 20
         assert "'ba\\ndxxx" in lines[0]
@@ -224,7 +224,7 @@ async def test_an_error_for_one_request_fails_it_alone(
 
 @contextlib.asynccontextmanager
 async def busy(redis: Redis) -> AsyncIterator[None]:
-    """A script of somebody else's runs on and on."""
+    """Within the block, another client's script runs endlessly."""
     await redis.config_set("busy-reply-threshold", 1)
     running_on = asyncio.create_task(redis.eval("while true do end", 0))
 
@@ -252,12 +252,12 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
         user = server.url.replace("//", "//picker:secret@")
         async with watched(server.url, pool, user, listening=False) as it:
             async with busy(redis) if why == "BUSY" else refusing(redis, why):
-                # When an arrival meets it, the replica goes on by itself, and what waited with it.
+                # When an arrival gets the error, the replica and its waiting requests go local.
                 async with arriving(it, "new"):
                     await until(lambda: it.gate.state is FailoverState.LOCAL)
                     assert it.errors(REFUSING[why][0]) >= 1
                 await given_up(it.waiting)
-            # And the link is well as soon as the server is
+            # The connection recovers as soon as the server does.
             await until(lambda: it.replica.store.fault is None)
             verdict = await it.replica.admit("next", candidates=addresses(1)[0])
             assert verdict.status in ("placed", "queued")

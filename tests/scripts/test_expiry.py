@@ -1,4 +1,4 @@
-"""Time to live: what is past it is never dispatched, and its client has an answer (G5)."""
+"""Time to live: no request is dispatched after its TTL, and its client gets an answer (G5)."""
 
 import asyncio
 
@@ -11,30 +11,30 @@ from picker_fleet.errors import DeadlineExceeded, ExpiredTtl
 
 
 async def test_the_sweep_ends_expired_requests(fleet: OpenFleet) -> None:
-    # 50 expired requests of one replica and no capacity.
+    # 50 expired requests of one replica, and no capacity.
     async with fleet("a", "b", full=True) as (it, a, b):
         await asyncio.gather(*(b.admit(f"q{i}", ttl_s=0.6) for i in range(50)))
         await it.after(650)
-        # When another sweeps, 32 a call.
+        # Another replica sweeps; each call ends up to 32 requests.
         swept = await a.sweep()
         assert (swept.ran, swept.expired, swept.more) == (True, 32, True)
         assert await it.queued() == 18
         swept = await a.sweep()
         assert (swept.expired, swept.more) == (18, False)
-        # And the owner hears of each with its next beat
+        # The owner is notified of each with its next heartbeat.
         await b.beat()
         assert sorted(b.notifications) == sorted(("expired", f"q{i}") for i in range(50))
         assert not await it.has("inbox:b")
 
 
 async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) -> None:
-    # A full stock and nobody who sweeps.
+    # A full stock, and no replica sweeps.
     async with fleet("a", full=True) as (it, a):
-        # When a request waits past its time, it is answered and its place is given back.
+        # A request that waits past its TTL is answered and leaves the queue.
         with pytest.raises(ExpiredTtl) as answer:
             await a.gate.admit(ask("q", ttl_s=0.1), stream_owned=False)
         assert (answer.value.status, answer.value.reason) == (503, "rejected-ttl-expired")
-        # And one whose time is its client's own deadline is told that
+        # If the client set the deadline, the answer says so.
         with pytest.raises(DeadlineExceeded) as raised:
             await a.gate.admit(ask("own", ttl_s=0.1)._replace(by_client=True), stream_owned=False)
         assert raised.value.status == 504
@@ -45,15 +45,15 @@ async def test_a_waiter_gets_its_answer_when_its_time_is_up(fleet: OpenFleet) ->
 
 
 async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, redis_url: str) -> None:
-    # A waiter whose connection to Redis answers nothing any more.
+    # A waiter whose replica gets no more replies from Redis.
     async with (
         proxy_to(redis_url) as between,
         fleet("a", "b", full=True, through={"a": between.url}, silence_s=0.75) as (it, a, b),
     ):
         waiter = await waiting(it, a, "q", ttl_s=0.3)
-        await until(lambda: not a.store._client._in_flight)  # it knows that it waits
+        await until(lambda: not a.store._client._in_flight)  # the replica knows that the request waits
         between.vanished = True
-        # When its time is up, it is answered, and Redis learns of it when it returns.
+        # At its TTL the request is answered; Redis is told when it is back.
         with pytest.raises(ExpiredTtl):
             await waiter
         between.vanished = False
@@ -63,11 +63,11 @@ async def test_a_waiter_gets_its_answer_though_redis_has_gone(fleet: OpenFleet, 
 
 
 async def test_a_grant_that_comes_with_the_last_tick_is_taken(fleet: OpenFleet) -> None:
-    # A waiter that nobody wakes.
+    # A waiter whose replica receives no wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q", ttl_s=0.8)
-        # When its turn comes before its time is up, though it has not heard of it
+        # The grant comes before the TTL, but the replica does not learn of it.
         await b.settle("runs")
-        # Its own timer finds the grant.
+        # The waiter's own timer finds the grant.
         assert (await waiter).endpoints == ("10.0.0.1:8000",)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]

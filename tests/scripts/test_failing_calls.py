@@ -1,4 +1,4 @@
-"""A script that fails at any of its calls to Redis, and is repeated, does what it would have done at once."""
+"""A script that fails at any one of its Redis calls and is repeated has the effect of one successful call."""
 
 import json
 from typing import Any
@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[str | int | float | bytes, ...]] = {
 
 
 def prepare(library: FailingPool, ordering: str) -> None:
-    """A pool with what a call may come upon: placed, granted, waiting, overdue requests, a silent replica."""
+    """Fill a pool with placed, granted, waiting and overdue requests, and a silent replica."""
     library.publish(*ENDPOINTS, **ROOM, ordering=ordering, silence_ms=5000)
     for replica in ("a", "silent"):
         library.call("heartbeat", replica, "{}", 5000, f"key-{replica}")
@@ -83,7 +83,7 @@ def prepare(library: FailingPool, ordering: str) -> None:
 def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one_that_succeeds(
     client: redis.Redis, pool: str, name: str, ordering: str
 ) -> None:
-    # What an undisturbed call makes of a pool.
+    # The state after an undisturbed call.
     library = FailingPool(client, pool)
     prepare(library, ordering)
     if name == "next sweep":
@@ -96,17 +96,17 @@ def test_a_call_that_fails_anywhere_and_is_repeated_leaves_the_same_state_as_one
     calls, due = library.calls_made(), library.everything()
     failures = 0
     for number in range(1, calls + 1):
-        # One of its calls to Redis fails.
+        # The n-th of the script's Redis calls fails.
         library.restore(saved)
         library.fail_at(number)
         try:
             library.call(script, *args)
         except redis.ResponseError:
-            # It has left no trace.
+            # The failed call left no trace.
             assert library.everything() == at_first, number
             failures += 1
             library.call(script, *args)
-        # And once it has been repeated, by itself where it failed at its last writes, all is as it should be
+        # The state is the same after the repetition, which the script does itself if a final write failed.
         assert library.everything() == due, number
     assert failures > 0
 
@@ -116,10 +116,10 @@ def test_the_call_after_one_that_failed_halfway_sees_what_redis_has(direct: Dire
     direct.publish("e", upper_per=2)
     assert [direct.admit(name)[0] for name in ("a", "b")] == ["placed", "placed"]
     registered = direct.client.hget(f"{direct.prefix}workloads", "w")
-    # When a call ends the first of them, and fails at the second before it has written anything
+    # A call ends the first request and fails at the second, before any write.
     with pytest.raises(redis.ResponseError):
         direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "no number")
-    # Both are still in flight for the next call, and ending them takes all away.
+    # The next call still counts both, and ending them removes everything.
     assert direct.stock() == 2
     replies = direct.call("settle", "r", "a", "completed", "", "", "b", "completed", "", "")
     assert replies[4:] == [b"settled m"] * 2

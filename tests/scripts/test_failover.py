@@ -1,4 +1,4 @@
-"""Replicas that lose Redis and come back, on real servers: what has ended stays ended (G6, G8)."""
+"""Replicas lose Redis and return, with a real server: ended requests are not restored (G6, G8)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from picker_fleet.state.connection import FailureDetector
 
 
 class FailoverReplica:
-    """A replica with the gate and the membership that leave Redis and return."""
+    """A replica whose gate and membership fail over and return."""
 
     def __init__(self, replica: Replica) -> None:
         trigger = HeartbeatTrigger()
@@ -36,7 +36,7 @@ class FailoverReplica:
         self.membership.discovered([Endpoint(E1)])
 
     async def shared(self) -> None:
-        """Wait until this replica is back."""
+        """Wait until this replica is back in the shared state."""
         await until(lambda: self.gate.state is FailoverState.SHARED)
 
     def leave(self) -> None:
@@ -51,7 +51,7 @@ class FailoverReplica:
 
 @asynccontextmanager
 async def failover_replicas(it: Fleet) -> AsyncIterator[list[FailoverReplica]]:
-    """The fleet's replicas, all of which know each other."""
+    """Run the fleet's replicas with failover; yield when all know each other."""
     those = [FailoverReplica(replica) for replica in it.replicas]
     async with asyncio.TaskGroup() as tasks:
         works = [work for one in those for work in (one.gate.run(), one.membership.run())]
@@ -70,20 +70,20 @@ async def test_a_returning_replica_does_not_restore_requests_whose_end_others_re
 ) -> None:
     async with valkey_fleet(*names) as it, failover_replicas(it) as (away, here, *others):
         for number in range(2):
-            # Two are placed by Redis, one by a replica that has lost it.
+            # Two requests are placed by Redis, one by a replica that has lost Redis.
             kept, gone, alone = (f"{what}-{number}" for what in ("kept", "gone", "alone"))
             placements = {kept: await here.start_locally(kept), gone: await away.start_locally(gone)}
             away.leave()
             placements[alone] = await away.start_locally(alone)
             for name, placement in placements.items():
                 away.gate.renew(Alive(name, E1, placement.accounting_token))
-            # The others, which still have Redis, receive its sign of life and then two ends.
+            # Replicas that still have Redis receive a renewal of the local request, and then two ends.
             here.gate.renew(Alive(alone, E1, placements[alone].accounting_token))
             await until(lambda those={kept, gone, alone}: _in_flight(it, those))
             for name in (alone, gone):
                 (others or [here])[-1].end(name, placements[name])
             await until(lambda those={kept}: _in_flight(it, those))
-            # The replica that was away restores neither.
+            # The returning replica restores neither of the ended requests.
             await away.shared()
             assert await _in_flight(it, {kept})
             here.end(kept, placements[kept])
@@ -97,7 +97,7 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
     valkey_fleet: OpenFleet, empty: bool
 ) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, other):
-        # Both have lost Redis, and one receives the end of what the other placed.
+        # Both replicas have lost Redis; one receives the end of a request that the other placed.
         other.leave()
         one.leave()
         placement = await one.start_locally("x")
@@ -105,7 +105,7 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
         other.end("x", placement)
         if empty:
             await it.redis.flushall()
-        # Both are back, and one fails over once more.
+        # Both return, and one of them fails over once more.
         await one.shared()
         one.leave()
         await asyncio.gather(one.shared(), other.shared())
@@ -117,7 +117,7 @@ async def test_an_end_reported_to_a_replica_that_is_away_counts_when_it_returns(
 async def test_no_replica_decides_with_redis_alone_while_another_that_redis_lists_is_late(
     valkey_fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Both have lost Redis, and one has got no reply since: what Redis has of it is from before.
+    # Both have lost Redis, and one has had no reply since, so Redis has only its old state.
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (one, late):
         heartbeat = it.replicas[1].store.heartbeat
 
@@ -141,7 +141,7 @@ def _resyncs_for(replica: FailoverReplica, seconds: float) -> bool:
 
 async def test_a_running_request_is_restored_even_if_its_id_was_used_before(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b") as it, failover_replicas(it) as (away, here):
-        # After the end of a request, another with its id is placed by a replica that has lost Redis.
+        # After a request has ended, a replica that has lost Redis places another with the same id.
         here.end("x", await here.start_locally("x"))
         await until(it.at_rest)
         await it.after(2_100)

@@ -1,4 +1,4 @@
-"""The format of a pool: others are refused, and libraries of one format serve a pool side by side."""
+"""The format of a pool: foreign formats are refused; libraries of one format serve a pool side by side."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ def test_a_library_that_has_used_a_pool_refuses_it_once_it_has_another_format(di
     direct.client.hset(f"{direct.prefix}pool", "format", "2")
     with pytest.raises(redis.ResponseError, match="FORMAT 2"):
         direct.settle("runs")
-    # It serves the pool again once that is gone.
+    # The library serves the pool again once the foreign data is gone.
     direct.clear()
     direct.publish("a:1")
     assert direct.admit("runs")[0] == "placed"
@@ -78,7 +78,7 @@ WRITING: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("lost", ["the pool's hash", "everything"])
 @pytest.mark.parametrize("name", WRITING)
 def test_no_call_makes_a_pool_without_its_number(direct: DirectPool, name: str, lost: str) -> None:
-    # A pool in use loses its hash, or everything, and is rebuilt.
+    # A pool in use loses its hash or all keys, and is rebuilt.
     direct.publish("a:1", upper_per=1)
     direct.client.hset(f"{direct.prefix}endpoints", "b:1", DRAINING)
     direct.call("heartbeat", "a", "{}", 60_000, "0a")
@@ -88,7 +88,7 @@ def test_no_call_makes_a_pool_without_its_number(direct: DirectPool, name: str, 
         direct.clear()
     else:
         direct.client.delete(f"{direct.prefix}pool")
-    with contextlib.suppress(redis.ResponseError):  # without settings some calls fail, which changes nothing
+    with contextlib.suppress(redis.ResponseError):  # some calls fail without settings, and change nothing
         direct.call(name, *WRITING[name])
     fields = direct.client.hgetall(f"{direct.prefix}pool")
     assert not fields or fields[b"format"] == b"1"
@@ -115,7 +115,7 @@ async def test_a_replica_leaves_a_pool_that_comes_back_with_another_format_and_j
         for part in ("has format 2", "reads and writes format 1", f"epp:{{{it.pool}}}:*", "another pool"):
             assert part in a.membership.refusal
         assert (a.membership.pulse, a.cell.current.endpoints) == (None, ())
-        # It says so once, however often it asks, and leaves that pool alone.
+        # The replica logs its refusal once, however often it asks, and does not change the pool.
         await it.redis.hset(it.keys.pool, "another", "field")
         for _ in range(3):
             a.membership.heartbeat_now()
@@ -130,20 +130,20 @@ async def test_a_replica_leaves_a_pool_that_comes_back_with_another_format_and_j
 
 
 def another_library(change: Callable[[str], str]) -> Library:
-    """The present library after `change` of its source, under a name of its own."""
+    """The current library with its source changed by `change`, under its own version."""
     library = load_library()
     version = f"{library.version}x"
     return Library(change(library.source).replace(library.version, version), version)
 
 
 def commented() -> Library:
-    """A library of another hash that does the same."""
+    """A library with another hash and the same behaviour."""
     return another_library(lambda source: f"{source}-- another version\n")
 
 
 def with_an_addition() -> Library:
-    """A library of the same format that has one counter more, of the requests that it has admitted, and a
-    field of the pool's hash."""
+    """A library of the same format with one more counter, which counts the requests that it admits, and one
+    more field in the pool's hash."""
 
     def add(source: str) -> str:
         last = f"'{schema.COUNTERS[-1]}'\n}}"
@@ -164,8 +164,8 @@ TOKEN = "\t".join(("flow", "1", "1", "1", "w", "3", "m", "{}", "0"))
 
 
 class Beside(DirectPool):
-    """A pool on which a replica of each of two libraries is at work: `0` of `other`, `1` of the present
-    one."""
+    """A pool with one replica on each of two libraries: replica `0` uses `other`, replica `1` the current
+    library."""
 
     def __init__(self, client: redis.Redis, pool: str, other: Library) -> None:
         super().__init__(client, pool)
@@ -176,7 +176,7 @@ class Beside(DirectPool):
             self.beat(version)
 
     def of(self, version: int, name: str, *args: str | int | bytes) -> list[bytes]:
-        """A call by the replica of that library."""
+        """Make a call as the replica with library `version`."""
         reply: list[bytes] = self.call(name, f"r-{version}", *args, library=self._libraries[version])
         return reply
 
@@ -205,7 +205,7 @@ class Beside(DirectPool):
         self.of(version, "sweep", 0, 60_000, 600_000, 600_000)
 
     def audit(self) -> None:
-        """Each endpoint's load is the number of requests placed there."""
+        """Assert that each endpoint's load is the number of requests placed there."""
         placed = [row.decode().split("\x1f") for row in self.call("view_inflight", "", "", 51)[2::2]]
         hosts = [row[13].split(",")[0] for row in placed if row[1] == "placed"]
         loads = self.loads()
@@ -230,12 +230,12 @@ def test_every_count_ends_at_0_when_two_libraries_of_one_format_serve_a_pool(
     client: redis.Redis, pool: str, other: Callable[[], Library], steps: list[tuple[str, int]]
 ) -> None:
     beside = Beside(client, f"{pool}-{next(EXAMPLES)}", other())
-    # Whatever the two do in whatever order.
+    # Any calls by the two replicas in any order.
     for step, *args in steps:
         getattr(beside, step)(*args)
-        # Loads are what runs.
+        # Loads match the requests in flight.
         beside.audit()
-    # And when all has ended, nothing is left.
+    # When all requests have ended, nothing is left.
     for _, name, version in itertools.product(range(2), REQUESTS, (0, 1)):
         beside.place(version, name)
         beside.end(version, name)
@@ -252,7 +252,7 @@ def test_a_library_keeps_what_another_of_its_format_has_added(client: redis.Redi
         beside.beat(1)
         beside.sweep(1)
     beside.bring(0, "the last")
-    # The field and the counter have counted the newer library's admissions alone.
+    # The added field and counter count only the admissions by the library that has them.
     assert client.hget(f"{beside.prefix}pool", "added_field") == b"4"
     counters = client.hget(f"{beside.prefix}pool", "counters")
     assert len(counters) == 8 * (len(schema.COUNTERS) + 1)

@@ -1,4 +1,4 @@
-"""The gate: wake-ups, cancelling in every phase, withdrawal, and answers without admission."""
+"""The shared gate: wake-ups, cancellation in every phase, withdrawal, and routing without admission."""
 
 import asyncio
 
@@ -25,23 +25,23 @@ async def cancel(task: "asyncio.Task[Placement]") -> None:
 
 
 async def test_the_heartbeat_delivers_a_grant_whose_wake_up_was_lost(fleet: OpenFleet) -> None:
-    # A replica that never hears wake-ups.
+    # Replica `b` receives no wake-ups.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         await a.settle("runs")
         assert b.notifications == []
-        # When it beats, its waiter is placed, and nothing is left in its inbox.
+        # Its heartbeat delivers the grant: the waiter is placed, and the inbox is empty.
         await b.beat()
         assert (await waiter).endpoints == (E1,)
         assert not await it.has("inbox:b")
 
 
 async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: OpenFleet) -> None:
-    # An admission that has been sent, and whose reply cannot have been read.
+    # An admission has been sent, and its reply cannot have been read yet.
     async with fleet("a") as (it, a):
         task = asked(a, "q")
         await asyncio.sleep(0)
-        # When its client leaves, the cancel follows the admission.
+        # The client leaves: the cancel follows the admission.
         await cancel(task)
         await a.beat()
         await until(it.at_rest)
@@ -51,11 +51,11 @@ async def test_a_client_that_leaves_during_its_admission_leaves_nothing(fleet: O
 async def test_a_client_that_is_reported_gone_from_the_queue_is_suspected_once_its_request_is_placed(
     fleet: OpenFleet,
 ) -> None:
-    # Envoy's log tells one replica that a client has left before its owner, which is slow, knows it.
+    # Envoy's access log tells one replica that the client has left, before the slow owner knows.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
         a.gate.suspect("q")
-        # When the request is placed meanwhile, for nobody, the next pages of its endpoint decide.
+        # The request is placed meanwhile: the endpoint's next metrics pages decide whether it runs.
         await a.settle("runs")
         await b.beat()
         await waiter
@@ -63,11 +63,11 @@ async def test_a_client_that_is_reported_gone_from_the_queue_is_suspected_once_i
 
 
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: OpenFleet) -> None:
-    # One that waits and one behind it.
+    # Two waiting requests, one behind the other.
     async with fleet("a", "b", full=True) as (it, a, b):
         task = await waiting(it, a, "q")
         behind = await waiting(it, a, "behind")
-        # When the first leaves, the other is served.
+        # The first client leaves, and the other is served.
         await cancel(task)
         await a.beat()
         await b.settle("runs")
@@ -80,7 +80,7 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_at_once(fleet: Ope
 async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # A granted request whose placement is stopped before it is sent, or before its answer is read.
+    # A granted request whose place call stops before it is sent, or before its reply is read.
     async with fleet("a", upper_per=1) as (it, a):
         placing = asyncio.Event()
         real = a.store.place
@@ -94,10 +94,10 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
-        task = await waiting(it, a, "q", subset=(E1,))  # one that could go anywhere is placed when granted
+        task = await waiting(it, a, "q", subset=(E1,))  # with candidates `*` the grant would place it
         await a.settle("runs")
         await placing.wait()
-        # When its client leaves, all it held is given back.
+        # The client leaves, and everything that the request held is released.
         await cancel(task)
         await a.beat()
         assert await it.at_rest()
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
 
 
 async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
-    # With a placement, when it never reaches Envoy, it is given back, once.
+    # A placement that never reaches Envoy is withdrawn, and released only once.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         a.gate.withdraw("r", placement)
@@ -118,12 +118,12 @@ async def test_a_withdrawn_placement_is_given_back(fleet: OpenFleet) -> None:
 
 
 async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> None:
-    # A waiter whose granted request is taken away before it is placed.
+    # A waiter's granted request is removed before it is placed.
     async with fleet("a", "b", full=True) as (it, a, b):
         waiter = await waiting(it, a, "q")
         await b.settle("runs")
         await b.settle("q")
-        # When it is notified of its grant, it is admitted again.
+        # On the notification of its grant, the request is admitted again.
         a.on_notification("granted", "q")
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
@@ -132,10 +132,10 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
 async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_admission(
     fleet: OpenFleet,
 ) -> None:
-    # A full stock and one endpoint that drains.
+    # A full stock, and an endpoint that drains.
     async with fleet("a", full=True) as (it, a):
         await a.publish(E1, Endpoint(E2, draining=True))
-        # When such a request asks, it has a ready endpoint of its subset, and holds nothing.
+        # Such a request gets a ready endpoint of its subset and takes no stock.
         assert (await a.gate.route(None)).endpoints == (E1,)
         assert (await a.gate.route((E1, E2))).endpoints == (E1,)
         for subset in ((), (E2,)):
@@ -146,11 +146,11 @@ async def test_a_request_that_ends_with_its_headers_gets_an_endpoint_without_adm
 
 @pytest.mark.parametrize("candidates", [E1, "*"], ids=["granted", "placed"])
 async def test_a_grant_that_nobody_waits_for_is_given_back_at_once(fleet: OpenFleet, candidates: str) -> None:
-    # A queue that holds a request of b's that b knows nothing of, and one behind it.
+    # Redis has a queued request of replica b that b does not know, and another behind it.
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         await b.store.admit(ask("unknown"), "1", candidates)
         waiter = await waiting(it, b, "q")
-        # When its turn comes, b gives its grant back, and the next is served.
+        # When the unknown request is granted, b returns the grant, and the next one is served.
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         placed = ["placed"] if candidates == "*" else []
@@ -163,15 +163,15 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
 ) -> None:
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "place", None)  # it is not to be called
-        # Another replica frees the capacity.
+        monkeypatch.setattr(b.store, "place", None)  # the test fails if it is called
+        # Another replica frees capacity.
         await a.settle("runs")
-        # It is placed, and its replica acknowledges that.
+        # The grant places the request, and its replica acknowledges.
         assert (await waiter).endpoints == (E1,)
         assert b.gate.waiting == 0
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
         await until_acknowledged(it)
-        # A late heartbeat's word of it changes nothing.
+        # A late notification by a heartbeat changes nothing.
         b.gate.on_notification("granted", "q")
         assert await b.store.return_grant("q") == "foreign"
         assert (await it.counts())[0] == 1
@@ -187,7 +187,7 @@ async def test_a_placement_whose_acknowledgement_is_on_its_way_is_not_given_back
         monkeypatch.setattr(b.store, "acknowledge", lambda *_: sent)
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
-        # The heartbeat tells of the grant once more.
+        # Heartbeats repeat the notification.
         await b.beat()
         await b.beat()
         assert b.notifications.count(("granted", "q")) == 2
@@ -203,7 +203,7 @@ async def test_where_many_placements_are_not_acknowledged_the_next_one_asks_for_
     monkeypatch.setattr(shared_gate, "_MAX_UNACKNOWLEDGED", 0)
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         waiter = await waiting(it, b, "q")
-        monkeypatch.setattr(b.store, "acknowledge", None)  # it is not to be called
+        monkeypatch.setattr(b.store, "acknowledge", None)  # the test fails if it is called
         await a.settle("runs")
         assert (await waiter).endpoints == (E1,)
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
 async def test_a_request_whose_endpoint_is_closed_before_it_is_notified_goes_to_another(
     fleet: OpenFleet, what: str
 ) -> None:
-    # A replica that no wake-up reaches.
+    # Replica `b` receives no wake-ups.
     async with fleet("a", "b", endpoints=2, full=True) as (it, a, b):
         await b.admit("more")
         waiter = await waiting(it, b, "q")
@@ -246,7 +246,7 @@ async def test_a_request_whose_endpoint_is_closed_before_it_is_notified_goes_to_
         first = (await a.store.reads.request("q")).entry.endpoints[0]
         await a.store.mark_endpoint(first, what, True)
         await a.settle("runs")
-        # When the heartbeat tells it, its request goes where requests still go.
+        # When the heartbeat delivers the grant, the request moves to the endpoint that still takes requests.
         await b.beat()
         assert (await waiter).endpoints[0] == {E1: E2, E2: E1}[first]
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed", "moved"]

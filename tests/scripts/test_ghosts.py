@@ -1,4 +1,4 @@
-"""Placed requests whose end was not reported: given up when their endpoint no longer has them."""
+"""Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
 
 from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses
 
@@ -9,18 +9,18 @@ UNSEEN_S = 1.0
 
 
 async def counted(fleet: Fleet) -> set[str]:
-    """The requests that are still counted."""
+    """Ids of the requests that still have a record."""
     return set(await fleet.redis.hkeys(fleet.keys.prefix + "requests"))
 
 
 async def seen(fleet: Fleet, *ids: str, ago_s: float) -> None:
-    """As if the last sign of life of `ids` had come so long ago."""
+    """Set the leases of `ids` as if their last sign of life had come `ago_s` seconds ago."""
     lease_ends_ms = await fleet.now_ms() - ago_s * 1000 + SETTINGS["lease_ms"]
     await fleet.redis.zadd(fleet.keys.prefix + "inflight", dict.fromkeys(ids, lease_ends_ms))
 
 
 async def found(a: Replica, unseen_s: float = 1e6) -> tuple[int, tuple[str, ...]]:
-    """How many requests a sweep gives up, and whose pages are looked for."""
+    """The number of requests that a sweep reclaims, and the endpoints whose metrics pages it wants."""
     swept = await a.sweep(unseen_s=unseen_s)
     return swept.given_up, swept.suspects
 
@@ -28,7 +28,7 @@ async def found(a: Replica, unseen_s: float = 1e6) -> tuple[int, tuple[str, ...]
 async def report(
     fleet: Fleet, running: int, *, ago_s: float = 0.1, before: tuple[float, int] | None = None
 ) -> None:
-    """The endpoint's last page, `running` on it; `before`: how long ago was the one before, what on it."""
+    """Store the endpoint's last page, with `running` requests; `before`: age and load of the previous one."""
     now_ms = int(await fleet.now_ms())
     former = None if before is None else (now_ms - int(before[0] * 1000), float(before[1]))
     page = EndpointMetrics(now_ms - int(ago_s * 1000), waiting=0.0, running=float(running), before=former)
@@ -40,16 +40,16 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
     async with fleet("a", upper_per=10) as (it, a):
         for name in names:
             await a.admit(name)
-        await seen(it, *names[4:], ago_s=4)  # it has shown itself, though not since the last pages
+        await seen(it, *names[4:], ago_s=4)  # seen more recently, but not since the last pages
         for age, name in enumerate(reversed(names[:4])):
             await seen(it, name, ago_s=10 + age)  # r0 is the oldest
 
-        # One page that is newer is not enough; two that have all of them, neither.
+        # One newer page is not enough, nor are two pages that show all the requests.
         for before in (None, (11.0, 0), (1.0, 6)):
             await report(it, 3, before=before)
             assert await found(a, UNSEEN_S) == (0, (E1,))
 
-        # The older page has 4 of 6, the newer 3: two are missing from both.
+        # The older page has 4 of 6 requests, the newer one 3: two are missing from both.
         await report(it, 3, before=(1.0, 4))
         swept = await a.sweep(unseen_s=UNSEEN_S)
         assert (swept.given_up, swept.reclaimed) == (2, 0)
@@ -57,7 +57,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         assert (await it.state()).stock == 4.0
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
-        # What comes back with a sign of life is counted again; a late end changes nothing.
+        # A late end changes nothing, and pages that account for all requests reclaim none.
         assert await a.settle("r1") == ["unknown"]
         await report(it, 4, before=(1.0, 4))
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
@@ -66,7 +66,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
 async def test_a_live_request_is_never_given_up_for_one_placed_since_the_page(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=10) as (it, a):
         await a.admit("alive")
-        await seen(it, "alive", ago_s=10)  # the access log is late, and the page has it
+        await seen(it, "alive", ago_s=10)  # the access log is late, but the pages show it
         await report(it, 1, before=(0.5, 1))
         await a.admit("new")  # after the pages
         assert await found(a, UNSEEN_S) == (0, (E1,))
@@ -84,14 +84,14 @@ async def test_no_request_is_given_up_for_empty_pages_or_pages_of_another_clock(
         await report(it, 0, ago_s=-3600, before=(-3000.0, 0))  # pages from the future
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
         assert await counted(it) == {"r"}
-        # Without suspects nobody is asked for a page.
+        # Without suspects the sweep asks for no page.
         await seen(it, "r", ago_s=0.1)
         assert (await a.sweep(unseen_s=UNSEEN_S)).suspects == ()
 
 
 async def test_a_suspect_is_given_up_once_a_newer_page_lacks_it(fleet: OpenFleet) -> None:
     async with fleet("a", upper_per=1) as (it, a):
-        # A placed request whose client has gone, as somebody says without an accounting token.
+        # A report without an accounting token says that the client of a placed request has gone.
         assert await a.store.report_client_gone("r") == "unknown"
         await a.admit("r")
         await a.admit("next")
@@ -100,7 +100,7 @@ async def test_a_suspect_is_given_up_once_a_newer_page_lacks_it(fleet: OpenFleet
         assert await a.store.report_client_gone("r") == "suspected"
         await it.redis.zadd(it.keys.prefix + "suspects", {"long over": 1})
         await seen(it, "r", ago_s=3)
-        # The last page is older, may be from its way to the server, or comes after one that may show it.
+        # The last page is too old, may have been scraped before the report, or follows one that may show it.
         for ago_s, before in ((3.5, (4.0, 0)), (2.95, (4.0, 0)), (2.0, (2.5, 1))):
             await report(it, 0, ago_s=ago_s, before=before)
             assert await found(a) == (0, (E1,))

@@ -1,4 +1,4 @@
-"""What heartbeats tell of the other replicas, and what that costs."""
+"""What heartbeats report of the other replicas, and what that costs Redis."""
 
 import pytest
 import redis
@@ -9,10 +9,10 @@ NAMES = [f"r{number:02d}" for number in range(50)]
 
 
 class Beating(ClockedPool):
-    """A pool whose replicas beat."""
+    """A pool whose replicas send heartbeats."""
 
     def beat(self, name: str, info: str = "") -> tuple[int, int]:
-        """Whether it publishes, and how many replicas are live."""
+        """Whether replica `name` is to publish, and the number of live replicas."""
         reply = self.call("heartbeat", name, info, SILENCE_MS, "")
         return reply[5], reply[6]
 
@@ -39,10 +39,10 @@ def test_the_first_by_name_publishes_as_soon_as_others_leave_fall_silent_or_join
     for name in ("b", "c", "d"):
         beating.beat(name)
     assert [beating.beat(name) for name in "bcd"] == [(1, 3), (0, 3), (0, 3)]
-    # One leaves, as Store.leave does.
+    # A replica leaves, as by Store.leave.
     beating.client.zadd(f"{beating.prefix}replicas", {"b": 0}, xx=True)
     assert [beating.beat(name) for name in "cd"] == [(1, 2), (0, 2)]
-    # One joins while another falls silent, so that their number stays the same.
+    # A replica joins while another falls silent, so the number of replicas stays the same.
     beating.passes(SILENCE_MS - 1)
     beating.beat("d")
     beating.passes(1)
@@ -53,7 +53,7 @@ def test_the_first_by_name_publishes_as_soon_as_others_leave_fall_silent_or_join
 def test_a_replica_of_another_version_is_seen_within_a_second(beating: Beating) -> None:
     beating.beat("b")
     beating.beat("c")
-    # Their number stays the same, and nothing is called that would tell.
+    # The number of replicas stays the same, and no call reports the change.
     beating.client.zrem(f"{beating.prefix}replicas", "c")
     beating.client.zadd(f"{beating.prefix}replicas", {"a": START_MS})
     beating.passes(1000)

@@ -1,4 +1,4 @@
-"""Every script's call may be repeated (G6): by the link after a lost reply, by Envoy, by another replica."""
+"""Every script call may be repeated (G6): after a lost reply, by Envoy, or by another replica."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,8 +16,8 @@ Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
 
 THREE = {**SETTINGS, "upper_per": 3}
-# One of each state is there: `placed`, `granted`, `queued`, `untaken`, which was placed when it was granted;
-# `gone` is known to nobody.
+# Requests in each state exist: `placed`, `granted`, `queued`, and `untaken`, which its grant placed; `gone`
+# is unknown.
 CALLS: dict[str, Call] = {
     "admit, in flight": lambda a: a.admit("placed", workload="w"),
     "admit, queued": lambda a: a.admit("queued", workload="w"),
@@ -51,14 +51,14 @@ CALLS: dict[str, Call] = {
     "state": lambda a: a.store.state(60),
     "endpoints": lambda a: a.store.endpoints(),
 }
-# What is turned away leaves nothing by its id: repeated, it counts once more among its workload's arrivals.
+# A rejected request leaves no record: repeated, it counts once more in its workload's arrivals.
 TURNED_AWAY = frozenset(("admit, expired", "admit, refused"))
 
 
 @asynccontextmanager
 async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Fleet]:
-    """A fleet with room for three: `placed`, `granted` and `untaken` (placed when it was granted) are in
-    flight, `queued` and `other` wait."""
+    """A fleet with room for three: `placed`, `granted` and `untaken` (which its grant placed) are in flight,
+    `queued` and `other` wait."""
     async with fleet("a", endpoints=3, upper_per=1, lower_per=1, flow_capacity=3, **options) as (it, a):
         for name, workload in (("placed", "w"), ("ends", ""), ("ends too", "")):
             await a.admit(name, workload=workload)
@@ -76,10 +76,10 @@ async def one_of_each(fleet: OpenFleet, **options: object) -> AsyncIterator[Flee
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> None:
     async with one_of_each(fleet) as (it, a):
-        # The call has been made.
+        # The first call.
         await CALLS[name](a)
         before = await it.dump()
-        # When it is made again, every key is as it was.
+        # The repeated call leaves every key unchanged.
         await CALLS[name](a)
         after = await it.dump()
         if name in TURNED_AWAY:
@@ -93,16 +93,16 @@ async def test_a_repeated_call_changes_nothing(fleet: OpenFleet, name: str) -> N
 async def test_a_reply_lost_on_the_way_costs_nothing(
     fleet: OpenFleet, redis_url: str, pool: str, name: str
 ) -> None:
-    # What the call does when all goes well.
+    # The effect of the call without faults.
     async with one_of_each(fleet) as (it, a):
         await CALLS[name](a)
         expected = await it.dump()
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
     async with proxy_to(redis_url) as between, one_of_each(fleet, through={"a": between.url}) as (it, a):
-        # When the reply is lost after the script ran, and the link asks again
+        # The reply is lost after the script ran, and the connection sends the call again.
         between.lose_replies = 1
         await CALLS[name](a)
-        # The state is the same as if nothing had happened.
+        # The state is the same as without the fault.
         assert between.lost == 1
         found, wanted = _counts(await it.dump()), _counts(expected)
         if name in TURNED_AWAY:
@@ -111,15 +111,15 @@ async def test_a_reply_lost_on_the_way_costs_nothing(
 
 
 def _workload(dump: dict[str, Any]) -> list[float]:
-    """What is counted of `w` but for its times and rate: in all, active, dispatched."""
+    """Counters of workload `w` that do not depend on time: total, active, dispatched."""
     return doubles(dump["workloads"]["w"])[:3]
 
 
 def _counts(dump: dict[str, Any]) -> dict[str, Any]:
-    """What is to be exact: everything but epochs, versions, and records and tags that hold times."""
+    """The parts of a dump that must be exact: no epochs, versions, nor records and tags with times."""
     exact = ("stock", "queued", "queued:0", "queued:1", "queued:2", "ready", "dispatches", "ended")
     counted: dict[str, Any] = {name: dump["pool"]["counters"][name] for name in exact}
-    counted["load"] = sum(dump["load"].values())  # which endpoint is a matter of turns
+    counted["load"] = sum(dump["load"].values())  # endpoints take turns
     counted["workloads"] = {id: doubles(text)[:3] for id, text in dump.get("workloads", {}).items()}
     for name in ("requests", "inflight", "timers", "flows:1", "inbox:a"):
         counted[name] = sorted(dump.get(name, ()))
@@ -133,7 +133,7 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
         between.lose_replies = 1
         assert await a.settle("runs") == ["unknown"]
         assert a.notifications == []
-        # When it beats, the grant is in its inbox still, and is placed once.
+        # The grant is still in the owner's inbox: the heartbeat delivers it, and the request is placed once.
         await a.beat()
         assert a.notifications == [("granted", "waits")]
         assert [await a.place("waits"), await a.place("waits")] == [Decision("placed", "10.0.0.1:8000")] * 2

@@ -1,4 +1,4 @@
-"""A body whose end is reported long after its last byte, in a full pool: its request keeps its place."""
+"""A body whose end of stream comes long after its last byte, in a full pool: its request keeps its place."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ from picker_fleet.extproc.exchange import Exchange
 
 ASK = json.dumps(
     {"model": "llama", "prompt": "x" * WHOLE_BYTES}
-).encode()  # a smaller one is answered at once
+).encode()  # a smaller body would be answered at once
 
 
 async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
-    """All bytes of a body, without the mark of its end: its request, called made-1, is placed. The exchange's
-    own clock is at the last of `times_s`."""
+    """Send all bytes of a body without its end of stream; the request, made-1, is placed. The exchange's
+    clock shows the last of `times_s`."""
     exchange = Exchange(exchange_context(replica.gate, clock=lambda: times_s[-1]))
     messages = headers("lean", {"content-length": str(len(ASK))}), body(ASK, ended=False)
     assert await converse(exchange, *messages) == []
@@ -25,27 +25,27 @@ async def whole_but_open(replica: Replica, times_s: list[float]) -> Exchange:
 
 
 async def test_a_late_end_keeps_its_place_before_later_arrivals(fleet: OpenFleet) -> None:
-    # A full pool: a body that is whole but for the mark of its end, and one that waits behind it.
+    # A full pool: a complete body without its end of stream, and a request that waits behind it.
     async with fleet("a", upper_per=1) as (it, a):
         times_s = [0.0]
         exchange = await whole_but_open(a, times_s)
         second = await waiting(it, a, "second", flow="llama")
-        # The end comes much later.
+        # The end of stream comes much later.
         times_s.append(20.0)
         answers = await converse(exchange, body())
-        # Envoy is told the place that it had, which it had all the time; nothing was counted twice.
+        # Envoy gets the original placement, which the request kept all the time; nothing is counted twice.
         assert parts(answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()
         assert events_of(await it.log(), "made-1") == ["bypassed"]
         assert await it.counts() == (1, 1, [1])
-        # And its turn over, the other has its own
+        # When the first request ends, the second is served.
         a.gate.settle(ended("made-1"))
         await second
         await it.ends(a, "second")
 
 
 async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: OpenFleet) -> None:
-    # A body whose place was reaped before its end came, so that the first who waited has it.
+    # A placement is reclaimed before its body's end of stream; the first waiting request gets the capacity.
     async with fleet("a", upper_per=1, lease_ms=1) as (it, a):
         times_s = [0.0]
         exchange = await whole_but_open(a, times_s)
@@ -53,14 +53,14 @@ async def test_a_late_end_whose_placement_is_lost_waits_at_its_old_place(fleet: 
         second = await waiting(it, a, "second", flow="llama")
         await it.after(5)
         assert (await a.sweep()).reclaimed == 1
-        await a.publish("10.0.0.1:8000", upper_per=1)  # from here on leases last
+        await a.publish("10.0.0.1:8000", upper_per=1)  # from now on leases last 60 s
         await first
         await a.store.renew("first", None, "", "")
-        # Its end comes.
+        # The end of stream comes.
         times_s.append(20.0)
         answers = asyncio.create_task(converse(exchange, body()))
         await it.until_logged("queued", "made-1")
-        # It waits, as old as it is, before those who came second.
+        # Its request is queued by its age, before the second one.
         a.gate.settle(ended("first"))
         assert parts(await answers) == ["request_headers"] + ["request_body"] * 9
         assert not second.done()

@@ -1,4 +1,4 @@
-"""Leases: what nobody reports is taken back; what reports itself never is (G6)."""
+"""Leases: a request without renewals is reclaimed; a renewed one never is (G6)."""
 
 import asyncio
 
@@ -16,15 +16,15 @@ MOST_TOMBSTONES = 100_000
 
 
 async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> None:
-    # 50 whose lease has run out.
+    # The leases of 50 requests have expired.
     async with fleet("a", "b", upper_per=200, lease_ms=50) as (it, a, b):
         await asyncio.gather(*(a.admit(f"r{i}") for i in range(50)))
         await it.after(60)
-        # When two replicas sweep at most once a minute, the first takes 32 and says more.
+        # Two replicas sweep at most once a minute: the first call reclaims 32 and reports more.
         times = {"interval_s": 60, "grace_s": 60, "idle_s": 60, "unseen_s": 60}
         swept = await a.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (32, True)
-        # And the other may go on at once; after that it is too early
+        # The other replica may continue at once; after that a sweep is too early.
         swept = await b.store.sweep(**times)
         assert (swept.reclaimed, swept.more) == (18, False)
         assert not (await a.store.sweep(**times)).ran
@@ -32,18 +32,18 @@ async def test_the_sweep_does_a_bounded_amount_at_a_time(fleet: OpenFleet) -> No
 
 
 async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFleet) -> None:
-    # One held stream, one that the access log reports, and one that nobody does; short leases.
+    # A stream that its replica owns, a request in the access log, and an unreported one; short leases.
     async with fleet("a", upper_per=3, lease_ms=100) as (it, a):
         stream = await a.gate.admit(ask("streamed"), stream_owned=True)
         logged = await a.gate.admit(ask("logged"), stream_owned=False)
         await a.gate.admit(ask("silent"), stream_owned=False)
         await a.publish(E1, upper_per=3, lease_ms=60_000)
-        # The replica renews what it holds and passes on an access-log entry.
+        # The replica renews its own streams and passes on an access-log entry.
         a.gate.renew_owned_streams()
         a.gate.renew(Alive("logged", E1, logged.accounting_token))
         await it.after(110)
         await a.sweep()
-        # Only the one nobody reports is gone; what is withdrawn is renewed no more.
+        # Only the unreported request is reclaimed; a withdrawn one is not renewed any more.
         assert sorted(await it.redis.hkeys(it.keys.prefix + "requests")) == ["logged", "streamed"]
         a.gate.withdraw("streamed", stream)
         a.gate.renew_owned_streams()
@@ -54,21 +54,21 @@ async def test_the_gate_renews_the_streams_that_its_replica_holds(fleet: OpenFle
 async def test_a_grant_that_is_taken_up_after_its_lease_begins_a_new_one(
     fleet: OpenFleet, candidates: str
 ) -> None:
-    # One waits, and is granted; where any endpoint will do, it is placed, too.
+    # One request waits and is granted; with candidates `*` the grant also places it.
     async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
         await a.admit("first")
         assert (await a.admit("second", candidates=candidates)).status == "queued"
         await a.settle("first")
-        # Its replica was stopped for longer than the lease, and asks before the sweep.
+        # The replica was stopped for longer than the lease, and asks for the place before the sweep.
         await it.after(110)
         assert (await a.place("second", candidates=candidates)).status == "placed"
-        # The sweep lets it run.
+        # The sweep does not reclaim the request.
         assert (await a.sweep()).reclaimed == 0
         assert await it.counts() == ONE_RUNS
 
 
 async def test_a_running_request_is_restored_from_its_accounting_token_after_a_loss(fleet: OpenFleet) -> None:
-    # A placed request and a shared state that has been lost and published again.
+    # A request is placed; then the shared state is lost and published again.
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, "1", "*")
@@ -76,13 +76,13 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
-        # When two replicas report it, it is counted once, with its cost and workload.
+        # Two replicas report the request: it is counted once, with its cost and workload.
         assert await a.store.renew("r", None, E2, token) == "restored"
         assert await b.store.renew("r", None, E2, token) == "renewed"
         state = await it.state()
         assert (state.stock, state.leases, state.in_flight) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
-        # And its end gives it back; its workload is forgotten in time
+        # Its end releases everything; the idle workload is eventually forgotten.
         assert await a.store.settle("r", Outcome.COMPLETED) == "settled llama"
         assert await it.at_rest()
         await it.after(2)
@@ -91,20 +91,20 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
 
 
 async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: OpenFleet) -> None:
-    # Two that were let go without the shared state, of which one has ended.
+    # Two requests were started without the shared state, and one of them has ended.
     async with fleet("a", "b") as (it, a, b):
         tokens = {name: accounting_token.write(ask(name), E1) for name in ("ended", "runs")}
         assert await a.store.tombstone("ended") == "stored"
-        # When the replica that let them go brings both, only the one that runs is counted.
+        # The replica that started them reports both: only the running one is counted.
         answers = [await b.store.renew(name, 1, "", token) for name, token in tokens.items()]
         assert answers == ["unknown", "restored"]
         assert await it.counts() == ONE_RUNS
-        # And a new request of that id is as any other
+        # A new request with the ended one's id is admitted as usual.
         assert (await b.admit("ended")).status == "placed"
         assert await a.store.tombstone("ended") == "stored"
         assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
-        # And a lease and 10 s later the tombstone is forgotten
+        # The tombstone is deleted a lease and 10 s later.
         tombstones = it.keys.prefix + "tombstones"
         await a.sweep()
         assert await it.redis.zcard(tombstones) == 1
@@ -117,7 +117,7 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
 
 @pytest.mark.parametrize(
     ("ended_s", "seen_s", "answer"),
-    # Seen alive before its end; renewed, perhaps by a newer stream; another of the same id, let go since.
+    # Seen before its end; seen by a possibly newer stream; a later request with the same id.
     [(5, 5.1, "unknown"), (5, 4, "unknown"), (5, 1, "restored"), (5, 0, "restored"), (0, 0, "unknown")],
 )
 async def test_a_tombstone_stops_only_requests_seen_before_the_end(
@@ -125,13 +125,13 @@ async def test_a_tombstone_stops_only_requests_seen_before_the_end(
 ) -> None:
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
-        # An end that was reported some time ago, and is told now.
+        # A tombstone for an end that was reported `ended_s` ago.
         assert await a.store.tombstone("r", ended_s) == "stored"
-        # When somebody brings back what it let go, and saw alive before or since; who has only heard of it
-        # may have an old accounting token.
+        # A stream's own replica may restore a request that it has seen since the end. An access-log report
+        # may carry an old accounting token and restores nothing.
         assert await b.store.renew("r", None, "", token, seen_s) == "unknown"
         assert await b.store.renew("r", 1, "", token, seen_s) == answer
-        # An end that is told again says whether it has come back.
+        # A repeated tombstone returns `back` if the request was restored.
         assert await a.store.tombstone("r", ended_s) == ("back" if answer == "restored" else "stored")
         await a.settle("r")
         assert await it.at_rest()
@@ -141,9 +141,9 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
     async with fleet("a") as (it, a):
         tombstones = it.keys.prefix + "tombstones"
         now_ms = await it.now_ms()
-        # More than are kept.
+        # More tombstones than are kept.
         await it.redis.zadd(tombstones, {f"r{n}": now_ms + n for n in range(MOST_TOMBSTONES + 600)})
-        # When it is swept, the oldest go.
+        # Sweeps delete the oldest ones.
         assert (await a.sweep()).more
         assert await it.redis.zcard(tombstones) == MOST_TOMBSTONES + 100
         assert not (await a.sweep()).more
@@ -152,19 +152,19 @@ async def test_tombstones_are_bounded_in_number_and_leave_a_few_at_a_time(fleet:
 
 
 async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(fleet: OpenFleet) -> None:
-    # A request that one replica let go without the shared state, and whose end another is told of.
+    # A replica started a request without the shared state; another replica receives its end.
     async with fleet("a", "b") as (it, a, b):
         token = accounting_token.write(ask("r"), E1)
         b.gate.settle(ended("r")._replace(accounting_token=token))
         await until(lambda: it.redis.zscore(it.keys.prefix + "tombstones", "r"))
-        # When the one that let it go is back, it brings nothing.
+        # The replica that started it returns, and restores nothing.
         assert await a.store.renew("r", 1, "", token) == "unknown"
-        # And what was refused leaves no trace
+        # The end of a refused request leaves no trace.
         b.gate.settle(ended("refused"))
         await b.beat()
         tombstones = it.keys.prefix + "tombstones"
         assert await it.redis.zcard(tombstones) == 1
-        # Nor does the token bring it later, while its end is remembered; the end once more takes nothing
+        # While the tombstone exists, a later report restores nothing, and a repeated end changes nothing.
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")
         assert await a.store.renew("r", None, E1, token) == "unknown"
         assert await a.store.settle("r", Outcome.COMPLETED) == "unknown"
@@ -177,14 +177,14 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(flee
 async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
     fleet: OpenFleet, claimed: float, unready: int, taken: float
 ) -> None:
-    # A bound of four, also where some of its endpoints are down at the moment.
+    # The bound is four, even while endpoints are down.
     async with fleet("a", endpoints=2) as (it, a):
         for address in (E1, E2)[:unready]:
             await a.store.mark_endpoint(address, "down", True)
-        # An accounting token claims more.
+        # An accounting token claims a larger cost.
         token = accounting_token.write(ask("r", cost=claimed), E1)
         assert await a.store.renew("r", None, E1, token) == "restored"
-        # It has no more than all of it, and gives it back.
+        # The restored request takes at most the whole stock, and releases it.
         assert (await it.state()).stock == taken
         await a.settle("r")
         assert await it.at_rest()
@@ -193,11 +193,11 @@ async def test_an_accounting_token_restores_no_more_than_an_admission_gives(
 async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=1) as (it, a):
         nowhere = "192.0.2.7:80"
-        # Accounting tokens for an endpoint that nobody knows, then they restore nothing.
+        # Tokens for an endpoint that the pool does not have restore nothing.
         for served in ("", nowhere):
             token = accounting_token.write(ask("r"), nowhere)
             assert await a.store.renew("r", None, served, token) == "unknown"
-        # And one that is said to be served there counts where it was placed
+        # If only the reported serving endpoint is unknown, the request counts where it was placed.
         assert await a.store.renew("r", None, nowhere, accounting_token.write(ask("r"), E1)) == "restored"
         assert (await it.state()).in_flight == {E1: 1}
         await a.settle("r")
@@ -205,19 +205,19 @@ async def test_an_accounting_token_counts_only_where_the_pool_has_an_endpoint(fl
 
 
 async def test_a_restored_request_of_an_owned_stream_can_be_withdrawn(fleet: OpenFleet) -> None:
-    # A held stream whose record is lost.
+    # An owned stream whose record is lost.
     async with fleet("a") as (it, a):
         placement = await a.gate.admit(ask("r"), stream_owned=True)
         await it.redis.flushall()
         await a.publish(E1)
-        # When it is renewed and then taken back, nothing is left.
+        # After a renewal has restored it, a withdrawal leaves nothing.
         a.gate.renew_owned_streams()
         await until_is(it.counts, ONE_RUNS)
         a.gate.withdraw("r", placement)
         await until(it.at_rest)
 
 
-# flow, band, weight, cost, workload, criticality, model, endpoint, limit; each damaged in one place
+# flow, band, weight, cost, workload, criticality, model, endpoint, limit; each token is damaged in one field
 WHOLE = ("f", "1", "1.0", "1", "w", "3", "llama", E1, "0")
 DAMAGES = {
     1: ("1.5", "7"), 2: ("nan", "x"), 3: ("1e308", "inf", "-5"), 4: ("w\0",), 5: ("x",), 7: ("",),
@@ -231,13 +231,13 @@ DAMAGED = [
 
 @pytest.mark.parametrize("damaged", ["\t".join(each) for each in DAMAGED])
 async def test_a_damaged_accounting_token_restores_nothing(fleet: OpenFleet, damaged: str) -> None:
-    # A request in flight.
+    # One request in flight.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # When the access log tells of one that nobody knows, with an accounting token that is damaged
+        # The access log reports an unknown request with a damaged accounting token.
         for served in ("",) if "llama\t\t" in damaged else ("", E1):
             assert await a.store.renew("x", None, served, damaged) == "unknown"
-        # The one in flight is counted as before, and nothing else is.
+        # Only the request in flight is counted.
         assert await it.counts() == ONE_RUNS
         await a.settle("r")
         assert await it.at_rest()
@@ -249,25 +249,25 @@ async def test_the_fleet_shares_its_signing_keys_and_replicas_restore_them(fleet
         async def keys() -> list[str]:
             return (await it.redis.hget(it.keys.pool, "signing_keys")).split()
 
-        # Two replicas that have beaten: the key is the one that the first of them offered.
+        # Two replicas have sent heartbeats: the fleet's key is the one that the first of them offered.
         since_ms, *first = await keys()
         assert len(first) == 1
         text = a.store._signing.sign("p", "text")
         assert b.store._signing.fault("p", "text", text) == ""
-        # When a day is over, another key comes; it signs when it, too, has been known for a day.
+        # After a day a new key is made; it signs only after it has been known for a day.
         await it.redis.hset(it.keys.pool, "signing_keys", f"{float(since_ms) - 86_400_000:.0f} {first[0]}")
         await b.beat()
         _, *second = await keys()
         assert second[1:] == first
         assert b.store._signing.sign("p", "text") == text
-        # When all is lost, and a stranger beats first, what the others hold is good again.
+        # All keys are lost, and a stranger's heartbeat comes first: the others' keys are restored by theirs.
         await it.redis.flushall()
         await a.store._client.call("heartbeat", "c", "{}", 60_000, Keyring().offer())
         await b.beat()
         assert set(second) < set((await keys())[1:])
         await a.beat()
         assert a.store._signing.fault("p", "text", text) == ""
-        # And never are more than eight kept
+        # At most eight keys are kept.
         for _ in range(12):
             await it.redis.hset(it.keys.pool, "signing_keys", " ".join(["1", *(await keys())[1:]]))
             await a.beat()
@@ -281,7 +281,7 @@ async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_an
         keyrings = [each.store._signing for each in (a, b)]
         key = keyrings[0].variant_key
         assert keyrings[1].variant_key == key
-        # When a day is over there is another signing key, and the same key for variants.
+        # After a day there is another signing key, but the same variant key.
         _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
         for _ in range(9):
             await it.redis.hset(it.keys.pool, "signing_keys", f"1 {' '.join(signing)}")
@@ -289,7 +289,7 @@ async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_an
             await b.beat()
             _, *signing = (await it.redis.hget(it.keys.pool, "signing_keys")).split()
         assert [each.variant_key for each in keyrings] == [key, key]
-        # All is lost, and a stranger reports first: with the next heartbeats it has the key of the others.
+        # All is lost, and a stranger's heartbeat comes first: later it gets the others' variant key.
         await it.redis.flushall()
         stranger = Keyring()
         assert stranger.variant_key not in (key, Keyring().variant_key)
@@ -309,15 +309,15 @@ async def test_the_fleet_shares_a_key_for_variants_that_outlives_signing_keys_an
 
 
 async def test_an_invalid_serving_endpoint_moves_nothing(fleet: OpenFleet) -> None:
-    # A request in flight, and one that was lost.
+    # One request in flight, and one whose record is lost.
     async with fleet("a") as (it, a):
         await a.admit("r")
-        # The access log tells of endpoints that no address can be.
+        # The access log reports serving endpoints that are no addresses.
         for served in ("a\tb", ",", "x,y", "\x01"):
             assert await a.store.renew("r", None, served, "") == "renewed"
             token = accounting_token.write(ask("lost"), E1)
             assert await a.store.renew("lost", None, served, token) in ("restored", "renewed")
-        # Both count where they were placed, and end there.
+        # Both requests count where they were placed, and end there.
         assert await it.counts() == (2, 0, [2])
         await a.settle("r", "lost")
         assert await it.at_rest()

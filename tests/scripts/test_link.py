@@ -1,4 +1,4 @@
-"""The link to Redis: batches, a lost script cache, a server that is away, ends it cannot have seen (G8)."""
+"""The connection to Redis: batches, a lost library, an unavailable server, and unsent ends (G8)."""
 
 import asyncio
 
@@ -15,9 +15,9 @@ E1 = addresses(1)[0]
 
 
 async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet) -> None:
-    # More items than one call takes.
+    # More items than one call carries.
     async with fleet("a", upper_per=150) as (it, a):
-        # When they come in one turn, each has its own answer, in order.
+        # They are submitted in one loop turn: each gets its own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
         assert [verdict.status for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
@@ -26,18 +26,18 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
         assert await it.at_rest()
 
 
-# The script cache's tests need Valkey: fakeredis closes the connection with every error reply.
+# The tests of a lost library need Valkey: fakeredis closes the connection with every error reply.
 
 
 async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fleet: OpenFleet) -> None:
-    # A server that forgets every script.
+    # The server loses its library before every call.
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         calls = (
             a.beat, lambda: a.publish(E1, upper_per=1), lambda: a.admit("r1"), lambda: b.admit("r2"),
             lambda: a.store.renew("r1", 1, "", ""), lambda: a.settle("r1"), lambda: b.place("r2"),
             lambda: b.store.cancel("r2", 1, "withdrawn"), b.sweep, lambda: b.store.state(60),
         )  # fmt: skip
-        # When a request passes through all of them, nothing fails.
+        # A request passes through all calls without an error.
         for call in calls:
             await it.redis.function_flush()
             await call()
@@ -46,13 +46,13 @@ async def test_a_script_cache_flushed_before_every_call_costs_no_error(valkey_fl
 
 
 async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_fleet: OpenFleet) -> None:
-    # One in flight, one granted, one queued.
+    # One request in flight, one granted, one queued.
     async with valkey_fleet("a", endpoints=2, upper_per=1) as (it, a):
         for name in ("runs", "ends", "granted", "queued"):
             await a.admit(name)
         await a.settle("ends")
         await it.redis.function_flush()
-        # When every script is asked for in one turn, each answers as if it were known.
+        # Every script is called in one loop turn, and each answers as if the library were loaded.
         renewed, settled, admitted, placed, cancelled, pulse, swept = await asyncio.gather(
             in_turn(a.store.renew, "runs", 1, "", ""), in_turn(a.store.settle, "runs", Outcome.COMPLETED),
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
@@ -65,31 +65,31 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
 
 
 async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_fleet: OpenFleet) -> None:
-    # A pool key that is no hash.
+    # The pool key has the wrong type.
     async with valkey_fleet("a") as (it, a):
         kept = await it.redis.dump(it.keys.pool)
         await it.redis.set(it.keys.pool, "text")
-        # When a script fails on it, the caller has the fault in words.
+        # A script fails, and the caller gets the error's text.
         with pytest.raises(ScriptFailed, match="refused admit"):
             await a.admit("r")
-        # And the connection goes on
+        # The connection remains usable.
         await it.redis.restore(it.keys.pool, 0, kept, replace=True)
         assert (await a.admit("r")).status == "placed"
 
 
 async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey: Server) -> None:
-    # A replica whose Redis is not there.
+    # A replica whose Redis is not running.
     valkey.kill()
     a = Replica(valkey.url, pool, "a", silence_s=2.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(a.store.run())
-        # When it asks, it is told in time that the shared state is away.
+        # A call fails in time with StateUnavailable.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable, match="cannot be reached"):
                 await a.admit("r1")
         assert a.store.fault
         assert set(a.lost) == {"refused"}
-        # When the server starts, calls work.
+        # Once the server has started, calls succeed.
         await asyncio.to_thread(valkey.revive)
         await until(lambda: a.store.fault is None)
         await a.publish(E1)
@@ -104,10 +104,10 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
         proxy_to(redis_url) as between,
         fleet("a", "b", upper_per=1, through={"a": between.url}, silence_s=1.0) as (it, a, b),
     ):
-        # A request in flight and a connection that takes everything and answers nothing.
+        # A request in flight, and a connection that accepts everything and never replies.
         await a.admit("r1")
         between.vanished = True
-        # When calls are made, each fails in time, but the settlement waits.
+        # Each call fails in time, but the settlement waits.
         settled = a.store.settle("r1", Outcome.COMPLETED)
         for _ in range(2):
             for call in (asyncio.create_task(a.beat()), asyncio.create_task(a.admit("r2"))):
@@ -115,9 +115,9 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
                     with pytest.raises(StateUnavailable):
                         await call
         assert not settled.done()
-        # And whatever the calls have done is nothing: others go on
+        # The failed calls changed nothing; other replicas are served.
         assert (await b.admit("r3")).status == "queued"
-        # When the server answers again, it is delivered, and what it frees is granted.
+        # When the server replies again, the settlement is delivered, and the freed capacity is granted.
         between.vanished = False
         assert await settled == "settled llama"
         await b.beat()
@@ -127,49 +127,49 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
 
 
 async def test_unanswered_calls_fail_at_once_when_a_replica_stops(fleet: OpenFleet, redis_url: str) -> None:
-    # Calls on the way to a server that does not answer, durable ones too.
+    # Calls, also a durable one, are in flight to a server that never replies.
     async with proxy_to(redis_url) as between:
         async with fleet("b", "a", through={"a": between.url}) as it:
             a = it.replicas[1]
             between.vanished = True
             waiting = asyncio.create_task(a.admit("r1"))
             settled = a.store.settle("r0", Outcome.COMPLETED)
-            # The replica stops
-        # Both have failed.
+            # The replica stops.
+        # Both calls have failed.
         for call in (waiting, settled):
             with pytest.raises(StateUnavailable, match="stopped"):
                 await call
 
 
 async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_fleet: OpenFleet) -> None:
-    # One in flight on a server that cannot write its file.
+    # A request is in flight; then the server refuses writes because it cannot write its file.
     async with proxy_to(valkey_url) as between, valkey_fleet("a", through={"a": between.url}) as (it, a):
         await a.admit("r")
         between.refuse("MISCONF Errors writing to the AOF file")
-        # When it ends, that waits.
+        # The request ends; its end waits.
         settling = asyncio.ensure_future(a.store.settle("r", Outcome.COMPLETED))
         await asyncio.sleep(0)
         with pytest.raises(WritesRefused, match="MISCONF"):
             await a.admit("new")
         assert not settling.done()
         between.refuse("", times=0)
-        # And is taken when it can
+        # The end is delivered when the server accepts writes.
         assert await settling == "settled llama"
         assert await it.at_rest()
 
 
 async def test_a_new_connection_is_noticed_without_a_call(valkey_fleet: OpenFleet) -> None:
-    # A link that nobody asks anything.
+    # A connection without calls.
     async with valkey_fleet("a") as (it, a):
         link = a.store._client
         epoch = link.connection_epoch
-        # When its connection is cut, it is well again without a call.
+        # After it is cut, it recovers without a call.
         await it.redis.client_kill_filter(skipme=True)
         await until(lambda: link.connection_epoch > epoch and link.fault is None)
 
 
 async def sleep_while_in_flight(replica: Replica) -> None:
-    """As if the process had slept for 10 s since its call was sent."""
+    """Wait for a call in flight, and make it look as if the process had paused for 10 s since it was sent."""
     link = replica.store._client
     while not link._in_flight:  # noqa: ASYNC110 - it is sent in the turn that submits it
         await asyncio.sleep(0)
@@ -178,28 +178,28 @@ async def sleep_while_in_flight(replica: Replica) -> None:
 
 
 async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet) -> None:
-    # An admission that is on its way when its process falls asleep.
+    # An admission is in flight when its process pauses.
     async with valkey_fleet("a", upper_per=1) as (it, a):
         admission = asyncio.ensure_future(a.admit("r1"))
-        # When it wakes long after, and comes upon the reply before its own timer has had a turn
+        # After the pause the process reads the reply before its own timer has run.
         await sleep_while_in_flight(a)
-        # What it grants counts for nothing, for it may be another's by now.
+        # The reply is ignored, because the grant may belong to another replica by now.
         with pytest.raises(StateUnavailable):
             await admission
-        # And there is a new connection
+        # Calls succeed on a new connection.
         assert (await a.admit("r1")).status == "placed"
         await a.settle("r1")
         assert await it.at_rest()
 
 
 async def test_a_view_whose_reply_is_read_after_a_sleep_is_asked_again(valkey_fleet: OpenFleet) -> None:
-    # An operator's list that is on its way when the replica falls asleep.
+    # An operator's read is in flight when the replica pauses.
     async with valkey_fleet("a") as (_, a):
         link = a.store._client
         epoch = link.connection_epoch
         listed = asyncio.ensure_future(a.store.reads.flow_queues(10))
         await sleep_while_in_flight(a)
-        # It is answered on a new connection: reading twice does no harm.
+        # The read is repeated on a new connection, because reading twice does no harm.
         async with asyncio.timeout(DEADLINE_S):
             assert list((await listed).queues) == []
         assert link.connection_epoch > epoch
@@ -214,28 +214,28 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
     ):
         await a.admit("r1")
         await a.admit("r2")
-        # A server that takes everything and answers nothing, and an end that is on its way.
+        # The server accepts everything and never replies; the end of r1 is in flight.
         between.vanished = True
         first = a.store.settle("r1", Outcome.COMPLETED)
         deciding = asyncio.create_task(a.admit("r3"))
         await until(lambda: a.store._client.waiting and not a.store.unsent_ends())
-        # When another request ends, only this end cannot be known there.
+        # Another request ends: only this end cannot have reached the server.
         second = a.store.settle("r2", Outcome.COMPLETED)
         assert a.store.unsent_ends() == ["r2"]
-        # And so it stays when the first one has been put back to be sent again
+        # The same holds when the first end is queued again for a retry.
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StateUnavailable):
                 await deciding
         assert a.store.unsent_ends() == ["r2"]
         assert a.lost == ["silence"]
-        # And when there is a new connection to a server that is as silent, though decisions go out on it
+        # The same holds on a new connection to the same silent server, even after admissions were sent on it.
         epoch = a.store.connection_epoch
         await until(lambda: a.store.connection_epoch > epoch)
         deciding = asyncio.create_task(a.admit("r4"))
         with pytest.raises(StateUnavailable):
             await deciding
         assert a.store.unsent_ends() == ["r2"]
-        # When the server answers again, it takes both.
+        # When the server replies again, it takes both ends.
         between.vanished = False
         async with asyncio.timeout(DEADLINE_S):
             assert [await first, await second] == ["settled llama"] * 2

@@ -1,4 +1,4 @@
-"""Each key of the pool is lost under load. Service and counts are back in seconds, and an alert says it."""
+"""Each key of the pool is lost under load. Service and counts recover in seconds, and a metric reports it."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ CONFIG = config(
 )
 SERVICE_S = 5.0
 KEYS = [name for name, kind in documented().items() if kind != "channel"]
-# Their loss is found, since counts depend on them or an operator would miss them; the others are hints.
+# The loss of these keys is detected, because counts or operators depend on them; the others are only hints.
 FOUND = {
     "pool", "requests", "inflight", "timers", "queue:BAND:FLOWQUEUE", "line:BAND:FLOWQUEUE<31>WORKLOAD",
     "flows:BAND", "limits", "load", "endpoints", "marks", "replicas", "replica_info",
@@ -39,13 +39,13 @@ FOUND = {
 
 
 class Load:
-    """Clients that send the next request when they are answered, and an access log that has what runs."""
+    """Clients that send a request after each answer, and an access log of the running requests."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.running: dict[str, Placement] = {}
         self.served = self.failed = self.peak = self.waiting = 0
-        self.paused = False  # no request ends
+        self.paused = False  # while set, no request ends
 
     @contextlib.asynccontextmanager
     async def on(self) -> AsyncIterator[None]:
@@ -88,7 +88,7 @@ class Load:
             self.served += 1
 
     def _gate_of(self, name: str) -> SharedGate:
-        """Of the replica that its client asks, and that Envoy's access log of it goes to."""
+        """The gate that the request's client uses and that gets the request's access-log entries."""
         return self.fleet.replicas[int(name.split("-")[0]) % len(self.fleet.replicas)].gate
 
     async def _access_log(self) -> None:
@@ -98,7 +98,7 @@ class Load:
                 self._gate_of(name).renew(Alive(name, placement.endpoints[0], placement.accounting_token))
 
     async def until_served(self, more: int, within_s: float) -> None:
-        """Wait until so many more were served in a row."""
+        """Wait until `more` further requests are served without a failure in between."""
         failed, wanted = self.failed, self.served + more
 
         def are_served() -> bool:
@@ -148,8 +148,8 @@ async def test_service_and_counts_are_back_after_the_loss_of_a_key(
             await until(load.counts_are_right)
             load.paused = False
             await load.until_served(60, SERVICE_S)
-            # Requests whose records are lost are uncounted until the access log has them. A drained endpoint
-            # whose mark is lost takes requests until a replica has marked it again.
+            # Requests with lost records are not counted until the access log reports them. A drained endpoint
+            # with a lost mark takes requests until a replica has marked it again.
             assert load.peak <= {"requests": 2 * BOUND, "marks": BOUND + EACH}.get(name, BOUND)
             assert [drained(r) for r in (a, b)] == [[DRAINED]] * 2
         await until(it.at_rest)

@@ -1,4 +1,4 @@
-"""Names reach keys: whatever characters they have, no two of them may meet in one."""
+"""Names become parts of keys: two different names never share a key, whatever characters they have."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ _POOLS = itertools.count(1)
 
 
 async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
-    """End `first`, then each request that is granted, until none is; in the order of their grants."""
+    """End `first`, then each request that is granted, until none is left; returns ids in order of grants."""
     ends, served = [first], []
     while ends:
         replica.notifications.clear()
@@ -47,7 +47,7 @@ def test_all_scripts_accept_every_name(valkey_url: str, **drawn: Any) -> None:
 async def _use_all_scripts(
     fleet: OpenFleet, flows: list[str], workloads: list[str], replica: str, ids: list[str], fairness: str
 ) -> None:
-    # Requests of every pair of flow and workload, behind one that runs.
+    # Requests of every pair of flow and workload, behind one in flight.
     async with fleet(replica, upper_per=1, ordering="workload-aware", fairness=fairness) as (it, one):
         store, pairs = one.store, list(itertools.product(flows, workloads))
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
@@ -55,7 +55,7 @@ async def _use_all_scripts(
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
             assert verdict.status == "queued"
         await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
-        # When all that can be read is read, every name is as it was given.
+        # Every read returns each name unchanged.
         queues = (await store.reads.flow_queues(100)).queues
         assert sorted(queue.name for queue in queues) == (sorted(flows) if fairness != "none" else [""])
         surveyed = (await store.queue_snapshots.read(100)).page.queues
@@ -75,7 +75,7 @@ async def _use_all_scripts(
         for workload in workloads:
             assert (await store.reads.workload(workload)).id == workload
         assert [row.id for row in await store.reads.replicas()] == [replica]
-        # and when one leaves, another is turned away, and the others are served by turns, nothing is left
+        # One request is cancelled, one evicted, and the others are served in turn: nothing is left.
         gone, evicted, *others = ids
         assert await store.cancel(gone, 1, "cancelled") == "ended"
         assert await store.evict(evicted) == "evicted"

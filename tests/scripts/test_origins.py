@@ -1,4 +1,4 @@
-"""Where the state of an id is: noted by one replica, found by another (admission/origins.py)."""
+"""Which endpoint has the state of an id: noted by one replica, found by another (admission/origins.py)."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ async def test_an_id_is_found_at_any_replica_and_belongs_to_the_endpoint_that_wa
         one, other = origins(a), origins(b)
         one.note(("resp_1", "conv_1", "", "x\x1fy", "x" * 257), E2)
         assert await one.find(("resp_1",)) == await other.find(("?", "conv_1")) == E2
-        # A server that has restarted may begin to count anew.
+        # A restarted server may count its ids anew.
         other.note(("resp_1",), E1)
         assert await other.find(("resp_1",)) == await one.find(("resp_1",)) == E1
         assert await it.redis.hgetall(it.keys.origins) == {"resp_1": E1, "conv_1": E2}
@@ -48,8 +48,8 @@ async def test_an_id_whose_answer_is_told_late_is_waited_for_and_one_that_nobody
         began_s = time.monotonic()
         assert await origins(b).find(("resp_2",)) == ""
         assert await origins(b).find(("resp_2",), 0.01) == ""
-        assert time.monotonic() - began_s < 10 * FIND_S  # on a busy machine
-        # Nothing is asked for what cannot be an id.
+        assert time.monotonic() - began_s < 10 * FIND_S  # generous for a busy machine
+        # Redis is not asked for strings that cannot be ids.
         assert await origins(b).find(("", "x" * 300)) == ""
 
 
@@ -74,7 +74,7 @@ async def test_a_request_goes_on_where_its_state_is_while_that_endpoint_takes_re
     fleet: OpenFleet,
 ) -> None:
     async with fleet("a", endpoints=2) as (_, a):
-        # A read, too; of an endpoint that drains as well, since nobody else has what is read.
+        # Reads go to a draining endpoint as well, because no other endpoint has the state.
         for endpoints in ((E1, E2), (E1, Endpoint(E2, draining=True))):
             await a.publish(*endpoints)
             assert (await a.gate.route(None, origin=E2)).endpoints == (E2, E1)
@@ -138,7 +138,7 @@ async def test_while_redis_is_away_a_replica_knows_what_it_has_seen_itself() -> 
     kept.note(("resp_1",), E1)
     assert await kept.find(("resp_2", "resp_1")) == E1
     assert await kept.find(("resp_2",)) == ""
-    assert told == [("resp_1", E1)]  # which is kept until Redis takes it
+    assert told == [("resp_1", E1)]  # kept until Redis takes it
 
 
 @pytest.mark.parametrize("lost", ["origins", "origin_times"])

@@ -1,4 +1,4 @@
-"""Outlier ejection in the scripts: who is ejected, by what, for how long, and how it comes back."""
+"""Outlier ejection in the scripts: which failures eject an endpoint, for how long, and how it returns."""
 
 import json
 from typing import Any
@@ -10,12 +10,12 @@ from direct_calls import ClockedPool
 E1, E2, E3, E4 = (f"10.0.0.{n}:1" for n in range(1, 5))
 ROOMY = {
     "upper_per": 9,
-    "live_weight": 0,  # candidates are taken in the order of their scores
+    "live_weight": 0,  # candidates are picked by score alone
 }  # fmt: skip
 
 
 class FailingPool(ClockedPool):
-    """A pool of four endpoints, and what befalls requests there."""
+    """A pool of four endpoints, and calls that report the outcome of requests there."""
 
     def __init__(self, client: redis.Redis, pool: str, **settings: Any) -> None:
         super().__init__(client, pool)
@@ -23,7 +23,7 @@ class FailingPool(ClockedPool):
         self.ids = 0
 
     def place(self, *where: str, flow: str = "x") -> str:
-        """A new request on the first of `where`; its id."""
+        """Place a new request with the candidates `where`, best first; return its id."""
         self.ids += 1
         scored = ",".join(f"{address}={1 - at / 10}" for at, address in enumerate(where))
         reply = self.admit(f"r{self.ids}", flow=flow, candidates=scored)
@@ -35,7 +35,7 @@ class FailingPool(ClockedPool):
         return bytes(reply[4]).decode()
 
     def fails(self, address: str, flow: str, why: str = "500") -> str:
-        """A request of `flow` fails there, and ends."""
+        """Place a request of `flow` at `address`, report its failure, and end it."""
         request_id = self.place(address, flow=flow)
         said = self.fault(request_id, address, why)
         self.call("settle", "a", request_id, "upstream_failed", "", "")
@@ -53,7 +53,7 @@ class FailingPool(ClockedPool):
         return {mark.decode().split("\x1f")[1] for mark in marks if mark.startswith(b"ejected")}
 
     def takes(self, address: str) -> bool:
-        """Whether a request may go there, which then leaves."""
+        """Whether a new request may go to `address`; the request is ended at once."""
         self.ids += 1
         reply = self.admit(f"t{self.ids}", flow="t", candidates=f"{address},{E4}")
         self.call("settle", "a", f"t{self.ids}", "client_gone", "", "")
@@ -70,7 +70,7 @@ def test_failures_of_two_flows_eject_an_endpoint_at_once_and_everywhere(it: Fail
     assert it.fails(E1, "y") == "ejected"
     assert it.ejected == {E1}
     assert not it.takes(E1)
-    # What only it could serve is tried there all the same.
+    # A request that only the ejected endpoint can serve is still placed there.
     assert it.admit("only", candidates=E1)[:2] == ["placed", E1]
 
 
@@ -97,17 +97,17 @@ def test_an_answer_forgets_the_failures_before_it(it: FailingPool) -> None:
 
 
 def test_a_request_that_fails_on_two_endpoints_counts_against_neither(it: FailingPool) -> None:
-    # Envoy tries the next one each time; the request is counted where it is.
+    # Envoy tries the next endpoint each time; the request counts at the endpoint of the current attempt.
     for flow in "xyz":
         request_id = it.place(E1, E2, E3, flow=flow)
         it.fault(request_id, E1)
         assert it.loads()[E2] % 1e9 == 1
         it.fault(request_id, E2)
         it.fault(request_id, E3)
-        it.fault(request_id, E1, flow=flow)  # told twice
+        it.fault(request_id, E1, flow=flow)  # reported twice
         it.call("settle", "a", request_id, "upstream_failed", "", "")
         assert it.ejected == set()
-    # Even if it has ejected one before the second failure is known.
+    # An ejection by the first failure is undone when the second failure is reported.
     it.fails(E1, "x")
     last = it.place(E1, E2, flow="y")
     assert it.fault(last, E1) == "ejected"
@@ -119,7 +119,7 @@ def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(i
     it.fails(E1, "x")
     it.fails(E1, "y")
     for seconds in (1, 2, 4, 8, 8):
-        # Probes from before the time is over do nothing; one that finds it unwell keeps it out.
+        # A probe before the end of the ejection has no effect; a failed one prolongs the ejection.
         it.passes(seconds * 1000 - 1)
         it.probed(E1, well=True)
         assert it.ejected == {E1}
@@ -128,7 +128,7 @@ def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(i
         assert it.ejected == {E1}
         it.probed(E1, well=True)
         assert it.ejected == set()
-        # One request tries it, and no second one beside it.
+        # One trial request goes to the endpoint, and no second one at the same time.
         trial = it.place(E1, E2, flow="z")
         assert not it.takes(E1)
         assert it.fault(trial, E1) == "ejected"
@@ -137,7 +137,7 @@ def test_ejections_double_up_to_the_longest_and_end_by_a_probe_and_one_request(i
     it.probed(E1, well=True)
     it.answers(E1)
     assert all(it.place(E1) for _ in range(3))
-    # Long after its return it begins at one second again.
+    # Long after the return, ejections start at one second again.
     it.passes(9000)
     it.fails(E1, "x")
     assert it.fails(E1, "y") == "ejected"
@@ -159,7 +159,7 @@ def test_at_most_a_part_of_the_pool_is_ejected(
             it.admit(request_id, flow=flow, candidates=address)
             it.fault(request_id, address)
     assert len(it.ejected) == most
-    # Whatever fails, the pool goes on.
+    # Requests are placed despite all failures.
     assert it.admit("goes on")[0] == "placed"
 
 
@@ -182,7 +182,7 @@ def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_
     assert not it.takes(E1)
     it.passes(3000)
     assert it.takes(E1)
-    # Whoever is full again without an answer between is so for twice as long, and one request tries it.
+    # An endpoint that is full again without an answer in between is held twice as long; one request tries it.
     it.call("settle", "a", running.pop(), "client_gone", "", "")
     for hold_ms in (1000, 2000, 4000, 8000, 8000):
         it.fault(it.place(E2, E1, flow="y"), E2, "full")
@@ -192,14 +192,14 @@ def test_a_full_endpoint_gets_a_request_for_each_that_it_ends_until_its_time_is_
         one = it.place(E2)
         assert not it.takes(E2)
         it.call("settle", "a", one, "client_gone", "", "")
-    # That another has served such a request says nothing more.
+    # A successful retry elsewhere is no evidence against the full endpoint.
     for flow in "yz":
         passed_on = it.place(E3, E4, flow=flow)
         it.fault(passed_on, E3, "full")
         it.fault(passed_on, E3, "retried", flow=flow)
         it.passes(8000)
     assert it.ejected == set()
-    # In a pool that is full altogether requests wait.
+    # If all endpoints are full, requests wait.
     for address in (E1, E2, E3, E4):
         it.fault(it.place(address, flow=address), address, "full")
     assert it.admit("waits", flow="w")[0] == "queued"

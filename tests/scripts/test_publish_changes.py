@@ -1,4 +1,4 @@
-"""Endpoints that are published by what has changed of them, beside the same by whole lists."""
+"""Publishing only the changed endpoints has the same effect as publishing the whole list."""
 
 import random
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ async def publish(replica: Replica, endpoints: Mapping[str, Endpoint], version: 
 
 
 async def what_is_published(fleet: Fleet) -> tuple[object, ...]:
-    """All that follows from the endpoints."""
+    """Everything in the shared state that depends on the endpoints."""
     found, state = await fleet.dump(), await fleet.state()
     kept = [found.get(name, {}) for name in ("endpoints", "load", "limits")]
     marks, version = sorted(found.get("marks", {})), found["pool"]["endpoints_version"]
@@ -47,7 +47,7 @@ async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, po
             await publish(b, wanted, f"v{number}")
             former = wanted
             assert await what_is_published(by_changes) == await what_is_published(by_lists)
-            # Requests and marks come between: counts outlive what is published.
+            # Requests and marks come in between: counts outlive a publication.
             target, mark, on = dice.choice(names), dice.choice(("drained", "down")), dice.random() < 0.5
             placed = []
             for each in (a, b):
@@ -114,7 +114,7 @@ async def test_replicas_that_discover_the_same_publish_what_changed_and_read_no_
         for each in (a, b):
             await until(lambda each=each: each.cell.current.endpoints[1].down)
         assert whole == []
-        # What one has not discovered yet it reads.
+        # A replica reads an endpoint list that it has not discovered yet.
         a.membership.discovered(wanted[:2])
         await until(lambda: len(b.cell.current.endpoints) == 2)
         assert whole == ["read"]
@@ -149,7 +149,7 @@ async def test_a_new_endpoint_takes_requests_when_every_envoy_of_the_fleet_has_i
         b.cell.acknowledge("envoy", newest(b)[0])
         for each in (a, b):
             await until(lambda each=each: newest(each)[1] == [True, True])
-        # A pool that was lost is not a pool of new endpoints.
+        # After a loss of the pool its endpoints do not count as new.
         await it.redis.flushall()
 
         async def all_ready() -> bool:

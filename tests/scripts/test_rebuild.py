@@ -1,4 +1,4 @@
-"""The shared state lost under running replicas is registered again, and a replayed token restores nothing."""
+"""A shared state lost under running replicas is rebuilt, and a replayed token restores nothing."""
 
 import asyncio
 import time
@@ -16,17 +16,17 @@ from picker_fleet.request import Alive, Placement
 from picker_fleet.state import accounting_token
 from picker_fleet.state.store import Decision
 
-# Two endpoints at a watermark of 2: at most 4 in flight, the queue is served below 3.6.
+# Two endpoints with a watermark of 2: at most 4 in flight, the queue is dispatched below 3.6.
 CONFIG = config(2)
-# Seconds in which a replica joins only by its own doing: the test decides when it beats.
+# A long heartbeat interval, so that the test decides when a replica sends heartbeats.
 SLOW = config(2, "2s")
-BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server for a tenth of a second or so
+BUSY = "local x = 0 for i = 1, 2e7 do x = x + i % 7 end"  # keeps the server busy for about 0.1 s
 
 
 async def filled(
     it: Fleet, streams: int, waiters: int
 ) -> "tuple[list[Placement], list[asyncio.Task[Placement]]]":
-    """`streams` streams that run and then `waiters` waiting, round the replicas."""
+    """Start `streams` streams, then queue `waiters` requests, in turn over the replicas."""
     gates = [replica.gate for replica in it.replicas]
     running = [await gates[i % len(gates)].admit(ask(f"s{i}"), stream_owned=True) for i in range(streams)]
     waiting = []
@@ -37,7 +37,7 @@ async def filled(
 
 
 async def all_served(it: Fleet, streams: int, waiting: "Sequence[asyncio.Task[Placement]]") -> None:
-    """The streams end, each waiter has its turn and ends, and nothing is left."""
+    """End the streams, serve and end each waiting request, and wait until the fleet is at rest."""
     (first, *_) = it.replicas
 
     async def served(name: str, task: "asyncio.Task[Placement]") -> None:
@@ -51,7 +51,7 @@ async def all_served(it: Fleet, streams: int, waiting: "Sequence[asyncio.Task[Pl
 
 
 async def until_accounted(it: Fleet, count: int) -> None:
-    """Wait until so many requests run or wait."""
+    """Wait until `count` requests are in flight or queued."""
 
     async def are_accounted() -> bool:
         stock, queued, loads = await it.counts()
@@ -79,52 +79,52 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
 
 
 async def test_streams_are_registered_before_waiters_when_redis_is_slow(fleet: OpenFleet) -> None:
-    # Four streams and five waiters of a replica, and a state that was lost and is published again.
+    # A replica has four streams and five waiting requests; the state is lost and published again.
     async with fleet("a", endpoints=2) as (it, a):
         _, waiting = await filled(it, 4, 5)
         await it.redis.flushall()
         await a.publish(*addresses(2))
         await a.beat()
-        # Something that this replica asked is on its way for long: decisions go out beside it.
+        # A long call of this replica is in flight: admissions are sent beside it.
         busy = asyncio.create_task(it.redis.eval(BUSY, 0))
         await asyncio.sleep(0.02)
         asked = asyncio.create_task(a.store.notifications())
         await asyncio.sleep(0)
         assert await a.gate.register_again()
         await asyncio.gather(busy, asked)
-        # The waiters wait.
+        # The waiting requests are queued again.
         assert await it.counts() == (4, 5, [2, 2])
         for task in waiting:
             task.cancel()
 
 
 async def test_an_arrival_finds_the_state_lost_and_has_it_rebuilt(fleet: OpenFleet) -> None:
-    # A replica that beats every two seconds, and a state that is lost in between.
+    # The state is lost between two heartbeats, which are two seconds apart.
     async with fleet("a", endpoints=2, joined=SLOW) as (it, a):
         await it.redis.flushall()
-        # When a request comes, it has the state published at once and is placed.
+        # An arrival makes the replica publish the state at once, and is placed.
         assert (await a.gate.admit(ask("r"), stream_owned=False)).endpoints
         assert (await it.counts())[0] == 1
 
 
 async def test_access_log_entries_restore_requests_of_no_replica(fleet: OpenFleet) -> None:
-    # A stream that only Envoy knows of, and a state that was lost.
+    # A stream that no replica owns, and a lost state.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (it, a, b):
         placement = await a.gate.admit(ask("r", workload="w"), stream_owned=False)
         await it.redis.flushall()
         await until_is(it.counts, (0, 0, [0, 0]))
-        # When its periodic entry comes to another replica, it is counted where it runs.
+        # Its periodic access-log entry reaches another replica: the request is counted where it runs.
         b.gate.renew(Alive("r", placement.endpoints[0], placement.accounting_token))
         await until_accounted(it, 1)
         assert (await it.state()).in_flight[placement.endpoints[0]] == 1
-        # And its final entry ends it
+        # Its final entry ends it.
         await it.ends(a, "r")
 
 
 async def test_waiters_that_could_not_be_registered_are_registered_with_the_next_beat(
     fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Waiters whose first registration after a flush fails.
+    # The first attempts to register the waiting requests after a flush fail.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, a):
         _, waiting = await filled(it, 2, 3)
         real = a.store.admit
@@ -138,14 +138,14 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         monkeypatch.setattr(a.store, "admit", failing)
         # The state is lost.
         await it.redis.flushall()
-        # A later beat registers them.
+        # A later heartbeat registers the waiting requests.
         await until_accounted(it, 5)
         assert not failures
         await all_served(it, 2, waiting)
 
 
 async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: OpenFleet) -> None:
-    # A stream and a waiter of a replica that the others have given up.
+    # A replica with a stream and a waiting request counts as silent.
     async with fleet("a", endpoints=1, joined=CONFIG) as (it, _):
         _, (waiter,) = await filled(it, 2, 1)
         await it.redis.zadd(it.keys.replicas, {"a": 1})
@@ -153,7 +153,7 @@ async def test_a_replica_that_was_away_too_long_registers_its_requests(fleet: Op
         async def held_again() -> bool:
             return events_of(await it.log(), "q0")[-1] in ("adopted", "queued")
 
-        # When it beats again, its waiter is back in the queue, and served.
+        # After its next heartbeat its waiting request is queued again, and is served.
         await until(held_again)
         await all_served(it, 2, (waiter,))
         assert waiter.result().endpoints == addresses(1)
@@ -163,15 +163,15 @@ async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFlee
     # Two replicas with the same configuration.
     async with fleet("a", "b", endpoints=2, joined=CONFIG) as (_, a, b):
         await until(lambda: len(b.cell.current.endpoints) == 2)
-        # When the one that does not lead discovers more, nothing changes.
+        # The replica that does not lead discovers other endpoints: nothing changes.
         b.membership.discovered([])
         before = b.membership.pulse
         await until(lambda: b.membership.pulse is not before)
         assert len(b.cell.current.endpoints) == 2
-        # When the leader does, both have it.
+        # The leader discovers other endpoints: both replicas get them.
         a.membership.discovered([a.cell.current.endpoints[0]])
         await until(lambda: len(a.cell.current.endpoints) == len(b.cell.current.endpoints) == 1)
-        # When the leader leaves, the other leads at once.
+        # The leader leaves: the other replica leads at once.
         await a.membership.leave(5)
         await until(lambda: b.cell.current.endpoints == ())
         assert b.membership.pulse.leader
@@ -179,7 +179,7 @@ async def test_the_least_replica_publishes_and_the_others_follow(fleet: OpenFlee
 
 ENDPOINT = "e:1"
 TOKEN = accounting_token.write(ask("r"), ENDPOINT)
-WINDOW_MS = LEASE_MS + 10_000  # after a loss: what runs has given a sign of life by then
+WINDOW_MS = LEASE_MS + 10_000  # by then every running request has been reported
 HOUR_MS = 3_600_000
 
 
@@ -193,7 +193,7 @@ def server(client: redis.Redis) -> Iterator[TimedPool]:
 
 
 def settled(server: TimedPool) -> bool:
-    """The server has been the pool's for long, and nobody has been away."""
+    """Let the server serve the pool undisturbed for longer than WINDOW_MS; whether tokens restore nothing."""
     server.calm(WINDOW_MS + SECOND_MS)
     return server.report("nobody", TOKEN) == "unknown"
 
@@ -203,22 +203,22 @@ def test_an_accounting_token_of_an_ended_request_restores_nothing_in_a_calm_flee
     server.admit("r")
     assert server.report("r", TOKEN) == "renewed"
     assert server.settle("r") == "settled m"
-    # When it is told again, at once and later, it is not counted.
+    # Later reports with the token do not restore the request.
     for _ in range(10):
         assert server.report("r", TOKEN) == "unknown"
         server.calm(10 * SECOND_MS)
-    # But a replica whose own stream it is brings it back at any time
+    # The replica that owns the stream can restore it at any time.
     assert server.report("r", TOKEN, attempt="1") == "restored"
 
 
 def test_a_request_given_up_unreported_is_restored_by_its_renewal_and_ends_once(server: TimedPool) -> None:
     server.admit("r")
-    # A request that nobody could report for a lease.
+    # No report of the request came for a whole lease.
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
     assert not server.knows("r")
     server.calm(HOUR_MS // 2)
-    # When it is seen alive, it counts, and when it has ended it does not come back.
+    # A report restores the request; after its end, another report does not.
     assert server.report("r", TOKEN) == "restored"
     assert server.settle("r") == "settled llama"
     assert server.report("r", TOKEN) == "unknown"
@@ -229,12 +229,12 @@ def test_a_request_given_up_is_forgotten_at_its_end_and_after_an_hour(server: Ti
         server.admit(name)
     server.calm(LEASE_MS + SECOND_MS)
     assert server.sweep()
-    # When the end of one is heard after all, a tombstone takes its place.
+    # The end of one request is reported after all, and a tombstone is stored.
     assert server.settle("ends") == "unknown"
     server.call("tombstone", "a", "ends", "0")
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("ends", TOKEN) == "unknown"
-    # And the other is forgotten in an hour
+    # The other request is forgotten after an hour.
     server.calm(HOUR_MS)
     assert server.sweep()
     assert server.report("stays", TOKEN) == "unknown"
@@ -253,9 +253,9 @@ def lose_everything(server: TimedPool) -> None:
 
 
 def fail_over(server: TimedPool) -> None:
-    """Another server takes its place, which lacks the last writes, and is for a while nobody's."""
+    """Simulate a new primary that lacks the last writes and serves no replica for 20 s."""
     server.lose("r", "late")
-    server.load(server.library)  # it remembers nothing
+    server.load(server.library)  # clears the library's cached state
     server.passes(20 * SECOND_MS)
 
 
@@ -267,30 +267,30 @@ def test_after_a_loss_running_requests_are_restored_for_a_lease(
         server.admit(name)
     happen(server)
     server.beat()
-    # When it is seen alive, it counts; and past the time by which all that runs has been, no more.
+    # A report restores a request, but not after the time in which every running one has been reported.
     assert server.report("r", TOKEN) == "restored"
     server.calm(WINDOW_MS + SECOND_MS)
     assert server.report("late", TOKEN) == "unknown"
 
 
 def test_when_a_replica_returns_its_renewals_restore_requests(server: TimedPool) -> None:
-    # The fleet's only replica, which could not reach the server for longer than it is believed.
+    # The fleet's only replica could not reach the server for longer than the silence limit.
     server.passes(2 * SILENCE_MS)
     server.beat()
     assert server.report("r", TOKEN) == "restored"
-    # And one that is new, which can have seen nothing, changes nothing
+    # A new replica, which has seen no requests, opens no such time for restores.
     assert settled(server)
     server.call("heartbeat", "new", "{}", SILENCE_MS, "")
     assert server.report("other", TOKEN) == "unknown"
 
 
 def test_a_request_started_without_redis_is_restored_for_a_lease_by_any_replica(server: TimedPool) -> None:
-    # Requests let go by a replica that alone is without the shared state.
+    # A replica that alone has lost Redis starts requests.
     token = accounting_token.write(ask("r"), ENDPOINT, alone_ms=server.now_ms())
-    # When the access log tells another one of the first in time, it counts.
+    # The access log reports the first one to another replica in time: it is counted.
     server.calm(5 * SECOND_MS)
     assert server.report("r", token) == "restored"
-    # When it has ended, and a tombstone is stored, not again; nor another one.
+    # After its end and a tombstone it is not restored again; nor is a request that is reported too late.
     assert server.settle("r") == "settled llama"
     server.call("tombstone", "a", "r", "0")
     assert server.report("r", token) == "unknown"

@@ -1,4 +1,4 @@
-"""A Redis that is out of memory takes nothing new, and lets go of what it has."""
+"""A Redis that is out of memory refuses new requests and still serves the admitted ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from picker_fleet.errors import ExpiredTtl, WritesRefused
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.connection import FailureDetector
 
-ROOM = 400_000  # bytes for what is to wait
+ROOM = 400_000  # bytes for waiting requests
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Clients:
-    """Requests that wait in flows of their own, with long names, and are served as their turn comes."""
+    """Requests with one flow each, with long names, which are served as they are granted."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -39,7 +39,7 @@ class Clients:
         self.running.append(name)
 
     async def fill(self) -> WritesRefused:
-        """Ask until one is refused; all before it are in flight or wait."""
+        """Send requests until one is refused; all earlier ones are in flight or wait."""
         while True:
             queued = await self.fleet.queued()
             task = asyncio.create_task(self.ask(f"r{len(self.tasks)}", workload=f"w{len(self.tasks)}"))
@@ -53,7 +53,7 @@ class Clients:
             self.tasks.append(task)
 
     async def serve(self) -> None:
-        """End what runs until nothing does and nobody waits."""
+        """End requests until none is in flight or waiting."""
         while self.running or self.replica.gate.waiting:
             for name in self.running:
                 await self.replica.store.renew(name, None, "", "")
@@ -69,7 +69,7 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         a, gate = clients.replica, clients.gate
         gate.update_peers({"a": {"degraded": False}})
         gate.heartbeat_answered(await a.beat())
-        # A server without room, and requests that have filled it.
+        # Requests fill the server's memory.
         await clients.ask("runs first")
         base = (await it.redis.info("memory"))["used_memory"]
         await it.redis.config_set("maxmemory", base + ROOM)
@@ -77,9 +77,9 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         assert (refused.status, refused.retry_after_s) == (503, 1)
         waiting = a.gate.waiting
         assert waiting > 20
-        # It has no room at all from here on.
+        # From now on the server has no memory left at all.
         await it.redis.config_set("maxmemory", 1)
-        # Heartbeats, sweeps, marks, live changes and cancellations are taken.
+        # Heartbeats, sweeps, marks, live changes and cancels still succeed.
         await a.beat()
         assert (await a.sweep()).ran
         for on in (True, False):
@@ -87,16 +87,16 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
         await a.store.set_live_config({"paused": None}, {"paused": None})
         clients.tasks[-1].cancel()
         await until(lambda: a.gate.waiting == waiting - 1)
-        # And all in flight end, and all who wait have their turn
+        # Requests in flight end, and waiting ones are served.
         await asyncio.wait_for(clients.serve(), 60)
         *served, _ = clients.tasks
         await asyncio.gather(*served)
         await until(it.at_rest)
-        # And who comes new is refused still, by a replica that has not left the shared queue
+        # New requests are still refused, by a replica that stays in the shared state.
         with pytest.raises(WritesRefused):
             await clients.ask("new")
         assert gate.state is FailoverState.SHARED
-        # When there is room, admission goes on.
+        # With memory available, admission resumes.
         await it.redis.config_set("maxmemory", 0)
         await clients.ask("new")
         await clients.serve()
@@ -105,12 +105,12 @@ async def test_a_full_redis_refuses_new_requests_while_the_fleet_drains(server: 
 
 async def test_a_request_that_waits_in_a_full_redis_expires_in_time(server: Server, pool: str) -> None:
     async with running(server.url, pool, "a", upper_per=1, listening=True) as (it, a):
-        # One that waits on a server that has no room since.
+        # A request waits on a server that has run out of memory since.
         await a.gate.admit(ask("runs"), stream_owned=False)
         waits = asked(a, "waits", ttl_s=0.2)
         await until(lambda: a.gate.waiting == 1 or waits.done())
         await it.redis.config_set("maxmemory", 1)
-        # When its time is up, it is told so.
+        # At its TTL the request is answered.
         with pytest.raises(ExpiredTtl):
             await waits
         await it.ends(a, "runs")

@@ -1,4 +1,4 @@
-"""A batch in which a script comes upon an error: only the item whose fault it is fails."""
+"""A script error within a batch: only the item that causes the error fails."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from picker_fleet.request import Outcome
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
-    """The results of `calls`, exceptions too. All but the first, which keeps the link busy, go together."""
+    """Results or exceptions of `calls`. The first keeps the connection busy; the others share a message."""
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
 async def broken(it: Fleet) -> AsyncIterator[None]:
-    """The queue of flow `bad`, in the band of all requests here, is a key of another type for a while."""
+    """Within the block, the queue key of flow `bad` in the Default band has the wrong type."""
     key = it.keys.prefix + "queue:1:bad"
     kept = await it.redis.dump(key)
     await it.redis.set(key, "text")
@@ -31,7 +31,7 @@ async def broken(it: Fleet) -> AsyncIterator[None]:
 
 
 async def served(replica: Replica, *request_ids: str) -> None:
-    """Each is granted in turn, placed, and ends."""
+    """Deliver each grant by a heartbeat, place the request and settle it, in this order."""
     for request_id in request_ids:
         await replica.beat()
         assert (await replica.place(request_id)).status == "placed"
@@ -39,20 +39,20 @@ async def served(replica: Replica, *request_ids: str) -> None:
 
 
 async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet: OpenFleet) -> None:
-    # A full pool, and a flow whose queue is of another type.
+    # A full stock, and a flow whose queue key has the wrong type.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
-            # Requests of it and of others arrive in one message.
+            # Requests of this flow and of others arrive in one message.
             arrivals = {"g1": "good", "b": "bad", "g2": "good", "h": "other", "b2": "bad"}
             arriving = (a.admit(name, flow=flow) for name, flow in arrivals.items())
             _, g1, b, g2, h, b2 = await in_one_message(a.beat(), *arriving)
-            # Its own fail in words, and the others wait, each once.
+            # Requests of this flow fail with an error text; the others are queued once each.
             for refused in (b, b2):
                 assert isinstance(refused, ScriptFailed)
                 assert "refused admit" in str(refused)
             assert {verdict.status for verdict in (g1, g2, h)} == {"queued"}
             assert await it.counts() == (1, 3, [1])
-        # And are served in their order
+        # The others are served in order.
         await a.settle("runs")
         await served(a, "g1", "h", "g2")
         assert await it.at_rest()
@@ -62,10 +62,10 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
     # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a):
         async with broken(it):
-            # When one arrives beside one of that flow, and leaves in the same message
+            # A request arrives beside one of the broken flow, and is cancelled in the same message.
             arriving = (a.admit(name, flow=flow) for name, flow in (("g", "good"), ("b", "bad")))
             await in_one_message(a.beat(), *arriving, in_turn(a.store.cancel, "g", 1, "cancelled"))
-        # It has left.
+        # The cancel takes effect.
         assert events_of(await it.log(), "g")[-1] == "cancelled"
         await a.settle("runs")
         assert await it.at_rest()
@@ -79,32 +79,32 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
 async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
     valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: str
 ) -> None:
-    # Two of a flow in the queue, and one of a flow that breaks then.
+    # Two requests of a good flow wait, and one of a flow that breaks afterwards.
     async with valkey_fleet("a", full=True) as (it, a):
         for name, flow in (("g1", "good"), ("g2", "good"), ("b", "bad")):
             await a.admit(name, flow=flow)
         async with broken(it):
-            # When one of each leaves, in one message
+            # One request of each flow leaves, in one message.
             leaving = [in_turn(getattr(a.store, how), name, *args) for name in ("g1", "b")]
             _, left, refused = await in_one_message(a.beat(), *leaving)
-        # Only that of the broken flow fails.
+        # Only the request of the broken flow fails.
         assert left == answer
         assert isinstance(refused, ScriptFailed)
         assert await it.counts() == (1, 2, [1])
-        # And who stays is served
+        # The remaining requests are served.
         await a.settle("runs")
         await served(a, "b", "g2")
         assert await it.at_rest()
 
 
 async def test_an_admission_that_failed_halfway_does_not_stop_the_queue(valkey_fleet: OpenFleet) -> None:
-    # A script that failed after it had put a request into its queue, and is not asked again.
+    # A script failed after it had queued a request, and was not repeated.
     async with valkey_fleet("a", full=True) as (it, a):
         await a.admit("first", flow="good")
         for flow in ("good", "lone"):
             await it.redis.zadd(f"{it.keys.prefix}queue:1:{flow}", {"stray": 1})
         await it.redis.zadd(it.keys.prefix + "flows:1", {"lone": -1})
-        # When its turn comes, it is taken out, and the next one has it.
+        # When the stray entry's turn comes, it is removed, and the next request is granted.
         await a.settle("runs")
         await served(a, "first")
         assert await it.at_rest()
@@ -114,10 +114,10 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(val
     # A broken flow.
     async with valkey_fleet("a", full=True) as (it, a), broken(it):
         await it.redis.config_resetstat()
-        # Every item of a batch is of it.
+        # Every item of a batch belongs to this flow.
         _, *answers = await in_one_message(a.beat(), *(a.admit(f"b{n}", flow="bad") for n in range(16)))
-        # All fail, after one call together and one each.
+        # All fail, after one call with the whole batch and one call each.
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
         assert (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1 + 16 + 1
-        # And the connection goes on
+        # The connection remains usable.
         assert (await a.admit("g", flow="good")).status == "queued"

@@ -1,4 +1,4 @@
-"""What a library remembers from call to call, while another version of it changes the same pool."""
+"""State that a library caches between calls, while another version changes the same pool."""
 
 import json
 
@@ -8,7 +8,7 @@ from direct_calls import ClockedPool
 
 
 class Versions(ClockedPool):
-    """Two versions of the library: the pool's own, and `other`."""
+    """A pool used by two versions of the library: its own, and `other`."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool)
@@ -16,7 +16,7 @@ class Versions(ClockedPool):
         assert self.library.version != self.other.version
 
     def live_through(self, *names: str) -> None:
-        """They are placed and end, so that the library knows all endpoints and their loads."""
+        """Place and end requests, so that the library caches all endpoints and their loads."""
         self.publish("a:1", "b:1", version="1", upper_per=100)
         for name in names:
             assert self.admit(name)[0] == "placed"
@@ -29,73 +29,73 @@ def server(client: redis.Redis, pool: str) -> Versions:
 
 
 def test_nothing_goes_to_an_endpoint_that_another_version_has_replaced(server: Versions) -> None:
-    # A version that has placed requests, and so knows all endpoints and their loads.
+    # A version has placed requests, and so caches all endpoints and their loads.
     server.live_through("x", "y")
-    # Another one puts an endpoint in the place of one.
+    # The other version replaces an endpoint.
     server.publish("a:1", "c:1", version="2", library=server.other, upper_per=100)
-    # The first sends requests to the new one, and none to the one that has left.
+    # The first version sends requests to the new endpoint, and none to the removed one.
     assert {server.admit(f"after-{number}")[1] for number in range(6)} == {"a:1,c:1", "c:1,a:1"}
     assert server.loads() == {"a:1": 3, "c:1": 3}
 
 
 def test_an_endpoint_added_under_the_same_version_is_picked(server: Versions) -> None:
-    # A version that knows all endpoints.
+    # A version caches all endpoints.
     server.publish("a:1", version="1", upper_per=100)
     assert server.admit("x")[1] == "a:1"
-    # Another endpoint is published.
+    # Another endpoint is published under the same version.
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # The next request goes there.
+    # The next request goes to the new endpoint.
     assert server.admit("y")[1] == "b:1,a:1"
 
 
 def test_requests_of_one_workload_by_two_versions_are_counted_once_each(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # When both let in and end requests, in turns and twice in a row
+    # Both versions admit and end requests, alternately and twice in a row.
     for number in range(10):
         server.admit(f"one-{number}")
         server.admit(f"other-{number}", library=server.other)
         server.settle(f"one-{number}", server.other)
         if number % 2:
             server.settle(f"other-{number}")
-    # The workload's counts are those of all, and so are the loads.
+    # The workload's counts and the loads include the requests of both versions.
     row = server.call("view_workload", "w")[1].split(b"\x1f")
-    assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # in all, active, let in
+    assert [float(figure) for figure in row[1:4]] == [20, 5, 20]  # total, active, dispatched
     assert sum(server.loads().values()) == 5
 
 
 def test_either_version_expires_a_request_that_the_other_queued(server: Versions) -> None:
-    # A version that has found nothing that time will bring, and one in flight that leaves no room.
+    # A version has cached that no timer is pending; a request in flight takes all capacity.
     server.publish("a:1", version="1", upper_per=1)
     assert server.admit("runs")[0] == "placed"
-    # When another one queues a request, whose time passes
+    # The other version queues a request, whose TTL passes.
     assert server.admit("waits", library=server.other, ttl_ms=40) == ["queued", "40"]
     server.passes(41)
-    # The first ends it with the next thing that it is asked.
+    # The first version ends the request in its next call.
     assert server.admit("runs")[-1] == "adopted"
     assert server.requests() == {b"runs"}
 
 
 def test_a_timer_before_the_remembered_one_is_not_missed(server: Versions) -> None:
-    # A request that waits, whose timer is the earliest that is known of.
+    # A waiting request has the earliest timer that the library knows.
     server.publish("a:1", version="1", upper_per=1)
     server.admit("runs")
     assert server.admit("patient", ttl_ms=60_000)[0] == "queued"
-    # When one with less time comes, and that time passes
+    # A request with a shorter TTL arrives, and that TTL passes.
     assert server.admit("hasty", ttl_ms=40)[0] == "queued"
     server.passes(41)
     server.admit("runs")
-    # It is gone, and the other one waits.
+    # The new request has expired, and the other one still waits.
     assert server.requests() == {b"runs", b"patient"}
 
 
 def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versions) -> None:
     server.publish("a:1", "b:1", version="1", upper_per=100)
-    # When requests may go to endpoints that nobody has heard of, each to others
+    # Each request names other unknown endpoints as candidates.
     for number in range(30):
         strangers = ",".join(f"10.0.{number}.{last}:1" for last in range(50))
         answer = server.admit(f"r-{number}", flow="f", workload=f"w-{number}", candidates=f"{strangers},a:1")
         assert answer[:2] == ["placed", "a:1"]
-    # Those that are known have what they have.
+    # The loads of the known endpoints are right.
     assert server.loads() == {"a:1": 30, "b:1": 0}
     for number in range(30):
         server.settle(f"r-{number}")
@@ -103,12 +103,12 @@ def test_loads_and_counts_stay_exact_with_more_names_than_are_kept(server: Versi
 
 
 def test_the_next_call_follows_a_setting_that_another_version_changed(server: Versions) -> None:
-    # A version that knows the settings, with nothing that counts about to change.
+    # A version has cached the settings, and no cached count changes.
     server.live_through("x", "y")
     for fallbacks in (0, 1):
-        # Another one changes how many endpoints a request is given.
+        # The other version changes the number of fallbacks.
         server.call("tune", "r", json.dumps({"fallbacks": fallbacks}), "{}", library=server.other)
-        # The first one goes by it with its next request.
+        # The first version applies the setting to its next request.
         assert len(server.admit(f"r{fallbacks}")[1].split(",")) == 1 + fallbacks
 
 
@@ -118,14 +118,14 @@ def test_an_endpoint_that_takes_requests_again_is_picked(server: Versions) -> No
     server.call("heartbeat", "a", "{}", 60_000)
     running = {server.admit(f"r{number}")[1].split(",")[0]: f"r{number}" for number in range(8)}
     assert server.admit("waits")[0] == "queued"
-    # A call that ends a request of an endpoint that is down and places another one looks at the others alone.
+    # A call that ends a request of a down endpoint and places another considers only the other endpoints.
     server.call("mark_endpoint", "a", "b:1", "down", "1")
     for address in ("a:1", "b:1"):
         server.settle(running.pop(address))
-    assert server.loads()["a:1"] == 1  # the waiting one
+    assert server.loads()["a:1"] == 1  # the waiting request
     for name in (*running.values(), "waits"):
         server.settle(name)
-    # When the endpoint takes requests again, it gets its part of them.
+    # When the endpoint is up again, it gets its share of requests.
     server.call("mark_endpoint", "a", "b:1", "down", "")
     for number in range(8):
         assert server.admit(f"after-{number}")[0] == "placed"

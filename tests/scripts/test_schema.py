@@ -1,4 +1,4 @@
-"""The key schema: docs/redis-schema.md, lua/lib/storage.lua and a live server say the same."""
+"""The key schema: docs/redis-schema.md, lua/lib/storage.lua and a live server agree."""
 
 import asyncio
 import re
@@ -19,24 +19,24 @@ SHORT = {"B": "BAND", "L": "FLOWQUEUE", "W": "WORKLOAD", "R": "REPLICA", "E": "E
 
 
 def documented() -> dict[str, str]:
-    """Key pattern, without the pool's prefix -> type, as the page lists them."""
+    """Key pattern without the pool's prefix -> type, as docs/redis-schema.md lists them."""
     return dict(re.findall(r"^\| `epp:\{POOL\}:([^`]+)` \| (\w+) \|", PAGE.read_text(encoding="utf-8"), re.M))
 
 
 def in_scripts() -> dict[str, str]:
-    """The same of the scripts' table."""
+    """Key pattern -> type, as the table in lua/lib/storage.lua lists them."""
     kinds = "hash|zset|stream|string|channel"
     rows = re.findall(rf"^-- (\S+) +({kinds}) ", TABLE.read_text(encoding="utf-8"), re.M)
     return {"".join(SHORT.get(part, part) for part in parts(name)): kind for name, kind in rows}
 
 
 def parts(name: str) -> list[str]:
-    """Of a key's pattern, with the separators."""
+    """The parts of a key pattern, including the separators."""
     return re.split("(:|<31>)", name)
 
 
 def documented_fields() -> set[str]:
-    """Fields of the pool's hash, bands spelled out."""
+    """Documented fields of the pool's hash, with band numbers filled in."""
     section = PAGE.read_text(encoding="utf-8").split("## Fields of `pool`")[1].split("## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \|", section, re.M)
     names = re.findall("`(.+?)`", " ".join(rows))
@@ -44,7 +44,7 @@ def documented_fields() -> set[str]:
 
 
 def matching(name: str) -> list[str]:
-    """The documented patterns that a live key's name matches."""
+    """The documented patterns that match the name of a live key."""
 
     def expression(pattern: str) -> str:
         spelled = {**PLACES, "<31>": "\x1f"}
@@ -54,7 +54,7 @@ def matching(name: str) -> list[str]:
 
 
 async def live(it: Fleet) -> dict[str, str]:
-    """Name without prefix -> type, of every key in the server that is not another pool's."""
+    """Name without prefix -> type, for every key in the server; asserts that no other pool has keys."""
     keys = await it.redis.keys("*")
     assert all(key.startswith(it.keys.prefix) for key in keys), keys
     return {key.removeprefix(it.keys.prefix): await it.redis.type(key) for key in keys}
@@ -66,11 +66,11 @@ def test_the_page_and_the_scripts_list_the_same_keys() -> None:
 
 
 def test_the_keys_that_python_spells_are_documented() -> None:
-    # Every key that the replicas name themselves.
+    # Every key that the replicas spell themselves.
     keys = Keys.of("p")
     spelled = [key for name, key in vars(keys).items() if name != "prefix"]
     assert len(spelled) == 11
-    # Each is in the table.
+    # Each is documented.
     for key in (*spelled, keys.wake("r-1")):
         assert matching(key.removeprefix("epp:{p}:")), key
 
@@ -85,11 +85,11 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
 
         async def look() -> None:
             for name, kind in (await live(it)).items():
-                # Every key is documented once, with its type.
+                # Every key is documented exactly once, with its type.
                 (pattern,) = matching(name)
                 seen[pattern] = kind
 
-        # When requests run, wait, are granted to another, finish early and are restored
+        # Requests run, wait, are granted, are cancelled and are restored.
         await a.admit("r1", workload="w")
         await a.admit("waits", flow="colon:and space", workload="w")
         await asyncio.gather(*(b.admit(f"q{i}", flow=f"flow{i % 3}") for i in range(130)))
@@ -103,7 +103,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await a.store.renew("damaged", None, "", "")
         await a.store.renew("lost", None, "", accounting_token.write(ask("lost"), E1))
         await a.store.report_client_gone("lost")
-        # And wait under each ordering, become overdue, are preempted, and come to their flow's limit
+        # Requests wait under each ordering, become overdue, are preempted, and reach their flow's limit.
         await b.admit("limited", flow="limited", limit=1)
         await b.admit("the only one of its flow", flow="lonely", band=2)
         await look()
@@ -118,38 +118,38 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         await it.after(5)
         await a.sweep()
         await look()
-        # And an operator changes something
+        # An operator makes a change.
         await a.store.note_change("{}")
         assert await a.store.operator_changes() == ["{}"]
-        # And an endpoint is down
+        # An endpoint is down.
         await a.store.mark_endpoint(E1, "down", True)
         await look()
         await a.store.mark_endpoint(E1, "down", False)
-        # And one fails
+        # An endpoint fails a request.
         await a.store.report_fault(Fault("unknown", E1, "500", ""), "flow")
         await look()
-        # And one begins to read all flow queues for the fleet
+        # A replica begins to read all flow queues for the fleet.
         await a.store._client.call("claim_queue_snapshot", 600_000)
         await look()
-        # And an answer's tokens are known, and a flow at its limit has the next turn
+        # The token count of an answer is known, and a flow at its limit has the next turn.
         await a.store.settle("lost", Outcome.COMPLETED, 7.0, 7)
         await a.publish(E1, E2, upper_per=500, guard_share=0)
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)
         await look()
-        # And one may only go to an endpoint that is at its limit
+        # A request may only go to an endpoint that is at its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
             await b.admit(name, flow=f"flow of {name}", candidates=E1)
             await b.place(name, candidates=E1)
         await look()
-        # And a replica falls silent, and is swept in parts
+        # A replica falls silent, and a sweep orphans only a part of its requests.
         await a.publish(E1, upper_per=1, silence_ms=100)
         await it.after(110)
         await a.beat(silence_s=0.1)
         assert (await a.sweep()).more
         await look()
-        # Every documented key has been used, as documented, but for what replicas write by themselves.
+        # Every documented key was used with its type, except keys that only replicas' background tasks write.
         unused = {("metrics", "hash"), ("routes", "stream")}
         assert {each for each in documented().items() if each[1] != "channel"} - unused == set(seen.items())
         assert set(await it.redis.hkeys(it.keys.pool)) <= documented_fields()
@@ -166,6 +166,6 @@ async def test_every_documented_field_of_the_pool_is_used(fleet: OpenFleet) -> N
         await a.store.mark_endpoint(E1, "down", True)
         await a.store.set_live_config({"guard_share": 0.2}, {"guard_share": 0.2})
         await a.sweep()
-        # Its fields are the documented ones.
+        # The pool's hash has exactly the documented fields.
         rebuilding = {"lost"}  # tests/scripts/test_lost_keys.py
         assert set(await it.redis.hkeys(it.keys.pool)) == documented_fields() - rebuilding

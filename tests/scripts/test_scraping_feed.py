@@ -1,4 +1,4 @@
-"""Readings through Redis: published to followers, stored for new ones, aged without comparing clocks."""
+"""Readings sent through Redis: published to followers, stored for new ones, aged without comparing clocks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from picker_fleet.state.keys import Keys
 
 
 class Follower:
-    """What a follower received."""
+    """Records everything that a follower receives."""
 
     def __init__(self) -> None:
         self.readings: dict[str, EndpointMetrics] = {}
@@ -49,7 +49,7 @@ async def opened(
 
 @asynccontextmanager
 async def following(channel: MetricsChannel) -> AsyncIterator[Follower]:
-    """A follower that has caught up."""
+    """A follower of `channel` that has caught up."""
     follower = Follower()
     task = asyncio.create_task(channel.follow(follower.take, on_subscribed=follower.link, check_s=10))
     try:
@@ -66,7 +66,7 @@ Pair = tuple[MetricsChannel, MetricsChannel]
 
 @asynccontextmanager
 async def two_replicas(url: str, pool: str) -> AsyncIterator[Pair]:
-    """Two replicas whose clocks are far apart: at 1000 s and at 50 s."""
+    """Two replicas whose clocks differ widely: 1000 s and 50 s."""
     async with (
         opened(url, pool, "one", lambda: 1_000_000) as one,
         opened(url, pool, "two", lambda: 50_000) as two,
@@ -92,27 +92,27 @@ def without_times(it: EndpointMetrics) -> EndpointMetrics:
 
 
 async def test_a_follower_receives_readings_on_its_own_clock(pair: Pair) -> None:
-    # A follower whose clock is at 50 s.
+    # The follower's clock shows 50 s.
     one, two = pair
     async with following(two) as follower:
-        # When a reading is published that is 300 ms old, by a clock at 1000 s
+        # A reading is published that is 300 ms old by a clock at 1000 s.
         await one.publish({"a:1": reading(999_700)}, ["b:1"])
         await until(lambda: "a:1" in follower.readings)
-    # It is 300 ms old by the follower's clock as well.
+    # The reading is 300 ms old by the follower's clock as well.
     assert follower.readings["a:1"] == reading(49_700)
     assert follower.batches[-1][0] == "one"
     assert follower.suspects == ["b:1"]
 
 
 async def test_a_new_follower_catches_up_with_ages_by_redis_clock(pair: Pair) -> None:
-    # Two batches that nobody has received.
+    # Two batches are published while there is no follower.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await one.publish({"b:1": replace(reading(999_400), waiting=None, fault="no page", failures=3)})
-    # A follower comes.
+    # A follower subscribes.
     async with following(two) as follower:
         pass
-    # It knows the newest of each, at least as old as it is.
+    # The follower has the newest reading of each endpoint, and considers none younger than it is.
     assert follower.batches[0][0] is None
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.readings["a:1"].scraped_ms <= 49_000
@@ -137,12 +137,12 @@ async def test_an_empty_batch_is_a_sign_of_life(pair: Pair) -> None:
 
 
 async def test_removed_readings_are_gone(pair: Pair) -> None:
-    # Two stored readings. One is removed.
+    # Two readings are stored, and one is removed.
     one, two = pair
     await one.publish({"a:1": reading(999_000), "b:1": reading(999_000)})
     await two.remove(["a:1", "unknown:1"])
     await two.remove([])
-    # The other is left.
+    # The other reading is left.
     assert (await one.stored()).keys() == {"b:1"}
 
 
@@ -156,7 +156,7 @@ async def test_pools_do_not_receive_each_others_readings(redis_url: str, pair: P
 
 
 async def test_unreadable_readings_are_left_out(redis_url: str, pool: str, pair: Pair) -> None:
-    # A hash and a channel on which others write nonsense.
+    # Foreign writers put unreadable data into the hash and the channel.
     one, two = pair
     name = Keys.of(pool).prefix + "metrics"
     async with Redis.from_url(redis_url) as redis:
@@ -166,23 +166,23 @@ async def test_unreadable_readings_are_left_out(redis_url: str, pool: str, pair:
             await redis.publish(name, b"\xff")
             await redis.publish(name, '{"from":"three","sent":5,"readings":{"bad:1":7}}')
             await one.publish({"b:1": reading(999_000)})
-            # When it is followed. What can be read is there, and nothing else.
+            # The follower gets the readable readings only.
             await until(lambda: "b:1" in follower.readings)
     assert follower.readings.keys() == {"a:1", "b:1"}
     assert follower.links == 1
 
 
 async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, pool: str) -> None:
-    # A follower.
+    # A follower is connected.
     async with (
         two_replicas(valkey_url, pool) as (one, two),
         Redis.from_url(valkey_url) as redis,
         following(two) as follower,
     ):
-        # Its connection is cut and something is published meanwhile.
+        # The follower's connection is cut, and a reading is published meanwhile.
         await redis.client_kill_filter(_type="pubsub")
         await one.publish({"a:1": reading(999_000)})
-        # It comes back and knows.
+        # The follower reconnects and gets the reading.
         await until(lambda: follower.links == 2)
         assert follower.readings.keys() == {"a:1"}
 
@@ -190,16 +190,16 @@ async def test_a_lost_connection_is_made_again_and_caught_up(valkey_url: str, po
 async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
     valkey_url: str, pool: str
 ) -> None:
-    # A Redis that stops answering.
+    # Redis stops replying.
     channel = MetricsChannel(valkey_url, pool, "one", now_ms=lambda: 1_000_000, deadline_s=0.1)
     async with Redis.from_url(valkey_url) as redis:
         await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         await redis.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-        # It is told something. That fails within the deadline.
+        # Publishing fails within the deadline.
         for _ in range(2):
             with pytest.raises(StateUnavailable, match="no answer in time"):
                 await channel.publish({"b:1": reading(999_000)})
-        # When it answers again. It is told, and replies are not mixed up.
+        # When Redis replies again, publishing succeeds, and replies are not mixed up.
         await redis.execute_command("CLIENT", "UNPAUSE")
         await persist(lambda: channel.publish({"c:1": reading(999_000)}))
         assert without_times((await persist(channel.stored))["c:1"]) == without_times(reading(0))
@@ -207,7 +207,7 @@ async def test_a_redis_that_does_not_answer_is_unavailable_and_then_used_again(
 
 
 async def persist(call: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer to `call`, which a busy machine may need to make again."""
+    """Repeat `call` until it succeeds, as a busy machine may require; return its answer."""
     async with asyncio.timeout(20):
         while True:
             with suppress(StateUnavailable):

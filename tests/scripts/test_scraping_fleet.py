@@ -1,4 +1,4 @@
-"""Three scrapers, real simulators and a real Valkey: read once, known everywhere, handed over."""
+"""Three scrapers, simulators and a real Valkey: one replica scrapes each endpoint, all get the readings."""
 
 import asyncio
 import json
@@ -24,11 +24,11 @@ from picker_tools.local_fleet.parts import SimOptions, Simulator
 from picker_tools.local_fleet.processes import Child
 
 INTERVAL_S = 0.05
-HEARTBEAT_S = 6.0  # a replica that is silent for 3.6 s counts as gone: longer than a busy machine stalls
+HEARTBEAT_S = 6.0  # silence of 3.6 s, longer than a busy machine stalls, counts as gone
 
 
 class Meter(Metrics):
-    """Counts the scrapes of one replica by endpoint."""
+    """Counts one replica's scrapes by endpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Replica:
         self.running = asyncio.create_task(self.task.run())
 
     def knows(self, addresses: Sequence[str]) -> bool:
-        """Whether it has a fresh reading of exactly these."""
+        """Whether the replica has a fresh reading of exactly these endpoints."""
         snapshot = self.task.readings.snapshot()
         return snapshot.keys() == set(addresses) and all(one.known for one in snapshot.values())
 
@@ -84,21 +84,21 @@ class ScrapingFleet:
         self.replicas = {name: Replica(url, pool, name, self._cell, self.live) for name in names}
 
     def list(self, addresses: list[str]) -> None:
-        """Make these the pool's endpoints."""
+        """Set the pool's endpoints."""
         self.addresses = addresses
         self._cell.publish(listed(addresses))
 
     async def settled(self) -> None:
-        """Wait until everyone knows of all endpoints and nothing is scraped twice."""
+        """Wait until every replica has readings of all endpoints and no endpoint is scraped twice."""
         await until(lambda: all(one.knows(self.addresses) for one in self.replicas.values()))
         await self.divided()
 
     async def divided(self) -> None:
-        """Wait until each endpoint has one replica that scrapes it."""
+        """Wait until each endpoint has exactly one replica that scrapes it."""
         await until(lambda: sum(one.meter.targets for one in self.replicas.values()) == len(self.addresses))
 
     async def scrapers(self, times: int) -> dict[str, set[str]]:
-        """By endpoint, who scrapes it, over the next `times` scrapes of each."""
+        """The replicas that scrape each endpoint, over at least `times` further scrapes of each."""
         for replica in self.replicas.values():
             replica.meter.scrapes.clear()
 
@@ -112,7 +112,7 @@ class ScrapingFleet:
         }
 
     async def until_stored(self, redis: Redis) -> None:
-        """Wait until Redis has a reading of exactly the endpoints."""
+        """Wait until Redis has readings of exactly the pool's endpoints."""
         await until_is(lambda: self._stored(redis), set(self.addresses))
 
     async def _stored(self, redis: Redis) -> set[str]:
@@ -125,7 +125,7 @@ def listed(addresses: Sequence[str]) -> Snapshot:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def simulators(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
-    """Four `picker sim` processes; their addresses."""
+    """Run four `picker sim` processes; yield their addresses."""
     folder = tmp_path_factory.mktemp("simulators")
     simulators = [Simulator(number, SimOptions(), ["base", "sql", "chat"]) for number in range(4)]
     async with AsyncExitStack() as running:
@@ -150,7 +150,7 @@ async def running(
 
 @pytest.fixture
 def scraping(valkey_url: str, pool: str, simulators: list[str]) -> OpenScraping:
-    """Opens a fleet of scrapers; arguments are the replicas' names, by default three."""
+    """Opens a fleet of scrapers; takes the replicas' names, by default three."""
     return partial(running, valkey_url, pool, simulators)
 
 
@@ -161,19 +161,19 @@ async def test_each_endpoint_is_read_by_one_replica_and_known_to_all(scraping: O
     # Three replicas and four endpoints.
     async with scraping() as fleet:
         await fleet.settled()
-        # Each endpoint has been scraped some times more.
+        # Wait for 20 further scrapes of each endpoint.
         started_s = time.monotonic()
         scrapers = await fleet.scrapers(20)
         elapsed_s = time.monotonic() - started_s
-        # One replica did that, no oftener than the interval allows, and nothing failed; only late may a
-        # page have been, when the whole machine stood still.
+        # One replica scraped each endpoint, at most as often as the interval allows. Only timeouts may have
+        # occurred, if the whole machine stalled.
         assert {address: len(names) for address, names in scrapers.items()} == dict.fromkeys(
             fleet.addresses, 1
         )
         for address, (name,) in scrapers.items():
             assert fleet.replicas[name].meter.scrapes[address] / elapsed_s <= 1.2 / INTERVAL_S
         assert all(one.meter.faults.keys() <= {"timeout"} for one in fleet.replicas.values())
-        # And every replica knows what the simulators tell
+        # Every replica has the simulators' metrics.
         for replica in fleet.replicas.values():
             for reading in replica.task.readings.snapshot().values():
                 assert (reading.metrics.waiting, reading.metrics.running) == (0.0, 0.0)
@@ -188,10 +188,10 @@ async def test_endpoints_of_a_silent_replica_are_scraped_by_the_others(scraping:
         await fleet.settled()
         scrapers = await fleet.scrapers(3)
         lost_name = next(iter(scrapers[fleet.addresses[0]]))
-        # When one that scrapes something stops without a word, and still counts as live
+        # A replica that scrapes an endpoint stops without notice, and still counts as live.
         await fleet.replicas.pop(lost_name).stop()
         assert lost_name in fleet.live
-        # The others take over what was its own, and keep theirs.
+        # The others take over its endpoints, and keep their own.
         await fleet.divided()
         after = await fleet.scrapers(5)
         for address, names in scrapers.items():
@@ -209,14 +209,14 @@ async def test_in_a_large_fleet_some_replicas_publish_and_all_know(scraping: Ope
     ):
         await fleet.settled()
         await channel.subscribe(fleet.key)
-        # As many messages as they publish in two of their turns.
+        # Collect messages until each of the senders has published twice.
         senders: Counter[str] = Counter()
         async with asyncio.timeout(30):
             while len(senders) < len(expected) or min(senders.values()) < 2:
                 if message := await channel.get_message(timeout=1):
                     senders[json.loads(message["data"])["from"]] += 1
         assert senders.keys() == expected
-        # One of them that scrapes something stops without a word: another takes its turn.
+        # A sender that scrapes an endpoint stops without notice: another replica takes over.
         lost_name = next(iter((await fleet.scrapers(1))[fleet.addresses[0]]))
         await fleet.replicas.pop(lost_name).stop()
         await fleet.settled()
@@ -228,9 +228,9 @@ async def test_endpoints_that_leave_are_forgotten_and_new_ones_are_read(scraping
         known = fleet.addresses
         fleet.list(known[:3])
         await fleet.settled()
-        # One leaves and the fourth comes.
+        # One endpoint leaves and the fourth joins.
         fleet.list(known[1:])
-        # Every board and Redis have exactly those.
+        # Every replica and Redis have readings of exactly the new list.
         await fleet.settled()
         await fleet.until_stored(redis)
 
@@ -243,9 +243,9 @@ async def test_a_flushed_redis_is_filled_again(scraping: OpenScraping) -> None:
 
 
 async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulators: list[str]) -> None:
-    # Replicas that cannot reach Redis. They scrape.
+    # Replicas scrape without access to Redis.
     async with running("redis://127.0.0.1:1/0", pool, simulators) as fleet:
-        # Each endpoint is known to the one replica that scrapes it.
+        # Each endpoint is known only to the replica that scrapes it.
         def known() -> list[str]:
             boards = [one.task.readings.snapshot() for one in fleet.replicas.values()]
             return sorted(address for board in boards for address, one in board.items() if one.known)
@@ -254,12 +254,12 @@ async def test_without_redis_each_replica_still_knows_its_own(pool: str, simulat
 
 
 async def test_a_replica_stops_at_any_moment(valkey_url: str, pool: str, simulators: list[str]) -> None:
-    # Replicas that are told to end at another moment each, most of them while they connect.
+    # Replicas are stopped at different moments, mostly while they connect.
     cell = SnapshotCell()
     cell.publish(listed(simulators))
     for turns in (*range(40), *range(40, 400, 20)):
         replica = Replica(valkey_url, pool, "one", cell, ["one"])
         for _ in range(turns):
             await asyncio.sleep(0)
-        # It is told to. It ends.
+        # Each replica stops.
         await replica.stop()

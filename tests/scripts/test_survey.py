@@ -1,4 +1,4 @@
-"""All flow queues are read once for the fleet: by one replica at a time, and only while somebody asks."""
+"""One replica at a time reads all flow queues for the fleet, and only while an operator asks for them."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ FOREVER_MS = 600_000
 
 
 def without_end(it: Fleet) -> None:
-    """Neither a snapshot nor a claim of these replicas ends while a test lasts."""
+    """Make the replicas' snapshots and claims outlive the test."""
     times = SnapshotTimes(FOREVER_MS, FOREVER_MS / 1000, FOREVER_MS / 1000)
     for each in it.replicas:
         store = each.store
@@ -27,7 +27,7 @@ def without_end(it: Fleet) -> None:
 
 
 async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
-    """A request that runs, and one of each of `flows` that waits."""
+    """Place one request, and queue one request of each of `flows` flows."""
     a = it.replicas[0]
     assert (await a.admit("runs")).status == "placed"
     verdicts = await asyncio.gather(*(a.admit(f"q{i}", flow=f"f{i:03d}") for i in range(flows)))
@@ -43,13 +43,13 @@ def names(queues: list[FlowQueueRow]) -> set[str]:
 
 
 async def is_left(it: Fleet) -> bool:
-    """Whether a snapshot is left for others at the moment, or is being read."""
+    """Whether a snapshot or a claim to read one is in Redis."""
     return bool(await it.redis.exists(it.keys.queue_snapshot))
 
 
 @contextlib.asynccontextmanager
 async def watched(replica: Replica) -> AsyncIterator[FleetStateCache]:
-    """The replica's fleet state, kept fresh."""
+    """The replica's fleet state cache, refreshed in the background."""
     cache = FleetStateCache(replica.store, 60.0)
     running = asyncio.create_task(cache.run())
     try:
@@ -62,15 +62,15 @@ async def test_a_snapshot_that_one_replica_has_read_serves_the_others(valkey_fle
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, *others):
         without_end(it)
         await wait_in_line(it)
-        # Flow queues that one has read, and a queue that has changed since.
+        # One replica has read the flow queues, and a queue has changed since.
         read = await queues_of(a)
         assert len(read) == FLOWS
         await a.admit("late", flow="late")
-        # The others have the same, to the last digit of their ages: they have not read for themselves.
+        # The others get the same snapshot, with identical ages: they have not read for themselves.
         for other in others:
             assert await queues_of(other) == read
         assert "late" in names((await others[0].store.reads.flow_queues(MOST)).queues)
-        # And they go by what is left of its time
+        # The snapshot expires.
         assert 0 < await it.redis.pttl(it.keys.queue_snapshot) <= FOREVER_MS
 
 
@@ -86,10 +86,10 @@ async def test_of_many_concurrent_readers_one_reads(valkey_fleet: OpenFleet) -> 
 async def test_a_replica_that_dies_while_it_reads_does_not_block_the_others(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", "c", upper_per=1) as (it, a, b, c):
         await wait_in_line(it)
-        # One that was told to read, and of which nothing more is heard.
+        # A replica claims the read, and then dies.
         assert await a.store._client.call("claim_queue_snapshot", SnapshotTimes().claim_ms) == ["", 0]
         assert await it.redis.pttl(it.keys.queue_snapshot) <= SnapshotTimes().claim_ms
-        # The others have the flow queues all the same.
+        # The others get the flow queues all the same.
         for queues in await asyncio.gather(queues_of(b), queues_of(c)):
             assert len(queues) == FLOWS
 
@@ -109,8 +109,8 @@ async def test_an_old_snapshot_of_the_flow_queues_is_read_again(valkey_fleet: Op
 async def test_a_few_flow_queues_are_read_each_time(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", "b", upper_per=1) as (it, a, b):
         without_end(it)
-        # An empty queue, at which both have looked; and when something waits, either sees it at once. Nothing
-        # is left for others.
+        # With few flow queues each replica reads for itself, so both see a new request at once, and leave no
+        # snapshot.
         for waiting in (0, 3):
             if waiting:
                 await wait_in_line(it, waiting)
@@ -141,17 +141,17 @@ async def test_nothing_is_read_while_nobody_asks(valkey_fleet: OpenFleet) -> Non
     async with valkey_fleet("a", upper_per=1) as (it, a):
         await wait_in_line(it)
         async with watched(a) as cache:
-            # A cache that runs, and that nobody asks: then nothing is read.
+            # The cache runs without callers: nothing is read.
             await it.after(100)
             assert cache.last.queues == ()
             assert not await is_left(it)
-            # When somebody asks for a while, the next state is read by itself.
+            # After a call, the cache refreshes by itself for a while.
             first = await cache.get()
             await cache.get()
             await until(lambda: cache.last is not first)
             assert len(cache.last.queues) == FLOWS
 
-            # And when nobody does any more, then no other comes in the time of several
+            # Without further calls, refreshes stop.
             async def no_more() -> bool:
                 last = cache.last
                 await it.after(500)
@@ -167,7 +167,7 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
         await wait_in_line(it)
         first, *_, last = (await a.store.reads.flow_queues(MOST)).queues
 
-        # Flow queues of which the first is served, and comes again at the end, while they are read.
+        # While the flow queues are read, the first one is served and moves to the end.
         async def moving(name: str, *args: Any) -> Any:
             monkeypatch.undo()
             found = await a.store._client.call(name, *args)
@@ -179,11 +179,11 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
 
         monkeypatch.setattr(a.store._client, "call", moving)
         found = (await a.store.reads.flow_queues(MOST)).queues
-        # It is listed at its last position, and once.
+        # The flow queue is listed once, at its last position.
         assert len(found) == len(names(found)) == FLOWS
         assert found[-1].name == first.name
         assert found[-1].start > last.start
-        # And so it is shown, where the next flow has been served as well
+        # The fleet state shows the same, although the next flow has been served as well.
         state = await FleetStateCache(a.store, 60.0).get()
         assert state.queues[-1][:4] == found[-1][:4]
         assert state.weights(first.priority, even=True) == len(state.queues) == FLOWS - 1

@@ -1,4 +1,4 @@
-"""Weights, costs and tags stay within what the arithmetic bears; entries without a request are dropped."""
+"""Weights, costs and tags stay within floating-point precision; entries without a request are dropped."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ HUGE = 1e308
 
 
 async def serve(it: Fleet, turns: int, swept: bool = False) -> list[str]:
-    """So many who are granted one after the other; each is placed and ends at once."""
+    """Place and end `turns` requests, one after the other as they are granted; return their ids."""
     (a,) = it.replicas
     served = []
     for _ in range(turns):
@@ -43,15 +43,15 @@ async def tags_are_finite(it: Fleet) -> bool:
 async def test_tags_stay_finite_and_flows_take_turns_beside_a_weight_out_of_bounds(
     fleet: OpenFleet, weight: float
 ) -> None:
-    # A flow whose weight nobody has checked, and one beside it.
+    # A flow with an unchecked weight, and one beside it.
     async with fleet("a", weights={"bad": weight}, checked=False, full=True) as (it, a):
         for number in range(2):
             await a.admit(f"bad {number}", flow="bad")
             await a.admit(f"good {number}", flow="good")
-        # All are served.
+        # All requests are served.
         await a.settle("runs")
         served = await serve(it, 4, swept=True)
-        # Each was, in its flow's order, and every tag is a number.
+        # The good flow's requests are served in order, and every tag is finite.
         assert [name for name in served if name.startswith("good")] == ["good 0", "good 1"]
         assert len(served) == 4
         assert await tags_are_finite(it)
@@ -62,13 +62,13 @@ async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(flee
         for number in range(2):
             for flow in ("a", "z"):
                 await a.admit(f"{flow} {number}", flow=flow)
-        # Tags as a weight of 1e-308 left them, by which flows were served by name.
+        # Infinite tags, as a weight of 1e-308 left them; with these, flows are served by name.
         for kind in ("flows:1", "finish:1"):
             await it.redis.zadd(it.keys.prefix + kind, {"a": math.inf, "z": math.inf, "idle": -math.inf})
         await it.redis.zrem(it.keys.prefix + "flows:1", "idle")
-        # The sweep has come by.
+        # A sweep repairs the tags.
         await a.sweep()
-        # They take turns.
+        # The flows take turns.
         await a.settle("runs")
         assert await serve(it, 4, swept=True) == ["a 0", "z 0", "a 1", "z 1"]
         assert await tags_are_finite(it)
@@ -76,21 +76,21 @@ async def test_the_sweep_heals_infinite_tags_so_that_flows_take_turns_again(flee
 
 async def test_the_sweep_rebases_tags_so_that_heavy_flows_have_their_shares_again(fleet: OpenFleet) -> None:
     async with fleet("a", full=True) as (it, a):
-        # Turns of the lightest flow that there may be, of the dearest requests, and one that waits.
+        # The lightest possible flow with the most expensive requests; one of them still waits.
         for number in range(3):
             await a.admit(f"light {number}", flow="light", weight=1e-3, cost=1e9)
         await a.settle("runs")
         await serve(it, 1)
-        # A turn of the heaviest is less than what a sum of such numbers shows.
+        # The heaviest flow's tag increment is below the precision of such a sum.
         assert (await it.state()).virtual_times["Default"] == 1e12
         assert 1e12 + 1e-6 == 1e12
         await a.sweep()
         assert (await it.state()).virtual_times["Default"] == 2**20
-        # When two of the heaviest wait, one of half the weight
+        # Requests of the heaviest flow and of one with half its weight wait.
         for number in range(40):
             await a.admit(f"half {number}", flow="half", weight=5e5)
             await a.admit(f"whole {number}", flow="whole", weight=1e6)
-        # They have their shares, to one turn in a hundred, and the light one its turn after them.
+        # The light flow gets its turn, and the two heavy flows get their exact shares.
         assert await serve(it, 1) == ["light 1"]
         assert Counter(name.split()[0] for name in await serve(it, 60)) == {"half": 20, "whole": 40}
 
@@ -115,7 +115,7 @@ LONG_AGO = 1.0
 
 
 async def until_notified(replica: Replica, what: str, request: str) -> None:
-    """Sweep until the replica is told so of the request."""
+    """Sweep until the replica has the notification `what` about the request."""
 
     async def is_told() -> bool:
         await replica.sweep()
@@ -125,13 +125,13 @@ async def until_notified(replica: Replica, what: str, request: str) -> None:
 
 
 async def life(it: Fleet, name: str) -> None:
-    """One request is placed, one waits and expires, one waits and is served when the first has ended."""
+    """One request is placed; one waits and expires; one waits and is served when the first has ended."""
     (a,) = it.replicas
     assert (await a.admit(f"{name} first")).status == "placed"
     assert (await a.admit(f"{name} expires", ttl_s=0.05, flow="other")).status == "queued"
     assert (await a.admit(f"{name} waits", ttl_s=60)).status == "queued"
     await until_notified(a, "expired", f"{name} expires")
-    for _ in STRAYS:  # a call drops so many at most, and then goes on without
+    for _ in STRAYS:  # a call drops a bounded number of strays, then goes on
         await a.sweep()
     await a.settle(f"{name} first")
     await until_notified(a, "placed", f"{name} waits")
@@ -149,13 +149,13 @@ async def test_requests_are_served_expire_and_end_despite_strays_in_a_sorted_set
     fleet: OpenFleet, kind: str, ordering: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, ordering=ordering, lease_ms=2000) as (it, a):
-        # Ids, flow queues, replicas and endpoints that do not exist.
+        # Entries of ids, flow queues, replicas and endpoints that do not exist.
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS, LONG_AGO))
         if kind == "load":
             await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, ordering=ordering)
-        # When requests come and go, they are served as ever.
+        # Requests are served as usual.
         await life(it, "r")
-        # And what nobody comes upon goes by and by
+        # Sweeps remove strays that no request meets.
         await a.sweep()
         await a.sweep()
         if kind in ("inflight", "timers", "overdue", "flows:1", "throttled:1"):
@@ -168,9 +168,9 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
         await a.admit("first")
         await a.admit("waits", band=1)
         await it.redis.zadd(it.keys.prefix + kind, dict.fromkeys(STRAYS[:3], -1.0))
-        await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # nothing is remembered
+        await a.publish("10.0.0.1:8000", upper_per=1, lower_per=1, total_capacity=1)  # resets the cache
         await a.sweep()
-        await a.admit("urgent", band=0)  # it looks for a candidate
+        await a.admit("urgent", band=0)  # looks for a preemption candidate
         await a.settle("first")
         await a.place("urgent")
         await a.settle("urgent")
@@ -179,17 +179,17 @@ async def test_strays_are_counted(valkey_fleet: OpenFleet, kind: str) -> None:
 
 
 async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: OpenFleet) -> None:
-    # An order of candidates with a flow queue that has drained, and without two that wait.
+    # The set of preemption candidates has a drained flow queue, and lacks two that wait.
     async with fleet("a", total_capacity=3, full=True) as (it, a):
         for name in ("x", "y", "z"):
             await a.admit(name, flow=name, band=Band.SHEDDABLE)
         candidates = it.keys.prefix + "candidates:2"
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
-        # When a critical request finds the queue full, one of those that wait gives way.
+        # A critical request finds the queue full and preempts one of the waiting requests.
         assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).status == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
-        # And after a sweep the order is whole
+        # After a sweep the set of candidates is complete.
         await a.sweep()
         assert set(await it.redis.zrange(candidates, 0, -1)) == {"x", "y", "z"} - {first}
 
@@ -203,18 +203,18 @@ async def test_requests_are_served_expire_and_end_despite_damaged_entries_of_a_h
     fleet: OpenFleet, kind: str, value: str
 ) -> None:
     async with fleet("a", upper_per=1, lower_per=1, lease_ms=2000, default_answer=1) as (it, a):
-        # Entries that can't be read, some of them under names that requests come with.
+        # Unreadable entries, some of them under names that requests use.
         names = [*STRAYS[:3], "flow", "other", "w", "down\x1f10.0.0.1:8000", "r gone"]
         await it.redis.hset(it.keys.prefix + kind, mapping=dict.fromkeys(names, value))
         await it.redis.zadd(it.keys.prefix + "inflight", {"stray-0": LONG_AGO})
         await a.beat()
-        # When requests come and go, of flows with a limit, workloads and costs that are learned, too
+        # Requests come and go, also with flow limits, workloads and learned costs.
         await life(it, "r")
         for name in ("s", "t"):
             await a.admit(name, workload="w", limit=1, learn=True)
             await a.store.settle(name, Outcome.COMPLETED, 3, 2)
         assert (await a.beat()).live_replicas == 1
-        # What a replica is strays of again and again has gone, and all counts are 0.
+        # Stray notifications are removed from the inbox, and all counts are 0.
         if kind == "inbox:a":
             assert not await it.has(kind)
         state = await it.state()

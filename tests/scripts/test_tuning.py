@@ -1,4 +1,4 @@
-"""Changes to a running queue and its scorers: all replicas follow, and nothing that waits is lost."""
+"""Live changes of the queue and its scorers: all replicas apply them, and no waiting request is lost."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
         raised = {"upper_per": 2, "lower_per": 2}
         assert await b.store.set_live_config(raised, {"watermark": 2}) == "1"
         assert order_of(await it.log()) == ["waits"]
-        # And what was changed is kept over a publication, until it is taken back
+        # A live change outlives a publication, until it is reverted.
         await a.publish("10.0.0.1:8000", upper_per=1)
         assert (await a.beat()).upper == 2
         assert await a.store.live_config() == LiveConfig("1", raised, {"watermark": 2})
@@ -31,10 +31,10 @@ async def test_a_raised_bound_dispatches_at_once(fleet: OpenFleet) -> None:
 
 async def test_room_without_an_end_is_filled_reading_a_few_flows_and_not_all(valkey_fleet: OpenFleet) -> None:
     async with valkey_fleet("a", full=True) as (it, a):
-        # Many flows that wait.
+        # Many flows wait.
         for i in range(100):
             await a.admit(f"r{i}", flow=f"flow-{i}")
-        # When bounds are raised, each call looks at the front of the flows, however many there are.
+        # After bounds are raised, each call reads only the front of the flows.
         async with it.redis.monitor() as said:
             await a.store.set_live_config({"upper_per": 3, "lower_per": 3}, {"watermark": 3})
             await it.redis.echo("the end")
@@ -52,7 +52,7 @@ PROMPT = (b"a" * 8, b"b" * 8)
 
 @contextlib.asynccontextmanager
 async def replica(url: str, pool: str, name: str) -> AsyncIterator[tuple[Parts, FleetControls]]:
-    """A whole replica but for its listeners and its scraping."""
+    """A whole replica without its listeners and its scraping."""
     leases = {"heartbeat": 0.1, "replica_silence": 5}
     settings = parse({"redis": {"url": url}, "pool": pool, "leases": leases})
     parts = assemble(settings, name)
@@ -76,14 +76,14 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
     valkey_url: str, pool: str
 ) -> None:
     async with replica(valkey_url, pool, "a") as (a, controls), replica(valkey_url, pool, "b") as (b, others):
-        # A fleet without scorers: nobody asks for prompts, and the fewest in flight is chosen.
+        # A fleet without scorers needs no prompt hashes, and picks the endpoint with the fewest in flight.
         assert a.chooser.choose(prompted("r1")).candidates == "*"
         assert not b.chooser.needs_prefix_hashes
-        # When one is added through one replica, every replica ranks by it within a heartbeat.
+        # A scorer is added through one replica: every replica uses it within a heartbeat.
         change = {"scheduling": {"scorers": {"prefix-affinity": 9}}}
         assert (await controls.change(change)).changes == change
         await until(lambda: a.chooser.needs_prefix_hashes and b.chooser.needs_prefix_hashes)
-        # And what one has routed, the other knows: the data is there without a restart
+        # The other replica knows the first one's routes, without a restart.
         await asyncio.gather(a.routes.caught_up(), b.routes.caught_up())
         placement = await a.failover.admit(prompted("r2"), stream_owned=False)
 
@@ -93,7 +93,7 @@ async def test_scorers_changed_through_one_replica_rank_at_every_other_with_what
             same = await b.failover.admit(prompted(f"r4-{number}"), stream_owned=False)
             assert same.endpoints[0] == placement.endpoints[0]
             b.failover.withdraw(f"r4-{number}", same)
-        # And at weight 0 it is off again, for all
+        # Weight 0 disables the scorer for all replicas.
         await others.change({"scheduling": {"scorers": {"prefix-affinity": 0}}})
         await until(lambda: not (a.chooser.needs_prefix_hashes or b.chooser.needs_prefix_hashes))
         assert b.chooser.choose(prompted("r5")).candidates == "*"

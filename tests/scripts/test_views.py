@@ -1,4 +1,4 @@
-"""What an operator reads of the shared state, and the lists of the admin API that are made of it."""
+"""Reads of the shared state for operators, and the admin API's lists made from them."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from picker_fleet.state.reads import RankRange, group_of
 
 
 async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
-    """A running request, and `requests` (id, flow, band) waiting in this order."""
+    """Place one request and queue `requests` (id, flow, band) in this order."""
     (a, *_) = it.replicas
     await a.admit("runs")
     for request_id, flow, band in requests:
@@ -27,7 +27,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
 
 
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
-    # Three bands with waiting flows, one flow that has been served, and one at its limit.
+    # Flows wait in three bands; one flow has been served, and one is at its limit.
     async with fleet("a", upper_per=1) as (it, a):
         waiting = ("d1", "served", 1), ("d2", "served", 1), ("d3", "new", 1), ("s", "low", 2)
         await queued_behind_one(it, *waiting)
@@ -35,13 +35,13 @@ async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fl
         await a.admit("c1", flow="limited", band=0, limit=1)
         await a.store.place("d1", 1, "*")
         await a.admit("c2", flow="limited", band=0, limit=1)
-        await a.settle("d1")  # serves c1, whose flow is then at its limit
+        await a.settle("d1")  # grants c1, whose flow is then at its limit
         await a.place("c1")
         await a.publish(E1, upper_per=3)
         await a.beat()
         found = await a.store.reads.flow_queues(10)
         rows = [(each.group, each.name, each.queued, each.in_flight) for each in found.queues]
-        # What waits for its turn comes first, and the one at its limit last, though its band is higher.
+        # Flows in turn come first; the flow at its limit comes last, although its band is higher.
         low, limited = group_of(Band.SHEDDABLE.priority), group_of(Band.CRITICAL.priority, throttled=True)
         assert rows == [(low, "low", 1, None), (limited, "limited", 1, 1)]
         assert [each for each in found.totals if each[1]] == [(low, 1), (limited, 1)]
@@ -54,10 +54,10 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
         await queued_behind_one(it, ("g1", "gold", 1), ("g2", "gold", 1), ("i1", "iron", 1), ("c", "top", 0))
         await a.settle("runs")
         await it.after(20)
-        # One of each band has been served.
+        # One request of a higher band has been served, then one of gold.
         await a.settle("c")
         queues = (await a.store.reads.flow_queues(10)).queues
-        # The flow that was served is behind by its share, which its weight made small.
+        # The served flow's tag has advanced by cost / weight, little because of its weight.
         rows = [(each.priority, each.name, each.start, each.queued) for each in queues]
         assert rows == [(0, "iron", 0.0, 1), (0, "gold", 0.25, 1)]
         iron, gold = queues
@@ -73,15 +73,15 @@ async def test_a_flow_queue_has_its_tag_length_age_weight_and_share(fleet: OpenF
 async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: OpenFleet, ordering: str) -> None:
     # Two flow queues, one of them longer than a call may read.
     async with fleet("a", ordering=ordering, full=True) as (_, a):
-        # By arrival, and by deadline
+        # The order by arrival is also the order by deadline.
         names = [f"q{i:03d}" for i in range(230)]
         asked = (a.admit(each, workload="w", criticality=4, ttl_s=60 + i) for i, each in enumerate(names))
         await asyncio.gather(*asked)
         await a.admit("other", flow="other", band=2, ttl_s=30, cost=3, limit=2)
-        # When stretches of them are read, one of them past the end
+        # Ranges of the queues are read, one of them past the end.
         ranges = RankRange(0, "flow", 10, 219), RankRange(-10, "other", 0, 5), RankRange(0, "flow", 300, 310)
         long, (other,), past = await a.store.reads.queued(ranges)
-        # All of their requests come, in the flow queue's order.
+        # All requests of the ranges are returned in the flow queue's order.
         assert [each.id for each in long] == names[10:220]
         assert past == []
         assert (other.state, other.owner, other.flow, other.priority) == ("queued", "a", "other", -10)
@@ -90,7 +90,7 @@ async def test_stretches_of_flow_queues_have_their_requests_in_order(fleet: Open
         assert 29 < other.deadline_in_s + other.age_s < 31
         assert 14 < other.overdue_in_s + other.age_s < 16
         assert not other.overdue
-        # And scores are found where they count
+        # Scores are returned where the ordering uses them.
         score = long[0].score
         if ordering == "workload-aware":
             assert score.criticality == pytest.approx(0.32)
@@ -113,7 +113,7 @@ async def test_an_overdue_request_is_marked(fleet: OpenFleet) -> None:
 
 
 async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet) -> None:
-    # 230 requests in flight, two of them granted and not yet placed.
+    # 230 requests in flight, two of them granted but not yet placed.
     async with fleet("a", upper_per=230) as (_, a):
         await asyncio.gather(*(a.admit(f"r{i:03d}") for i in range(230)))
         await a.admit("q1", subset=(E1,))
@@ -126,7 +126,7 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
             seen += page
             assert (again, len(page) <= 60) == (total, True)
         assert total == 230
-        # Each comes once, with its state, endpoints and lease.
+        # Each request is listed once, with its state, endpoints and lease.
         placed = [f"r{i:03d}" for i in range(2, 230)]
         assert sorted(each.entry.id for each in seen) == ["q1", "q2", *placed]
         states = {each.entry.id: (each.entry.state, each.entry.endpoints) for each in seen}
@@ -139,18 +139,18 @@ async def test_requests_in_flight_come_by_their_leases_in_pages(fleet: OpenFleet
 async def test_a_request_is_found_wherever_it_is(fleet: OpenFleet) -> None:
     async with fleet("a", "b", upper_per=1, starvation_ms=1) as (it, a, b):
         await queued_behind_one(it, ("first", "f", 1), ("second", "f", 1))
-        # Queued: with its rank, its flow queue, and its place among the overdue
+        # Queued: with rank, flow queue, and rank among the overdue requests.
         await it.after(5)
         await a.beat()
         found = await a.store.reads.request("second")
         assert (found.entry.state, found.rank, found.queue.name, found.queue.queued) == ("queued", 1, "f", 2)
         assert (found.overdue_rank, found.lease_in_s) == (1, None)
-        # Placed: with its lease
+        # Placed: with its lease.
         runs = await a.store.reads.request("runs")
         assert (runs.entry.state, runs.rank, runs.queue, runs.overdue_rank) == ("placed", None, None, None)
         assert runs.lease_in_s is not None
-        # Granted, then held by a silent replica's name, then gone
-        await a.admit("first", flow="f", candidates=E1)  # else it is placed when it is granted
+        # Granted; ended.
+        await a.admit("first", flow="f", candidates=E1)  # else the grant would place it
         await a.settle("runs")
         assert (await b.store.reads.request("first")).entry.state == "granted"
         assert await a.store.reads.request("runs") is None
@@ -168,7 +168,7 @@ async def test_workloads_come_in_pages_and_one_by_one(fleet: OpenFleet) -> None:
             assert total == 230
             assert len(page) <= 40
             seen += page
-        # Each comes once.
+        # Each workload is listed once.
         assert sorted(each.id for each in seen) == sorted(f"w{i}" for i in range(230))
         seven = await a.store.reads.workload("w7")
         assert (seven.total, seven.active, seven.dispatched) == (2, 1, 2)
@@ -201,7 +201,7 @@ async def test_reading_writes_nothing_and_needs_no_pool(fleet: OpenFleet) -> Non
         assert (await reads.in_flight(10), await reads.workloads(10)) == (([], 0), ([], 0, None))
         assert await reads.request("r") is None
         assert await reads.replicas() == await reads.decisions(10) == []
-        # Nothing is there.
+        # The reads return nothing and write nothing.
         assert await it.redis.keys("*") == []
 
 
@@ -230,7 +230,7 @@ async def pages(call: Any, rows: str, limit: int, **fields: Any) -> list[dict[st
 async def listed(
     fleet: OpenFleet, *requests: tuple[str, str, Band], **weights: float
 ) -> AsyncIterator[tuple[Replica, FleetLists]]:
-    """A replica with a request that runs and `requests` (id, flow, band) that wait, and its lists. Flows have
+    """A replica with one request in flight, `requests` (id, flow, band) queued, and its lists. Flows have
     `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
         assert (await a.admit("runs")).status == "placed"
@@ -254,19 +254,19 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
     async with listed(valkey_fleet, *asked, **weights) as (_, lists):
         # The queue is read in pages.
         found = await pages(lists.queue, "requests", limit, band=None, flow=None)
-        # Each comes once, in its position, higher bands first and tags in order.
+        # Each request is listed once at its position: higher bands first, then by start tag.
         assert sorted(each["id"] for each in found) == sorted(each[0] for each in asked)
         assert [each["position"] for each in found] == list(range(1, 1501))
         places = [([band.name for band in NAMED].index(each["band"]), each["start_tag"]) for each in found]
         assert places == sorted(places)
-        # And in a flow by arrival
+        # Within a flow, requests are in order of arrival.
         of_one = [request_id for request_id, flow, _ in asked if flow == "f07"]
         assert [each["id"] for each in found if each["flow"] == "f07"] == of_one
-        # And one asked for by id has the same position
+        # A lookup by id gives the same position.
         for each in (found[0], found[777], found[-1]):
             one = await lists.request(each["id"])
             assert (one.position, one.start_tag) == (each["position"], each["start_tag"])
-        # And flows come once, and share by their weights
+        # Each flow is listed once, and fair shares add up to 1.
         flows = await pages(lists.flows, "flows", limit, band="Default")
         assert len(flows) == len({each["flow"] for each in flows}) == 15
         assert sum(each["fair_share"] for each in flows) == pytest.approx(1.0, abs=1e-4)
@@ -274,14 +274,14 @@ async def test_a_long_queue_comes_whole_in_pages_in_the_order_of_positions(
 
 @pytest.mark.parametrize("ordering", ["fcfs", "workload-aware"])
 async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet, ordering: str) -> None:
-    # Requests that run and wait, of workloads and of none, of a flow with a limit and without.
+    # Requests in flight and waiting, with and without workloads and flow limits.
     joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
     async with valkey_fleet("a", joined=joined) as (_, a):
         assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
             assert (await a.admit(f"q{number}", **kind)).status == "queued"
         lists = lists_of(a)
-        # Each list's pages hold what their description says, each field of it and no other.
+        # Each page has exactly the fields of its model.
         kinds = (
             *((models.Flows, lists.flows(limit, None, None), "flows") for limit in (2, 200)),
             *((models.Queue, lists.queue(limit, None, None, None), "requests") for limit in (2, 200)),
@@ -308,7 +308,7 @@ async def test_reasons_name_why_a_request_waits(valkey_fleet: OpenFleet) -> None
         assert "runs on 10.0.0.1:8000" in await why("runs")
         await a.store.set_live_config({"paused": 1}, {})
         assert (await why("q1")).endswith("no request before it; dispatching is paused")
-        await a.admit("q1", flow="gold", candidates=E1)  # else it is placed when it is granted
+        await a.admit("q1", flow="gold", candidates=E1)  # else the grant would place it
         await a.settle("runs")
         await a.store.set_live_config({"paused": None}, {})
         assert await why("q1") == "its turn has come; replica a is choosing its endpoint"
@@ -328,7 +328,7 @@ async def test_a_cursor_of_another_list_is_refused(valkey_fleet: OpenFleet) -> N
 async def test_more_flows_than_are_read_are_still_listed(valkey_fleet: OpenFleet) -> None:
     async with listed(valkey_fleet, *((f"q{i:02d}", f"f{i:02d}", Band.DEFAULT) for i in range(25))) as (a, _):
         lists = lists_of(a, max_flows=10)
-        # Pages bring all of them, and what would need all is not found.
+        # Pages list all flows; figures that would need all flows at once are None.
         flows = await pages(lists.flows, "flows", 4, band=None)
         assert [each["flow"] for each in flows] == [f"f{i:02d}" for i in range(25)]
         assert {each["fair_share"] for each in flows} == {None}
@@ -338,7 +338,7 @@ async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: Open
     async with listed(valkey_fleet, ("q1", "gold", Band.DEFAULT)) as (a, lists):
         served = '{"host":"h","up_s":5,"served":{"priorities":[[0,%d]],"flows":[[0,"gold",%d]],"cut":false}}'
         nonsense = '{"served": {"priorities": "x"}, "up_s": "long"}'
-        # Two more replicas that tell of the service they gave, and one whose words make no sense.
+        # Two more replicas report the service that they gave, and a third one reports nonsense.
         for name, about in (("b", served % (40, 30)), ("c", served % (60, 30)), ("d", nonsense)):
             await a.store._client.call("heartbeat", name, about, 60_000)
 
@@ -346,7 +346,7 @@ async def test_service_is_reported_by_heartbeats_and_added_up(valkey_fleet: Open
             (gold,) = (await lists.flows(10, None, None)).flows
             return gold if gold.served_cost_per_s else None
 
-        # A flow's service is the sum, and its share that of the band's.
+        # A flow's service is the sum of the reports, and its share is relative to the band's service.
         gold = await until(found)
         assert (gold.served_cost_per_s, gold.share) == (6.0, 0.6)
         replicas = {each.id: each for each in (await lists.replicas()).replicas}

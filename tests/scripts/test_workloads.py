@@ -1,4 +1,4 @@
-"""The workload registry (spec 001): what is counted, for how long; what clients name is bounded."""
+"""The workload registry (spec 001): what it counts, how long it keeps workloads, and its size limit."""
 
 import asyncio
 import itertools
@@ -10,13 +10,13 @@ from picker_fleet.request import Outcome
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
-    # 250 workloads that have ended and one that has a request running.
+    # 250 workloads whose requests have ended, and one with a request in flight.
     async with fleet("a", upper_per=1000) as (it, a):
         await asyncio.gather(*(a.admit(f"r{i}", workload=f"w{i}") for i in range(250)))
         await a.settle(*(f"r{i}" for i in range(250)))
         await a.admit("runs", workload="busy")
         await it.after(10)
-        # When they have been idle too short, the sweep keeps them.
+        # A sweep keeps workloads that have not been idle for long enough.
         await a.sweep(idle_s=300)
         assert len(await registered(it)) == 251
 
@@ -24,12 +24,12 @@ async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFl
             await a.sweep(idle_s=0.005)
             return await registered(it) == ["busy"]
 
-        # When long enough, a few calls of the sweep forget all but the busy one.
+        # After that time a few sweeps remove all except the busy one.
         await until(forgotten)
 
 
 async def test_an_anonymous_request_leaves_no_entry(fleet: OpenFleet) -> None:
-    # With requests without a workload, when they run, wait and end, the registry is empty.
+    # Requests without a workload run, wait and end: the registry stays empty.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         await a.settle("runs", "waits")
@@ -45,12 +45,12 @@ async def registered(it: Fleet) -> list[str]:
 async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
     fleet: OpenFleet, at_once: bool
 ) -> None:
-    # Room for everybody and a registry for two.
+    # Room for all requests, and a registry for two workloads.
     async with fleet("a", upper_per=100, max_workloads=2) as (it, a):
-        # When three workloads come, two of them again
+        # Three workloads arrive, two of them twice.
         arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
         verdicts = await asyncio.gather(*arriving) if at_once else [await each for each in arriving]
-        # All are served, and two are known.
+        # All requests are served, and two workloads are registered.
         assert {each.status for each in verdicts} == {"placed"}
         assert await registered(it) == ["w1", "w2"]
         await a.settle(*(f"r{n}" for n in range(5)))
@@ -60,14 +60,14 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
 async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_registry(
     fleet: OpenFleet,
 ) -> None:
-    # No room in the queue, and a registry for four.
+    # No room in the queue, and a registry for four workloads.
     async with fleet("a", upper_per=1, total_capacity=0, max_workloads=4) as (it, a):
         await a.admit("runs", workload="served")
-        # When a client brings a new workload with each request, one by one and at once
+        # A client sends a new workload with each request, one by one and then all at once.
         for number in range(10):
             assert (await a.admit(f"r{number}", workload=f"new-{number}")).status == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
-        # Half of it is left to those that are served.
+        # Half of the registry remains for workloads that are served.
         assert await registered(it) == ["new-0", "served"]
         await a.settle("runs")
         for number in range(3):
@@ -77,10 +77,10 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
 
 
 async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_ones(fleet: OpenFleet) -> None:
-    # A registry that is full, and one slot that is taken.
+    # A full registry, and capacity for one request.
     async with fleet("a", upper_per=1, ordering="workload-aware", max_workloads=1) as (it, a):
         await a.admit("runs", workload="known")
-        # When requests of workloads wait that found no room, and leave in any order
+        # Requests of unregistered workloads wait, and leave in any order.
         for n in range(6):
             await a.admit(f"r{n}", workload=f"w{n % 2}", criticality=1 + n % 5)
         await a.store.cancel("r3", 1, "cancelled")
@@ -89,7 +89,7 @@ async def test_requests_of_an_unregistered_workload_are_ordered_like_anonymous_o
             what, request = a.notifications[-1]
             assert what == "placed"
             await a.settle(request)
-        # Nothing of them is left.
+        # None of their keys is left.
         for kind in ("line", "growing", "static", "queue"):
             assert await it.redis.keys(f"{it.keys.prefix}{kind}*") == []
 
@@ -103,29 +103,29 @@ async def test_means_of_answers_are_kept_of_no_more_flows_than_workloads(fleet: 
 
 
 async def test_finish_tags_of_flows_that_come_once_are_bounded(fleet: OpenFleet) -> None:
-    # A pool that is never at rest, and more idle flow queues with tags above v than are kept.
+    # A pool that is never at rest, and more idle flow queues with tags above the virtual time than are kept.
     async with fleet("a", full=True) as (it, a):
         await a.admit("waits")
         tags = {f"once-{n}": 1 + n / 1e6 for n in range(12_500)}
         finish = it.keys.prefix + "finish:1"
         await it.redis.zadd(finish, tags)
-        # The sweep has come by.
+        # Sweep until there is no more to do.
         while (await a.sweep()).more:
             pass
-        # Those that are owed least have been forgotten.
+        # The flow queues with the smallest tags were forgotten.
         assert await it.redis.zcard(finish) == 10_000
         assert (await it.redis.zrange(finish, 0, 0)) == ["once-2500"]
 
 
 async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_others(fleet: OpenFleet) -> None:
-    # One slot, a flow with five requests, and twenty waiting requests with a flow each.
+    # Capacity for one request, a flow with five requests, and twenty waiting requests of one flow each.
     async with fleet("a", upper_per=1, guard_share=0, log_max=0) as (_, a):
         await a.admit("runs", flow="z-steady")
         for n in range(5):
             await a.admit(f"steady-{n}", flow="z-steady")
         for n in range(20):
             await a.admit(f"once-{n}", flow=f"once-{n}")
-        # For each that is served the client brings another.
+        # For each served request the client sends another one.
         running, served = "runs", []
         for n in range(20, 300):
             await a.admit(f"once-{n}", flow=f"once-{n}")
@@ -133,7 +133,7 @@ async def test_a_client_with_a_new_flow_for_each_request_does_not_starve_the_oth
             running = a.notifications[-1][1]
             served.append(running)
             await a.place(running)
-        # Past the first hundred that are taken for newcomers, the flow has its turn in each round.
+        # After the first hundred requests of new flows, the steady flow has its turn in each round.
         turns = [at for at, request in enumerate(served) if request.startswith("steady")]
         assert len(turns) == 5
         assert max(after - before for before, after in itertools.pairwise(turns[1:])) <= 2 * 21

@@ -1,4 +1,4 @@
-"""One pool on a server whose TIME is set by hand."""
+"""A pool on a server whose TIME the tests set."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LEASE_MS, SILENCE_MS, SECOND_MS = 15_000, 5_000, 1_000
 
 
 def library_with_time(time: str) -> Library:
-    """The scripts, for which the Lua expression `time` stands for Redis's TIME."""
+    """The Lua library with the Lua expression `time` in place of Redis's TIME."""
     library = load_library()
     assert library.source.count("redis.call('TIME')") == 1
     source = library.source.replace("redis.call('TIME')", time)
@@ -20,7 +20,7 @@ def library_with_time(time: str) -> Library:
 
 
 class TimedPool(DirectPool):
-    """A replica of it beats and sweeps."""
+    """A pool on a simulated clock, with one replica that sends heartbeats and sweeps."""
 
     def __init__(self, client: redis.Redis, pool: str) -> None:
         super().__init__(client, pool, library_with_time("{redis.call('GET', 'seconds'), '0'}"))
@@ -51,7 +51,7 @@ class TimedPool(DirectPool):
         return reply
 
     def sweep(self) -> bool:
-        """Whether it ran."""
+        """Sweep; return whether the sweep ran."""
         return bool(self.call("sweep", "a", 100, 3000, 300_000, 1_000_000)[4])
 
     def knows(self, name: str) -> bool:
@@ -61,26 +61,26 @@ class TimedPool(DirectPool):
         self.call("renew", "a", *(part for name in names for part in (name, "", "", "", "0")))
 
     def calm(self, ms: int) -> None:
-        """Time passes, in which the replica beats as usual."""
+        """Let `ms` pass while the replica sends a heartbeat each second."""
         for _ in range(ms // SECOND_MS):
             self.passes(SECOND_MS)
             self.beat()
 
     def lose(self, *names: str) -> None:
-        """The records of requests are lost, and what they took, as if a failover had lost the last writes."""
+        """Delete the records and leases of requests, as if a failover had lost the last writes."""
         self.client.hdel(f"{self.prefix}requests", *names)
         self.client.zrem(f"{self.prefix}inflight", *names)
 
     def flush(self) -> None:
-        """All keys are lost; its TIME goes on."""
+        """Delete all keys except the simulated TIME."""
         self.client.flushdb()
         self._last_beat = None
         self.step(0)
 
     def report(self, name: str, accounting_token: str, attempt: str = "") -> str:
-        """What a sign of life is answered."""
+        """Report a sign of life with this token; return the reply."""
         return bytes(self.call("renew", "a", name, attempt, "", accounting_token, "0")[4]).decode()
 
     def now_ms(self) -> int:
-        """By the pool's clock."""
+        """The pool's clock in milliseconds."""
         return int(self.beat()[17]) // 1000

@@ -1,7 +1,7 @@
 """The HTTP API of one replica: health, metrics, the fleet's shared state, changes to it, and the dashboard.
 
-`create` builds the app from its parts; serve.py runs it on the admin port (server.py). Where a replica serves
-several pools, each has the same API and dashboard below `/pools/NAME`.
+`create` builds the app from its parts; serve.py runs the app on the admin port (server.py). If a replica
+serves several pools, each has the same API and dashboard below `/pools/NAME`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ from picker_fleet.config import Settings
 from picker_fleet.sections import Role
 from picker_fleet.telemetry.metrics import PAGE_TYPE, MetricsPage
 
-MAX_ROWS = 200  # of a page: a longer one would take the replica, and its client, too long
+MAX_ROWS = 200  # a longer page would take the replica and its client too long
 MAX_LIMIT = 1000
-_HEALTH_RATE = 100.0  # health calls a second from one address, beside its other calls
+_HEALTH_RATE = 100.0  # health calls a second from one address; other calls count separately
 _Responses = dict[int | str, dict[str, Any]]
 _PROBLEM: dict[str, Any] = {"model": models.Problem}
 _ANY_FAULT: _Responses = {"default": {**_PROBLEM, "description": "a fault (application/problem+json)"}}
@@ -50,7 +50,7 @@ _UNREADY: _Responses = {
 
 
 def _text(kind: str, description: str, example: str) -> dict[str, Any]:
-    """An answer that is no JSON."""
+    """OpenAPI description of a response that is not JSON."""
     return {"description": description, "content": {kind: {"schema": {"type": "string"}, "example": example}}}
 
 
@@ -99,7 +99,7 @@ _WorkloadId = Annotated[str, Path(description="the id that its requests name", e
 
 @dataclass(frozen=True, slots=True)
 class OperatedPool:
-    """What operators see and change of one pool."""
+    """One pool's views, controls and events for operators."""
 
     name: str
     view: FleetView
@@ -117,8 +117,8 @@ def create(
     rate_limit: Callable[[float], RateLimit] = RateLimit,
     full: Callable[[], str] = str,
 ) -> FastAPI:
-    """The API of a replica that serves `pools`; the first of them is also at `/`. `full` says why its gRPC
-    port can take nothing.
+    """The API of a replica that serves `pools`; the first pool is also served at `/`. `full` returns why the
+    gRPC port accepts no more streams, or ''.
 
     Raises:
         StartupError: a file of `admin.tokens` has no token.
@@ -150,7 +150,7 @@ def _app(summary: str) -> FastAPI:
         summary=summary,
         version=version(),
         responses=_ANY_FAULT,
-        openapi_url=None,  # FastAPI's page loads scripts from elsewhere; documents.py has ours
+        openapi_url=None,  # FastAPI's page loads scripts from a CDN; documents.py adds its own
     )
     add_problem_documents(app)
     return app
@@ -163,7 +163,7 @@ def _add_pool(
     tokens: Tokens,
     deadlines: Deadlines,
 ) -> None:
-    """Add what is of `pool`, and the list of all `pools`."""
+    """Add the routes for `pool`, and the route that lists all `pools`."""
 
     def group(tag: str, responses: _Responses, role: Role = "viewer") -> APIRouter:
         return APIRouter(
@@ -181,8 +181,8 @@ def _add_pool(
     _add_events(stream, pool.events)
     changes.add_routes(config, changing, pool.controls, deadlines)
     for router in (state, stream, config, changing):
-        # include_router would make each route again with its models: at the start, and in the event loop at
-        # the first call.
+        # include_router would rebuild each route with its models: at startup, and at the first call in the
+        # event loop.
         app.router.routes.extend(router.routes)
     documents.add_dashboard(app)
     documents.add_api_description(app)
@@ -192,7 +192,7 @@ def _add_health(app: FastAPI, pools: Sequence[OperatedPool], full: Callable[[], 
     view = pools[0].view
 
     def health() -> tuple[bool, dict[str, str]]:
-        """Whether all pools are ready, and what is wrong, of several with the pool's name before it."""
+        """Whether all pools are ready, and each component's state; keys of several pools have a prefix."""
         fault = full()
         found = {pool.name: pool.view.ready() for pool in pools}
         components = {
@@ -338,5 +338,5 @@ def _add_events(routes: APIRouter, events: Events) -> None:
 
 
 def _json(page: BaseModel) -> Response:
-    """`page` as it is: FastAPI would check 200 rows again, in the event loop of the decisions."""
+    """Serialise `page` without FastAPI, which would validate 200 rows again and so delay decisions."""
     return Response(page.model_dump_json(), media_type="application/json")

@@ -1,5 +1,5 @@
-"""What an operator changes in the whole fleet: `FleetControls` makes the changes in the shared state and
-notes who asked for them, and `add_routes` adds the calls to the API.
+"""Fleet-wide changes by operators: `FleetControls` writes them to the shared state and records the operator,
+and `add_routes` adds the calls to the API.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from picker_fleet.units import without_secrets
 
 _MAX_ATTEMPTS = 3
 _MAX_BODY_BYTES = 64 * 1024
-_MOST_DETAIL = 1000  # characters of a change that are kept
+_MOST_DETAIL = 1000  # characters kept of a change's body
 _NOTE_S = 0.5
 _SECRET = "(set)"
 _SECRET_KEYS = re.compile(r"(.*_)?(token|password|secret)")
@@ -52,7 +52,7 @@ Address = Annotated[
 
 
 class FleetControls:
-    """Each method raises StateUnavailable if the shared state cannot be reached."""
+    """Reads and makes fleet-wide changes. Each method raises StateUnavailable if Redis cannot be reached."""
 
     def __init__(self, store: Store, membership: Membership, settings: Settings) -> None:
         self._store = store
@@ -67,7 +67,7 @@ class FleetControls:
             effective = live_config.applied(self._settings, tuned.changes)
             settings, weights = effective.settings, dict(effective.weights)
         except ConfigError:
-            pass  # changed under another configuration than this replica's; `changes` shows what
+            pass  # the changes do not fit this replica's configuration; `changes` lists them
         return models.Config(
             config=_without_secrets(settings.model_dump(mode="json")),
             weights=weights,
@@ -78,10 +78,10 @@ class FleetControls:
         )
 
     async def change(self, patch: Mapping[str, Any]) -> models.Config:
-        """Make the changes of a partial settings tree, and return `config`; null reverts a change.
+        """Apply `patch`, a partial settings tree, and return `config`; null reverts a change.
 
         Raises:
-            ConfigError: a key cannot change live, or the result is not valid. Nothing has changed then.
+            ConfigError: a key cannot change live, or the result is not valid; nothing has changed.
         """
         changes = live_config.flattened(patch, self._settings.fair_request_queue.band_weights)
         async with self._changing:
@@ -91,14 +91,14 @@ class FleetControls:
                 version = await self._tune(live_config.replacing(tuned.overrides, wanted), changes)
                 if int(version) == int(tuned.version or 0) + 1:
                     break
-                # Another replica made a change in between. The stored changes now have both; compute the
-                # overrides again from them.
+                # Another replica made a change in between. Redis now stores both changes: compute the
+                # overrides again from both.
                 changes = {}
         return await self.config()
 
     async def noted(self, request: Request, change: Awaitable[_T]) -> _T:
-        """Make a change, and note in the log and for `changes` who asked for it. One that was refused has
-        changed nothing; one whose answer did not come may have been made.
+        """Make a change, and record the operator in the log and in `changes`. A refused change is not
+        recorded. If Redis does not reply, it may have made the change: the record says `unknown`.
         """
         outcome = "unknown"
         try:
@@ -121,12 +121,12 @@ class FleetControls:
         change = models.Change(
             at=time.time(), by=caller, address=address, change=what, detail=detail, outcome=outcome
         )
-        with suppress(RequestError, TimeoutError):  # the log has it
+        with suppress(RequestError, TimeoutError):  # the log records the change anyway
             async with asyncio.timeout(_NOTE_S):
                 await self._store.note_change(change.model_dump_json())
 
     async def changes(self) -> models.Changes:
-        """What operators have changed, the newest first; the shared state keeps the last 200."""
+        """The changes that operators made, newest first; Redis keeps the last 200."""
         noted = await self._store.operator_changes()
         return models.Changes(changes=[models.Change.model_validate_json(each) for each in noted])
 
@@ -135,7 +135,7 @@ class FleetControls:
         return models.Dispatch(paused=paused, tuned_version=version)
 
     async def evict(self, request_id: str) -> str:
-        """Take a request out of the queue: `evicted`, `running` (too late) or `unknown`."""
+        """Take a request out of the queue; returns `evicted`, `running` (too late) or `unknown`."""
         return await self._store.evict(request_id)
 
     async def drain(self, address: str, on: bool) -> bool:
@@ -153,7 +153,7 @@ class FleetControls:
 
 
 def _without_secrets(tree: Any, key: str = "") -> Any:
-    """`tree` without what its keys call a secret, and with no more of a URL than where it leads."""
+    """`tree` with secrets masked: values under secret keys, and credentials and queries in URLs."""
     if isinstance(tree, dict):
         return {name: _without_secrets(each, name) for name, each in tree.items()}
     if isinstance(tree, list):
@@ -166,8 +166,8 @@ def _without_secrets(tree: Any, key: str = "") -> Any:
 def add_routes(
     reading: APIRouter, changing: APIRouter, controls: FleetControls, deadlines: Deadlines
 ) -> None:
-    """Add the call that reads the configuration to `reading`, and those that change something to
-    `changing`."""
+    """Add the calls that read the configuration and the list of changes to `reading`, and the calls that
+    change the fleet to `changing`."""
     limit_s = deadlines.change_s
 
     @reading.get("/config", summary="The configuration in force")
@@ -240,7 +240,7 @@ def add_routes(
 
 
 async def _read_patch(request: Request, limit_s: float) -> dict[str, Any]:
-    """The JSON object in the body, of at most 64 KiB; HTTPException 400, 408 or 413 without one."""
+    """The JSON object in the body. Raises HTTPException: 400 invalid, 408 too slow, 413 over 64 KiB."""
     body = bytearray()
     try:
         async with asyncio.timeout(limit_s):

@@ -1,5 +1,5 @@
-"""What the admin port serves besides the JSON API: the dashboard's files, the metrics, and the API's own
-description as an OpenAPI document and as a page to read. `api.create` adds the routes.
+"""The files and texts of the admin port: the dashboard's files, the metrics, and the API's description, both
+as an OpenAPI document and as an HTML page. `api.create` adds the routes.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from picker_fleet.replica.live_config import LIVE
 from picker_fleet.telemetry.metrics import MetricsPage
 
 FOLDER = Path(__file__).parent / "page"
-METRICS_INTERVAL_S = 1.0  # between two renderings of the metrics, at least
-MAX_METRICS_READS = 8  # of one rendering by one address, which then waits for the next rendering
+METRICS_INTERVAL_S = 1.0  # shortest time between two renderings of the metrics
+MAX_METRICS_READS = 8  # reads of one rendering by one address, whose next read waits for a new one
 MAX_METRICS_AGE_S = 4.0
-_METRICS_LOAD = 0.05  # of the event loop's time at most goes to rendering, unless the text gets too old
+_METRICS_LOAD = 0.05  # largest share of the event loop's time for rendering, unless the text gets too old
 _INDEX = "index.html"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -44,9 +44,9 @@ _INLINE = re.compile(rb"<(script|style)(?:\s[^>]*)?>(.*?)</\1>", re.DOTALL | re.
 
 
 class MetricsText:
-    """The Prometheus text, one for all readers, rendered once a second at most.
+    """The Prometheus text, rendered at most once a second and shared by all readers.
 
-    It is rendered in slices of `slice_s`, between which the event loop serves requests. `clock` is in
+    Rendering yields to the event loop every `slice_s`, so that decisions are not delayed. `clock` is in
     seconds.
     """
 
@@ -62,10 +62,10 @@ class MetricsText:
         self._rendering: asyncio.Task[None] | None = None
 
     async def read(self, address: str) -> bytes:
-        """The text for a reader; the next one if the present one is old or this address has read it often.
+        """The current text; the next one if it is too old or `address` has read it MAX_METRICS_READS times.
 
         Raises:
-            Refused: 429, too many readers at this address wait for the next one.
+            Refused: 429, too many readers at `address` wait for the next text.
         """
         if self._reads[address] >= MAX_METRICS_READS or self._clock() >= self._good_until_s:
             if self._rendering is None:
@@ -100,8 +100,8 @@ class MetricsText:
 
 
 def content_security_policy(page: bytes) -> str:
-    """The policy of an HTML page: it loads from this replica only, and inline scripts and styles by their
-    hash."""
+    """The policy of an HTML page: load files from this replica only, and use only the page's inline scripts
+    and styles, listed by hash."""
     hashes: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, text in _INLINE.findall(page):
         if text.strip():
@@ -123,7 +123,7 @@ def content_security_policy(page: bytes) -> str:
 
 
 def add_dashboard(app: FastAPI) -> None:
-    """Serve the dashboard at `/` and its files at `/static/NAME`; they are read once, at the start."""
+    """Serve the dashboard at `/` and its files at `/static/NAME`; the files are read once, at startup."""
     files = {}
     if FOLDER.is_dir():
         files = {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix in _TYPES}
@@ -142,14 +142,14 @@ def add_dashboard(app: FastAPI) -> None:
 
 
 def add_api_description(app: FastAPI) -> None:
-    """Serve the OpenAPI document at `/openapi.json` and a page of it at `/docs`, which loads nothing from
-    elsewhere; both are written at the first call."""
+    """Serve the OpenAPI document at `/openapi.json`, and as a self-contained HTML page at `/docs`. The first
+    call to either generates both."""
     _add_examples(app)
     written: list[tuple[bytes, bytes]] = []
 
     async def texts() -> tuple[bytes, bytes]:
         if not written:
-            # In a thread: describing every model takes a tenth of a second.
+            # Generate in a thread: describing all models takes 0.1 s.
             written.append(await asyncio.to_thread(_describe, app))
         return written[0]
 
@@ -172,7 +172,7 @@ def _describe(app: FastAPI) -> tuple[bytes, bytes]:
 # Examples in the OpenAPI document; tests/unit/test_admin_queue_order.py compares them with real answers.
 
 _JSON, _PROBLEM = "application/json", "application/problem+json"
-# By status; or by status and path where another fault is more likely there.
+# Code and detail of the example by (status, path); path '' is the default for other paths.
 _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("400", ""): ("bad_cursor", str(BadCursor())),
     ("400", "/api/v1/config"): ("bad_request", "the body must be a JSON object of sections"),
@@ -211,13 +211,13 @@ _FAULTS: dict[tuple[str, str], tuple[str, str]] = {
         "this replica has as many listeners, or as many of this address, as it takes; ask another",
     ),
 }
-# The details of these faults do not begin with the call.
+# The details of these faults do not begin with the method and path.
 _WITHOUT_CALL = ("bad_cursor", "bad_limit", "bad_config", "internal_error", "state_unavailable")
 
 
 def _add_examples(app: FastAPI) -> None:
-    """Let the OpenAPI document have an example of each parameter and each fault, the latter as a problem
-    document."""
+    """Add an example of each parameter and each fault to the OpenAPI document; faults are problem
+    documents."""
     openapi = app.openapi
 
     def with_examples() -> dict[str, Any]:
@@ -226,8 +226,8 @@ def _add_examples(app: FastAPI) -> None:
                 for method, call in methods.items():
                     parameters = call.get("parameters", ())
                     for parameter in parameters:
-                        # Tools look for an example beside the schema, and some only there.
-                        if parameter["name"] == "cursor":  # each list accepts its own only
+                        # Some tools look for an example only beside the schema, not in it.
+                        if parameter["name"] == "cursor":  # each list accepts only its own cursors
                             parameter["example"] = EXAMPLE_CURSORS[path.rpartition("/")[2]]
                         else:
                             parameter["example"] = parameter["schema"]["examples"][0]
@@ -244,7 +244,7 @@ def _add_examples(app: FastAPI) -> None:
 
 
 def _problem(status: str, method: str, path: str, instance: str) -> dict[str, Any]:
-    """The problem document of a fault of a route, called at `instance`; 500 stands for `default`."""
+    """An example problem document for a call of `instance`; the status `default` is shown as 500."""
     status = "500" if status == "default" else status
     code, text = _FAULTS.get((status, path)) or _FAULTS[status, ""]
     document: dict[str, Any] = {

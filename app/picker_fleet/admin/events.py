@@ -1,8 +1,8 @@
 """The event stream (server-sent events) that the dashboard and other clients follow.
 
-`SnapshotReader` reads the shared state once a second for all listeners of a replica, and only while there are
-any; `Events` sends all of them the same bytes. A listener that does not keep up is dropped: at most
-MAX_UNREAD events wait for it.
+While a replica has listeners, `SnapshotReader` reads the shared state once a second for all of them, and
+`Events` sends all of them the same bytes. A listener that has MAX_UNREAD unread events when the next one
+arrives is dropped.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from picker_fleet.errors import RequestError
 from picker_fleet.state.reads import Reads
 
 MAX_LISTENERS = 64
-MAX_AT_ADDRESS = 48  # of them; behind a proxy all clients have one
+MAX_AT_ADDRESS = 48  # listeners at one address; clients behind a proxy share an address
 MAX_UNREAD = 4
 _ROWS = 50
 _MAX_DECISIONS = 100
 _INTERVAL_S = 1.0
 _READ_S = 2.0
 _PING_S = 10.0
-_IDLE_S = 5.0  # after this long without a read nobody listens, and the next read starts afresh
+_IDLE_S = 5.0  # after this long without a read, the next read counts as the first
 _GREETING = b"retry: 1000\n\n"
 _PING = b": ping\n\n"
 
@@ -41,25 +41,25 @@ class Event(NamedTuple):
     data: BaseModel
 
     def encode(self) -> bytes:
-        """As it is sent."""
+        """The event in the server-sent events format."""
         return f"event: {self.name}\ndata: {self.data.model_dump_json()}\n\n".encode()
 
 
 class EventSource(Protocol):
-    """What `Events` sends."""
+    """Supplies the events that `Events` sends."""
 
     async def read(self) -> list[Event]:
         """The next events. Raises RequestError if they cannot be read."""
         ...
 
     def recent(self) -> list[Event]:
-        """The events that a listener gets first if others listen already."""
+        """The events that a new listener gets at once, while other listeners are connected."""
         ...
 
 
 class SnapshotReader:
-    """Reads snapshots and, if `decision_log` says that they are logged, decisions. `bands` are the configured
-    ones."""
+    """Reads snapshots, and decisions if the decision log is on (`decision_log`). `bands` are the configured
+    bands."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SnapshotReader:
         self._decision_log = decision_log
         self._bands = bands
         self._clock = clock
-        self._decisions: list[models.Decision] | None = None  # of the last read, if there was one
+        self._decisions: list[models.Decision] | None = None  # from the last read; None before the first
         self._read_at_s = -math.inf
 
     async def read(self) -> list[Event]:
@@ -144,8 +144,8 @@ def _decision(fields: dict[str, str], bands: Bands) -> models.Decision:
 
 
 class Listener:
-    """One open stream of a client at `address`. `dropped` is set when the stream must end, even while nothing
-    reads it."""
+    """One client's open stream. `dropped` is set when the stream must end at once, even while the client does
+    not read."""
 
     def __init__(self, ping_s: float = _PING_S, address: str = "") -> None:
         self.address = address
@@ -154,14 +154,14 @@ class Listener:
         self.dropped = asyncio.Event()
 
     def put(self, data: bytes | None) -> None:
-        """Queue data to be sent, or None for the end; drop the listener if MAX_UNREAD events are unread."""
+        """Queue an event, or None to end the stream; drop the listener if MAX_UNREAD events are unread."""
         if data is not None and self._unread.qsize() >= MAX_UNREAD:
             self.dropped.set()
         if not self.dropped.is_set():
             self._unread.put_nowait(data)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """What is to be sent, until the end; a comment if there was nothing for `ping_s`."""
+        """Yield the bytes to send until the stream ends; a comment after `ping_s` without an event."""
         yield _GREETING
         while True:
             try:
@@ -176,7 +176,7 @@ class Listener:
 
 
 class Events:
-    """The listeners of one replica, which all get what `source` reads."""
+    """Sends the events that `source` reads to all listeners of one replica."""
 
     def __init__(self, source: EventSource, interval_s: float = _INTERVAL_S) -> None:
         self._source = source
@@ -190,10 +190,10 @@ class Events:
         return len(self._listeners)
 
     def join(self, address: str = "") -> Listener | None:
-        """A new listener; None if its address has MAX_AT_ADDRESS, or the replica stops.
+        """Add a listener; None if its address has MAX_AT_ADDRESS listeners, or the replica is stopping.
 
-        Of MAX_LISTENERS the newest one of the address that has most makes room for one whose address has
-        fewer; None if there is no such.
+        At MAX_LISTENERS, drop the newest listener of the address with the most, if that address still has at
+        least as many as `address` afterwards; otherwise return None.
         """
         counts = Counter(each.address for each in self._listeners)
         if self._closed or counts[address] >= MAX_AT_ADDRESS:
@@ -218,7 +218,7 @@ class Events:
             self._wanted.clear()
 
     async def run(self) -> None:
-        """Send events until cancelled; then every stream ends."""
+        """Send events until cancelled; then end every stream."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -251,7 +251,7 @@ def _encode(events: Sequence[Event]) -> bytes:
 
 class EventStream(Response):
     """Sends a listener's events until the client disconnects, the listener is dropped, the replica stops, or
-    the client `may_go_on` no more."""
+    `may_go_on` returns False."""
 
     media_type = "text/event-stream"
 

@@ -1,9 +1,8 @@
-"""The state of the whole fleet for the views (views.py): every flow queue, and what replicas report of
-themselves.
+"""The fleet state for the views (views.py): every flow queue, and the replicas' reports about themselves.
 
-It is at most a second old. One replica reads all flow queues for the whole fleet (state/reads.py), and each
-replica computes once what its answers need of them. While clients keep asking, the next state is read before
-the last one expires, so that clients do not wait. A small queue is read at each call.
+The state is at most a second old. One replica reads all flow queues for the whole fleet (state/reads.py), and
+each replica computes their sums once. While clients keep asking, the cache reads the next state before the
+last one expires, so that clients do not wait. A small queue is read at each call.
 """
 
 import asyncio
@@ -25,17 +24,17 @@ from picker_fleet.state.reads import CHUNK, THROTTLED, FlowQueuePage, FlowQueueR
 from picker_fleet.state.store import Store
 
 MAX_FLOWS = 2000
-# What a report may say, and of which types.
+# Fields of a replica's report, with their accepted types.
 _REPORTED: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "admin", "grpc", "version"), (str,)),
     "degraded": (bool,),
     "waiting": (int,),
     "up_s": (int, float),
 }
-# Pause between chunks of background work, of about a millisecond each: decisions share the event loop and run
-# in the pauses. A decision takes some milliseconds; it is delayed by at most one chunk, rarely two.
+# Pause between chunks of background work. A chunk takes about a millisecond. Decisions share the event loop
+# and run in the pauses: a decision of some milliseconds is delayed by at most one chunk, rarely two.
 PAUSE_S = 0.01
-# Read by index in C: for a thousand flow queues a property takes ten times as long.
+# `itemgetter` reads fields by index in C: properties take ten times as long for a thousand flow queues.
 _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
     operator.itemgetter(FlowQueueRow._fields.index(name))
     for name in ("group", "queued", "oldest_s", "weight")
@@ -44,7 +43,7 @@ _GROUP, _QUEUED, _OLDEST_S, _WEIGHT = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a replica's last heartbeat reports. None: not reported, or of another type."""
+    """The report in a replica's last heartbeat. A field is None if it is missing or has a wrong type."""
 
     id: str
     heartbeat_s_ago: float
@@ -71,8 +70,8 @@ class ReplicaReport:
 
 
 def _served(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Cost a second by flow and by band, as `ServiceMeter` reports them, and whether the list was
-    truncated."""
+    """The `ServiceMeter` part of a report: cost a second by flow and by band, and whether the list of flows
+    is truncated."""
     try:
         served = report["served"]
         bands = {int(each): float(cost) / METER_WINDOW_S for each, cost in served["priorities"]}
@@ -84,7 +83,7 @@ def _served(report: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class BandQueues:
-    """The flow queues of one band in dispatch order, and their sums."""
+    """The flow queues of one band in dispatch order, with sums over them."""
 
     queues: tuple[FlowQueueRow, ...] = ()
     queued: int = 0
@@ -103,34 +102,34 @@ class BandQueues:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """`queues` are the flow queues in dispatch order, each once. `complete`: all of them, not the first
-    `max_flows` of the cache."""
+    """All flow queues in dispatch order, each once, and the replicas' reports. `complete` is False if
+    `queues` holds only the first `max_flows` of the cache."""
 
     queues: tuple[FlowQueueRow, ...] = ()
-    totals: tuple[tuple[int, int], ...] = ()  # each group in use, and how many flow queues it has
+    totals: tuple[tuple[int, int], ...] = ()  # (group, number of its flow queues), for groups in use
     complete: bool = True
     replicas: tuple[ReplicaReport, ...] = ()
     served: Mapping[tuple[int, str], float] = field(default_factory=dict)  # cost/s by priority and flow
     served_bands: Mapping[int, float] = field(default_factory=dict)  # cost/s by priority
     served_truncated: bool = False  # some replica served more flows than it reported
-    bands: Mapping[int, BandQueues] = field(default_factory=dict)  # those that wait, by priority
+    bands: Mapping[int, BandQueues] = field(default_factory=dict)  # bands with waiting requests, by priority
 
     def band(self, priority: int) -> BandQueues:
         return self.bands.get(priority, _NONE_WAITS)
 
     def total(self, priority: int | None = None) -> int:
-        """Flow queues, in all bands or in one."""
+        """Number of flow queues, in all bands or in one."""
         return total(self.totals, priority)
 
     def served_per_s(self, priority: int, flow: str) -> float | None:
-        """Cost of the flow served a second; None if it is not known."""
+        """Cost served a second for the flow; None if some replica truncated its report."""
         found = self.served.get((priority, flow))
         return found if found is not None or self.served_truncated else 0.0
 
     def page(
         self, limit: int, group: int, after: tuple[str, str] | None, priority: int | None
     ) -> list[FlowQueueRow] | None:
-        """What `Reads.queues` would return; None if not all flow queues are known."""
+        """The queues that `Reads.flow_queues` would return; None if the state is not complete."""
         if not self.complete:
             return None
         position = (group, float(after[0]), after[1].encode()) if after else (group, -math.inf, b"")
@@ -139,7 +138,7 @@ class FleetState:
         return list(queues[first : first + limit])
 
     def weights(self, priority: int, *, even: bool) -> float | None:
-        """Sum of the weights of the band's flows, each 1 if `even`; None if not all flows are known."""
+        """Sum of the band's flow weights, each 1 if `even`; None if the state is not complete."""
         if not self.complete:
             return None
         band = self.band(priority)
@@ -151,7 +150,7 @@ class FleetState:
         return sum(each.queued for each in self.bands.values())
 
     def oldest_s(self, priority: int) -> float | None:
-        """Age of the band's oldest waiting request; None if none waits or not all flow queues are known."""
+        """Age of the band's oldest waiting request; None if the band is empty or the state not complete."""
         return self.band(priority).oldest_s if self.complete else None
 
 
@@ -159,13 +158,13 @@ _NONE_WAITS = BandQueues()
 
 
 def total(totals: Iterable[tuple[int, int]], priority: int | None = None) -> int:
-    """Flow queues of all groups, or of those of one band."""
+    """Number of flow queues in all groups, or in the two groups (ready and throttled) of one band."""
     group = None if priority is None else group_of(priority)
     return sum(count for each, count in totals if group is None or each % THROTTLED == group)
 
 
 def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
-    """By priority each band's flow queues, then its throttled ones; `queues` are in dispatch order."""
+    """Flow queues by priority, each band's throttled ones last; `queues` must be in dispatch order."""
     bands: dict[int, list[FlowQueueRow]] = {}
     for _, group in itertools.groupby(queues, _GROUP):
         found = list(group)
@@ -174,7 +173,7 @@ def _by_band(queues: Sequence[FlowQueueRow]) -> dict[int, BandQueues]:
 
 
 class FleetStateCache:
-    """Reads and keeps the `FleetState`; one for all clients of a replica. One event loop."""
+    """Reads and caches the `FleetState` for all clients of a replica. One event loop."""
 
     def __init__(self, store: Store, silence_s: float, max_flows: int = MAX_FLOWS) -> None:
         self._store = store
@@ -200,8 +199,8 @@ class FleetStateCache:
         return self._state
 
     async def run(self) -> None:
-        """Refresh the state of a long queue ahead of its clients, until cancelled. `get` raises the
-        faults."""
+        """Until cancelled, refresh the state of a long queue before clients ask. Faults are ignored here;
+        `get` raises them."""
         while True:
             await self._used.wait()
             await asyncio.sleep(self._fresh_until - self._clock())
@@ -215,7 +214,7 @@ class FleetStateCache:
     async def _read(self, pause_s: float = 0.0) -> None:
         survey = await self._store.queue_snapshots.read(
             self._max_flows, pause_s=pause_s / 2
-        )  # its chunks are half as long
+        )  # chunks of this read are half as long
         as_of_s = self._clock()
         self._state = await self._combine(survey.page, pause_s)
         self._fresh_until, self._good_until = as_of_s + survey.fresh_s, as_of_s + survey.good_s

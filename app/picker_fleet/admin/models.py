@@ -1,7 +1,7 @@
-"""The answers of the admin API, as its OpenAPI document describes them; the views (views.py) build them.
+"""Response models of the admin API, described by its OpenAPI document; the views (views.py) build them.
 
-Each model has an example, which tests/unit/test_admin_queue_order.py compares with real answers. Ages and
-durations are seconds.
+tests/unit/test_admin_queue_order.py compares the example of each model with real answers. Ages and durations
+are in seconds.
 """
 
 from datetime import datetime
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-EXAMPLE_CURSORS = {  # by list
+EXAMPLE_CURSORS = {  # keyed by list
     "flows": "WyJmbG93cyIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
     "queue": "WyJxdWV1ZSIsMjE0NzQ4MzY0NywiNDEuNSIsImdvbGQiXQ",
     "inflight": "WyJpbmZsaWdodCIsIjE3NjcyMjU2MTIzNDUuMCIsIjRmMWQtOWMiXQ",
@@ -98,7 +98,7 @@ def _example(value: Any) -> ConfigDict:
 
 
 class _Open(BaseModel):
-    """An answer to which further fields may be added."""
+    """A response model to which later versions may add fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -521,7 +521,7 @@ class Replicas(_Open):
     replicas: list[Replica] = Field(description="live ones first")
 
 
-# What the event stream sends
+# Events of the event stream
 
 
 class Decision(BaseModel):
@@ -542,14 +542,14 @@ class Decision(BaseModel):
 
 
 class Decisions(BaseModel):
-    """The entries since the last event, newest last; `skipped` is how many more there were."""
+    """Decision-log entries since the last event, newest last; `skipped` counts the omitted entries."""
 
     entries: list[Decision]
     skipped: int
 
 
 class Snapshot(BaseModel):
-    """The fleet at one moment, with the first flows and the busiest workloads."""
+    """The fleet's state at one moment, with the first flows and the busiest workloads."""
 
     at: float  # Unix time
     state: State
@@ -562,7 +562,7 @@ class Snapshot(BaseModel):
 
 
 class Unavailable(BaseModel):
-    """Why there is no snapshot."""
+    """Sent in place of a snapshot if Redis cannot be read; `detail` says why."""
 
     at: float  # Unix time
     detail: str

@@ -1,6 +1,6 @@
-"""What protects the admin API, installed by `api.create`: a call keeps to its client's rate, names a host of
-this replica, has a token of the role that it needs, and ends by a deadline. Every fault is answered as a
-problem document (RFC 9457) with a `code` for programs.
+"""Protection of the admin API, installed by `api.create`: each client has a rate limit; each call must name a
+known Host, carry a token of the required role, and end by a deadline. Every fault is answered with a problem
+document (RFC 9457) that has a `code` for programs.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from picker_fleet.replica.live_config import LIVE
 from picker_fleet.sections import Admin, Role
 from picker_fleet.units import bearer_token, is_loopback
 
-BURST_S = 2.0  # unused calls of this many seconds may be made at once
-CHANGE_COST = 10  # a change counts as this many calls: it runs several scripts, and every replica follows it
+BURST_S = 2.0  # a burst may use the calls of this many idle seconds
+CHANGE_COST = 10  # calls that a change counts as: it runs several scripts, and every replica applies it
 _MAX_CLIENTS = 1024
 _REFUSAL_DELAY_S = 1.0  # slows down a client that ignores Retry-After
 _READ_METHODS = ("GET", "HEAD")
 _ANY_HOST_PATHS = ("/healthz", "/readyz", "/metrics")  # probes and scrapers call by any address
 _BEARER = HTTPBearer(auto_error=False, description="admin.token, or one of admin.tokens")
-_RELOAD_S = 2.0  # a token file is looked at so often, while it is asked for
+_RELOAD_S = 2.0  # while calls arrive, token files are read again this often
 _REFUSALS_LOGGED_PER_S = 1.0
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 _EVERY_ANSWER = (
@@ -45,7 +45,7 @@ _EVERY_ANSWER = (
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", b"default-src 'none'; base-uri 'none'; frame-ancestors 'none'"),
     (b"cache-control", b"no-store"),
-)  # unless the answer has its own
+)  # headers added to every answer that does not set them itself
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _CODES = {
     400: "bad_request",
@@ -63,15 +63,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a call may take: one that reads, one that changes something, and the body of a request."""
+    """Time limits: for a call that reads, for a call that changes the fleet, and for receiving a body."""
 
     read_s: float = 2.0
-    change_s: float = 3.0  # a few script calls
+    change_s: float = 3.0  # enough for a few script calls
     body_s: float = 5.0
 
 
 async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
-    """The answer; StateUnavailable if it takes longer than `limit_s`."""
+    """Await `answer`. Raises StateUnavailable if that takes longer than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             return await answer
@@ -80,7 +80,7 @@ async def within(limit_s: float, answer: Awaitable[_T]) -> _T:
 
 
 class Refused(HTTPException):
-    """A call that cannot be carried out; `code` names the fault."""
+    """A call is refused; `code` names the reason."""
 
     def __init__(self, status: int, code: str, detail: str, *, retry_after_s: int | None = None) -> None:
         headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
@@ -139,12 +139,12 @@ def _problem(request: Request, status: int, code: str, detail: str, **extra: Any
 
 
 class KnownHosts:
-    """ASGI middleware that answers reads with a foreign Host with 421, and calls with a malformed one with
-    400.
+    """ASGI middleware: answers 421 to a read whose Host is unknown, and 400 to any call whose Host is
+    malformed.
 
-    It stops DNS rebinding: a web page that makes its own name point here has the browser send that name as
-    Host. Known are the loopback, this machine's name, the address the call came to, and `names`; a name that
-    begins with `*.` stands for all names below it. Changes are checked by `ChangeAuthorization`.
+    This stops DNS rebinding: if a web page's domain resolves to this replica, the browser sends that domain
+    as Host. Known hosts are the loopback, this machine's name, the address that received the call, and
+    `names`; `*.example` in `names` matches all subdomains. `Access` authorises changes.
     """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
@@ -179,7 +179,7 @@ class KnownHosts:
 
 
 def _hostname(authority: str) -> str | None:
-    """The host of `host:port`, '' without one; None if it is malformed."""
+    """The host in `authority` (`host:port`); '' if it has no host, None if it is malformed."""
     try:
         return urlsplit(f"//{authority}").hostname or ""
     except ValueError:
@@ -194,7 +194,7 @@ def _same_address(one: str, other: str) -> bool:
 
 
 class RateLimit:
-    """`per_s` calls a second from one address, as a token bucket."""
+    """A token bucket for each client address: `per_s` calls a second."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class RateLimit:
         self._sleep = sleep
 
     async def __call__(self, request: Request) -> None:
-        """Pass, or raise Refused 429 after a delay."""
+        """Return if the client is within its rate; otherwise raise Refused 429 after a delay."""
         host = request.client.host if request.client is not None else ""
         wait_s = self._rates.take(host, 1 if request.method in _READ_METHODS else CHANGE_COST)
         if wait_s:
@@ -217,9 +217,9 @@ class RateLimit:
 
 
 class Limits:
-    """ASGI middleware: every call counts in `calls`, whatever becomes of it, but for those of `/healthz` and
-    `/readyz`, which count in `health`, and of `/metrics`, which has a limit of its own (documents.py). Every
-    answer has the headers by which a browser takes it for nothing else than it is.
+    """ASGI middleware: counts every call, refused or not, against the rate limit `calls`. `/healthz` and
+    `/readyz` count against `health`; `/metrics` has a limit of its own (documents.py). The middleware also
+    adds security headers to every answer, such as `nosniff` and a content security policy.
     """
 
     def __init__(self, app: ASGIApp, calls: RateLimit, health: RateLimit) -> None:
@@ -249,14 +249,14 @@ class Limits:
 
 
 class _Token(NamedTuple):
-    name: str  # of the file, or `admin.token`
+    name: str  # the token file's name, or `admin.token`
     role: Role
     secret: bytes
 
 
 class Tokens:
-    """The tokens in force. Files are read again when they change; one that cannot be read, or is empty, is no
-    token, so removing it takes it back.
+    """The tokens in force, read again from their files every `_RELOAD_S`. An unreadable or empty file gives
+    no token, so removing a file revokes its token.
 
     Raises StartupError: a file of `admin.tokens` cannot be read, or has no token.
     """
@@ -279,14 +279,14 @@ class Tokens:
 
     @property
     def needed(self) -> bool:
-        """Whether a call needs a token: once there was one, none is too few."""
+        """Whether calls need a token: True once there was a token, even if all have been removed since."""
         self._read_again()
         return self._needed
 
     def find(self, given: bytes) -> _Token | None:
         self._read_again()
         found = None
-        for each in self._in_force:  # all of them: how long it takes tells nothing
+        for each in self._in_force:  # compare with every token, so that the time reveals nothing
             if hmac.compare_digest(given, each.secret):
                 found = each
         return found
@@ -303,7 +303,7 @@ class Tokens:
 
 
 def _read_token(file: Path) -> bytes:
-    """The token in `file`; empty if there is none."""
+    """The token in `file`; empty if the file is unreadable or has none."""
     try:
         return bearer_token(file.read_text(encoding="ascii")).encode()
     except (OSError, ValueError):
@@ -311,11 +311,11 @@ def _read_token(file: Path) -> bytes:
 
 
 class Access:
-    """A dependency of routes: the client has a token of `role`, or of an operator. Where no token is
-    configured, anyone may read, and a process of this machine is an operator.
+    """A route dependency that requires a token of `role`, or an operator's token. If no token is configured,
+    anyone may read, and only processes on this machine may make changes.
 
-    `request.state.caller` is then the token's name, or the client's address; `request.state.may_go_on` says
-    of a long answer whether the token still counts.
+    Sets `request.state.caller` to the token's name or the client's address. A long answer calls
+    `request.state.may_go_on` to learn whether the token is still valid.
     """
 
     def __init__(self, tokens: Tokens, role: Role) -> None:
@@ -327,13 +327,13 @@ class Access:
         request: Request,
         bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)] = None,
     ) -> None:
-        """Pass, or raise HTTPException 401 (no token or a wrong one) or 403 (of another role, or not from
-        this machine)."""
+        """Return if the call is allowed; otherwise raise HTTPException 401 (no valid token) or 403 (the
+        token's role is too low, or the client is not on this machine)."""
         request.state.caller = address = request.client.host if request.client is not None else ""
         request.state.may_go_on = lambda: True
         fault: HTTPException | None = None
         if self._tokens.needed:
-            # The server decodes headers as Latin-1, whatever their encoding.
+            # Starlette decodes headers as Latin-1, whatever their encoding.
             given = b"" if bearer is None else bearer.credentials.encode("latin-1", "replace")
             token = self._tokens.find(given)
             if token is None:
@@ -355,13 +355,13 @@ class Access:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether a process on this machine calls for itself, and not for a proxy's client or a foreign web
-    page."""
+    """Whether the caller is a process on this machine, and neither a proxy nor a browser that shows a foreign
+    web page."""
     if request.client is None or not is_loopback(request.client.host):
         return False
     if any(name in request.headers for name in _PROXY_HEADERS):
         return False
-    # A foreign page can make a local browser send this call; Host or Origin then has the page's name.
+    # A foreign web page can make a local browser send this call; Host or Origin then names that page.
     authority, origin = request.headers.get("host", ""), request.headers.get("origin")
     host = _hostname(authority) or ""
     return (host == "localhost" or is_loopback(host)) and (

@@ -1,11 +1,11 @@
-"""The predicted order in which waiting requests will be served, and why one request still waits. Pure; used
-by the views (views.py).
+"""Predicts the order in which waiting requests are served, and explains why a request waits. Pure; used by
+the views (views.py).
 
-Start-time fair queueing serves the smallest start tag, and serving a request raises its flow's tag by the
-request's cost over the flow's weight. If the requests of a flow cost what its oldest does, its n-th request
-is served at start + n * share. This number stays the same while the queue is served, so a page can continue
-at any depth, and a position is a count over flow queues. What changes the order: arrivals, dispatches of the
-starvation guard, different costs in one flow, and, under `band_policy: weighted`, the turns between bands.
+Start-time fair queueing serves the flow with the smallest start tag; serving a request raises its flow's tag
+by cost / weight, the flow's share. If all requests of a flow cost the same as its oldest, the n-th request is
+served at tag start + n * share. This tag stays the same while the queue is served, so a page can continue at
+any depth, and a position is a count over flow queues. The order changes with arrivals, dispatches of the
+starvation guard, unequal costs in a flow, and, under `band_policy: weighted`, the turns between bands.
 """
 
 import heapq
@@ -17,12 +17,12 @@ from picker_fleet.request import largest_claim
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
 from picker_fleet.state.store import PoolState
 
-_SLACK = 1e-6  # of a share: sums of fractions differ in their last digits
+_SLACK = 1e-6  # tolerance for rounding, in shares
 _MIN_SHARE = 1e-12
 
 
 class Position(NamedTuple):
-    """Where a request is in the order: the group of its flow queue, its predicted start tag, and its flow."""
+    """A request's place in the order: its flow queue's group, its predicted start tag, and its flow."""
 
     group: int
     tag: float
@@ -30,8 +30,8 @@ class Position(NamedTuple):
 
 
 class PredictedRequest(NamedTuple):
-    """The `rank`-th request of a flow queue (0: the first), predicted to be served at `tag` as the
-    `number`-th of all (1: the first)."""
+    """The `rank`-th request of a flow queue (from 0), predicted to be served at `tag` as the `number`-th of
+    all requests (from 1)."""
 
     queue: FlowQueueRow
     rank: int
@@ -51,7 +51,7 @@ def predicted_tag(queue: FlowQueueRow, rank: int) -> float:
 def predicted_order(
     queues: Sequence[FlowQueueRow], after: Position | None, limit: int
 ) -> list[PredictedRequest]:
-    """The next `limit` requests after a position; O(queues + limit * log queues)."""
+    """The next `limit` requests after the position `after`, in O(queues + limit * log queues)."""
     skipped = 0
     heads = []
     for queue in queues:
@@ -72,12 +72,12 @@ def predicted_order(
 
 
 def count_before(queues: Sequence[FlowQueueRow], position: Position) -> int:
-    """How many requests are predicted to be served before the one at `position`."""
+    """How many requests are predicted to be served before the request at `position`."""
     return sum(_served_before(queue, position, inclusive=False) for queue in queues)
 
 
 def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) -> int:
-    """How many requests of `queue` are served before `position`; if `inclusive`, also the one at it."""
+    """How many requests of `queue` are served before `position`, or, if `inclusive`, up to it."""
     if queue.group != position.group:
         return queue.queued if queue.group < position.group else 0
     ranks = (position.tag - queue.start) / max(queue.share, _MIN_SHARE)
@@ -89,12 +89,12 @@ def _served_before(queue: FlowQueueRow, position: Position, *, inclusive: bool) 
 
 
 def request_status(found: RequestStatus, state: PoolState, before: int | None, claim_share: float) -> str:
-    """One sentence: where a request is and why.
+    """One sentence that says where a request is and why.
 
     Args:
-        state: the pool's, at about the same moment.
-        before: how many requests are predicted to be served before this one; None: not known.
-        claim_share: the part of the upper bound that one request takes at most.
+        state: the pool's state, read at about the same time as `found`.
+        before: how many requests are predicted to be served before this request; None if unknown.
+        claim_share: the largest share of the stock's upper bound that one request may take.
     """
     entry = found.entry
     if entry.state == "placed":

@@ -1,7 +1,7 @@
 """The admin API's HTTP server: uvicorn inside the replica's event loop, with bounds on each connection.
 
-uvicorn bounds neither the time that a request takes to arrive, nor the size of its headers, nor how many
-requests wait behind one another; `Connection` bounds all three.
+uvicorn limits neither how long a request takes to arrive, nor the size of its headers, nor the number of
+pipelined requests; `Connection` limits all three.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from picker_fleet.extproc.certificates import Certificates, handshakes
 from picker_fleet.units import split_host_port
 
 _GRACE_S = 2
-_CHECK_INTERVAL_S = 1.0  # between two checks of the connections; the Date of answers may be this old
+_CHECK_INTERVAL_S = 1.0  # between checks of the connections; also the largest age of an answer's Date
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What clients may take. Times are checked once a second."""
+    """Limits for clients' connections. Times are checked once a second."""
 
-    connections: int = 256  # half of them from one address
-    request_s: float = 15.0  # from the last answer, or the begin of the connection, to the end of a request
+    connections: int = 256  # at most half of them from one address
+    request_s: float = 15.0  # from the last answer, or the connection's start, to the end of the next request
     stalled_s: float = 15.0  # how long a client may leave its answer unread
-    overhead_bytes: int = 64 * 1024  # of a request, besides its body
-    pipelined: int = 8  # requests that wait for the answer to an earlier one
+    overhead_bytes: int = 64 * 1024  # largest request, not counting its body
+    pipelined: int = 8  # requests on one connection that wait for an earlier answer
 
 
 LIMITS = ConnectionLimits()
 
 
 class _Config(uvicorn.Config):
-    """uvicorn's, with the limits of each connection, and certificates that may change."""
+    """uvicorn's configuration, with limits for each connection and reloadable certificates."""
 
     def __init__(
         self, app: Any, limits: ConnectionLimits, certificates: Certificates | None, **options: Any
@@ -56,7 +56,7 @@ class _Config(uvicorn.Config):
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that ends when it exceeds its limits. The server calls `check` once a second."""
+    """A connection that is closed when it exceeds its limits. `_Server` calls `check` once a second."""
 
     def __init__(self, config: _Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -81,7 +81,7 @@ class Connection(HttpToolsProtocol):
         elif self._stalled_since_s is None:
             self._stalled_since_s = now_s
 
-    # Called by uvicorn or the event loop:
+    # The methods below are called by uvicorn or the event loop.
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -97,7 +97,7 @@ class Connection(HttpToolsProtocol):
             others = [each for each in others if each._host == host]
         elif len(others) < self._limits.connections:
             return
-        # Make room: end the connection that has waited longest for a whole request or for its client to read.
+        # Make room: abort the connection that has waited longest for its client; if none waits, this one.
         idle = [each for each in others if each._waits_for_client or each._stalled_since_s is not None]
         (min(idle, key=lambda each: each._waits_since_s) if idle else self).transport.abort()
 
@@ -130,10 +130,10 @@ class Connection(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the replica and says when it accepts.
+    """A uvicorn server that leaves signals to the replica and sets `accepting` once it accepts connections.
 
-    It checks the time and its connections once a second, where uvicorn wakes up ten times to see whether it
-    should exit; `leave` wakes this one.
+    The main loop wakes once a second, to check connections and update the Date header, or when `leave` is
+    called; uvicorn's own wakes ten times a second to see whether it should exit.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
         self._leaving = asyncio.Event()
 
     def leave(self) -> None:
-        """End once all answers are sent or the grace period is over."""
+        """Stop the server once all answers are sent or the grace period is over."""
         self.should_exit = True
         self._leaving.set()
 
@@ -172,9 +172,9 @@ async def serving(
     limits: ConnectionLimits = LIMITS,
     certificates: Certificates | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` at `listen` (`host:port`; port 0: a free one); the value is the bound `host:port`.
+    """Serve `app` at `listen` (`host:port`; port 0 is any free port); yields the bound `host:port`.
 
-    On exit, waits up to 2 s for answers that are being sent.
+    On exit, waits up to 2 s for answers in progress.
 
     Raises:
         StartupError: the address cannot be bound.
@@ -189,7 +189,7 @@ async def serving(
         lifespan="off",
         ws="none",  # otherwise uvicorn imports any WebSocket package it finds
         server_header=False,
-        proxy_headers=False,  # a proxy's claim about its client is not trusted
+        proxy_headers=False,  # do not trust X-Forwarded-For
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)

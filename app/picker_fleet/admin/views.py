@@ -1,9 +1,8 @@
-"""What a replica shows of the fleet and of itself, as the models of the admin API (models.py): `FleetView`
-for the state, endpoints and health; `FleetLists` for lists, page by page, at a cost that does not grow with
-the queue.
+"""The read side of the admin API: reads the fleet's state and returns it as the models in models.py.
 
-Both raise StateUnavailable if the shared state cannot be read. The routes (api.py) and the event stream
-(events.py) call them.
+`FleetView` returns the state, endpoints and health; `FleetLists` returns lists page by page, at a cost that
+does not grow with the queue. Both raise StateFault if Redis cannot be read. The routes (api.py) and the event
+stream (events.py) call them.
 """
 
 import base64
@@ -39,7 +38,7 @@ from picker_fleet.state.store import Store
 
 _Row = TypeVar("_Row")
 _MAX_CURSOR_CHARS = 4096
-_MAX_SCANNED_WORKLOADS = 200  # among which the busiest are looked for
+_MAX_SCANNED_WORKLOADS = 200  # `busiest` reads at most this many workloads
 _FLOW_ORDER = "in dispatch order: flows by start tag, each request at its predicted start tag"
 _BAND_ORDER = {
     "strict": "band after band",
@@ -60,7 +59,7 @@ class BadBand(BadRequest):
 
 
 class BadCursor(BadRequest):
-    """A cursor that this list has not returned."""
+    """The given cursor was not returned by this list."""
 
     code = "bad_cursor"
 
@@ -71,18 +70,18 @@ class BadCursor(BadRequest):
 
 
 def encode_cursor(name: str, *parts: str | int | float) -> str:
-    """An opaque cursor of the list `name` that holds `parts`."""
+    """An opaque cursor into the list `name`; `decode_cursor` recovers `parts`."""
     return base64.urlsafe_b64encode(orjson.dumps([name, *parts])).rstrip(b"=").decode()
 
 
 def decode_cursor(text: str, name: str, *types: type) -> list[str | int | float]:
-    """The parts of a cursor, of exactly these types; an int is not negative. Raises BadCursor."""
+    """The parts of a cursor. Raises BadCursor if a type differs from `types`, or an int is negative."""
     if len(text) > _MAX_CURSOR_CHARS:
         raise BadCursor
     try:
         packed = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
         parts = orjson.loads(packed)
-    except (binascii.Error, ValueError):  # UnicodeError and orjson's own are ValueErrors
+    except (binascii.Error, ValueError):  # UnicodeError and orjson.JSONDecodeError are ValueErrors
         raise BadCursor from None
     if not isinstance(parts, list) or len(parts) != len(types) + 1 or parts[0] != name:
         raise BadCursor
@@ -93,7 +92,7 @@ def decode_cursor(text: str, name: str, *types: type) -> list[str | int | float]
 
 
 def finite_score(text: object) -> str:
-    """`text` if it spells a finite number, as a score of Redis does. Raises BadCursor."""
+    """`text`, stripped, if it is a finite number as Redis writes scores. Raises BadCursor otherwise."""
     try:
         if isinstance(text, str) and text.isascii() and math.isfinite(float(text)) and "_" not in text:
             return text.strip()
@@ -105,7 +104,7 @@ def finite_score(text: object) -> str:
 def _page(
     name: str, rows: Sequence[_Row], limit: int, position: Callable[[_Row], tuple[str | int, ...]]
 ) -> tuple[Sequence[_Row], str | None]:
-    """The first `limit` of `rows`, and where the list `name` continues; None if there are no more."""
+    """The first `limit` of `rows`, and the cursor of the next page; None if `rows` has no more."""
     page = rows[:limit]
     return page, encode_cursor(name, *position(page[-1])) if len(rows) > limit else None
 
@@ -113,8 +112,8 @@ def _page(
 class FleetView:
     """The fleet's state, its endpoints, and this replica's health.
 
-    A replica is ready from its first contact with a pool that may admit, and stays ready: one that loses
-    Redis still answers, and must be looked at.
+    A replica becomes ready with its first heartbeat to an existing pool. A replica that loses Redis stays
+    ready, because it still admits requests; its health reports the fault to operators.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class FleetView:
         self._identity = {"replica": replica, "pool": pool}
 
     async def state(self) -> models.State:
-        """The shared state at one moment; while it is unavailable, as it was last read."""
+        """The shared state at one moment; while Redis is unavailable, the state last read."""
         state = await self._membership.state()
         pool, outage = state.pool, state.outage
         fleet = await self._cache.get() if outage is None else self._cache.last
@@ -221,7 +220,7 @@ class FleetView:
         )
 
     def ready(self) -> tuple[bool, dict[str, str]]:
-        """Whether this replica should get traffic, and for each component `ok` or what is wrong with it."""
+        """Whether this replica should get traffic, and each component's `ok` or fault."""
         pulse = self._membership.pulse
         joined = pulse is not None and pulse.epoch != "0"
         endpoints = pulse.ready_endpoints if pulse is not None else 0
@@ -242,8 +241,8 @@ def _ejected(ejection: Ejection | None) -> models.Ejected | None:
 
 
 class FleetLists:
-    """Flows, requests, workloads and replicas. A method that gets a cursor of another list raises BadCursor;
-    one that looks up a single thing returns None if it is not known."""
+    """Flows, requests, workloads and replicas. Methods raise BadCursor for a cursor of another list; lookups
+    of a single flow, request or workload return None if it is unknown."""
 
     def __init__(
         self,
@@ -261,14 +260,14 @@ class FleetLists:
 
     @property
     def bands(self) -> Bands:
-        """The configured ones."""
+        """The configured bands."""
         return self._membership.effective.settings.fair_request_queue.bands
 
     def priority_of(self, band: str | None) -> int | None:
-        """Of the band that a client names, None for all.
+        """The priority of the band that a client names; None, for all bands, if the client names none.
 
         Raises:
-            BadBand: it is no configured band's name and no priority.
+            BadBand: `band` is neither the name of a configured band nor a priority.
         """
         if band is None:
             return None
@@ -388,7 +387,7 @@ class FleetLists:
         )
 
     async def _predicted(self, found: RequestStatus) -> tuple[int | None, float | None]:
-        """How many requests are served before this one, and its start tag; None if it is in no flow queue."""
+        """How many requests are served before this one, and its start tag; None if no flow queue has it."""
         queue = found.queue
         if queue is None or found.rank is None:
             return None, None
@@ -415,7 +414,7 @@ class FleetLists:
         )
 
     async def busiest(self, limit: int) -> models.Workloads:
-        """Those with the most requests that have not ended, of some hundred workloads."""
+        """The workloads with the most active requests, among at most `_MAX_SCANNED_WORKLOADS`."""
         found, total, _ = await self._store.reads.workloads(_MAX_SCANNED_WORKLOADS)
         found.sort(key=lambda row: (-row.active, row.last_request_s_ago))
         return models.Workloads(
@@ -455,7 +454,7 @@ class FleetLists:
         ]
         found: dict[str, tuple[PredictedRequest, RequestRow]] = {}
         for places, entries in zip(by_queue.values(), await self._store.reads.queued(ranges), strict=True):
-            if len(entries) > 1:  # of a flow's requests on one page, the best score is served first
+            if len(entries) > 1:  # among a flow's requests on one page, the best score is served first
                 entries.sort(key=lambda entry: -sum(entry.score or ()))
             for place, entry in zip(places, entries, strict=False):
                 found[entry.id] = place, entry
@@ -469,7 +468,7 @@ class FleetLists:
         return order + guard + f"; flows at their limit last; of the first {MAX_FLOWS} flows"
 
     def _workload(self, row: WorkloadRow) -> models.Workload:
-        """The parts of the score are those of a request that would arrive now; its criticality is its own."""
+        """The workload, with the score of a request that arrives now; criticality depends on the request."""
         settings = self._membership.effective.settings
         return models.Workload(**row._asdict(), score=_arrival_score(row, settings))
 
@@ -488,8 +487,8 @@ def _arrival_score(row: WorkloadRow, settings: Settings) -> models.Score | None:
 def _flow(
     queue: FlowQueueRow, fleet: FleetState, band: str, weights: float | None, *, even: bool
 ) -> models.Flow:
-    """`weights`: the sum over the band's waiting flows; `even`: the policy ignores weights
-    (`round-robin`)."""
+    """`weights` is the sum over the band's waiting flows; `even` means that the fairness policy ignores
+    weights (`round-robin`)."""
     served = fleet.served_per_s(queue.priority, queue.name)
     all_served = fleet.served_bands.get(queue.priority)
     return models.Flow(

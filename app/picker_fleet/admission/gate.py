@@ -1,4 +1,4 @@
-"""What every gate shares: the interface that Envoy's side uses, a request's wait, the errors that end it."""
+"""The interface of a gate, as the ext_proc and HTTP servers use it, and shared parts: waits, refusals."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +23,7 @@ from picker_fleet.errors import (
 from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
 from picker_fleet.state.store import Decision
 
-# By the reason that the queue gives: the error, and its message.
+# The queue's reason for a refusal -> the error and its message.
 REFUSALS: dict[str, tuple[type[RequestError], str]] = {
     "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
     "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
@@ -36,70 +36,70 @@ REFUSALS: dict[str, tuple[type[RequestError], str]] = {
 
 
 class Gate(Protocol):
-    """Admission and placement of requests, from one event loop."""
+    """Admits and places requests. Uses one event loop."""
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """Wait for the request's turn and its endpoints. Its place in the queue is that of one that arrived
-        `age_s` ago.
+        """Wait for the request's turn and its endpoints. The request is queued as if it had arrived `age_s`
+        ago.
 
-        `stream_owned`: this replica has the request's stream until it ends (`standard`), so the gate renews
-        its lease until `settle` or `withdraw`; otherwise access-log entries do. Cancelling the call withdraws
-        the request.
+        `stream_owned`: this replica has the request's stream until the request ends (`standard`), so the gate
+        renews the lease until `settle` or `withdraw`; otherwise access-log entries renew it. Cancelling the
+        call withdraws the request.
 
         Raises:
-            RequestError: it is refused, expired, preempted or evicted, or the shared state cannot be reached.
+            RequestError: the request is refused, expired, preempted or evicted, or Redis is unreachable.
         """
         ...
 
     async def route(
         self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
     ) -> Placement:
-        """Endpoints without admission, for a request that ends with its headers (GET). First comes `origin`,
-        though it takes nothing new, or the endpoint of the `session`.
+        """Choose endpoints without admission, for a request that ends with its headers (GET). The first is
+        `origin`, even if it takes no new requests, or else the endpoint of the `session`.
 
         Raises:
-            NoEndpoints: none is ready, or none of the subset.
+            NoEndpoints: no endpoint is ready, or none of the subset.
         """
         ...
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        """Whether the request still has its placement, made `age_s` ago; then its lease starts again.
+        """Whether the request still has its placement, made `age_s` ago; if so, restart its lease.
 
-        For a request without an owned stream of which Envoy does not know yet, so that nobody renews its
-        lease.
+        For a request without an owned stream whose placement Envoy does not have yet: no access-log entry
+        renews its lease.
 
         Raises:
-            StateUnavailable: it cannot be known.
+            StateUnavailable: Redis does not answer.
         """
         ...
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        """Take back a placement that never reached Envoy. Returns at once."""
+        """Undo a placement that never reached Envoy. Returns at once."""
         ...
 
     def settle(self, completion: Completion) -> object:
-        """Account for a request's end. Returns at once; the next batch carries it, ahead of what is admitted
-        after it. Idempotent."""
+        """Account for a request's end. Returns at once; the next batch carries the end, ahead of later
+        admissions. Idempotent."""
         ...
 
     def suspect(self, request_id: str) -> None:
-        """The request may have ended: an entry without an accounting token says so. Its endpoint's next
-        metrics pages decide. Returns at once."""
+        """An access-log entry without an accounting token says that the request has ended. The next metrics
+        pages of its endpoint decide. Returns at once."""
         ...
 
     def fault(self, fault: Fault) -> None:
-        """An attempt of a request has failed on an endpoint, or that is full. Returns at once; idempotent."""
+        """An attempt of a request failed, or its endpoint is full. Returns at once; idempotent."""
         ...
 
     def renew(self, alive: Alive) -> None:
-        """Renew a request's lease. Returns at once; the next batch carries it."""
+        """Renew a request's lease. Returns at once; the next batch carries the renewal."""
         ...
 
 
 class Wait(msgspec.Struct, eq=False):
-    """A request's time in the queue: one wait, however often it moves between the shared and the local queue.
+    """A request's time in the queue. Moving between the shared and the local queue continues the same wait.
 
-    It is counted once, when the outcome of its request is known (`epp_queue_latency_seconds`).
+    `epp_queue_latency_seconds` counts the wait once, when its outcome is known.
     """
 
     arrived_s: float  # event-loop time
@@ -107,16 +107,16 @@ class Wait(msgspec.Struct, eq=False):
 
 
 def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
-    """The error of a request whose time in the queue is up: the client's (504) or the queue's own (503)."""
+    """The error of a request that expired in the queue: 504 for the client's deadline, 503 for the TTL."""
     if request.by_client:
         return DeadlineExceeded(f"the client's deadline of {request.ttl_s:g} s passed in the queue")
     return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
 
 
 def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
-    """The error with which `verdict` ends `request`; None if it does not.
+    """The error with which `verdict` ends `request`; None if the request goes on.
 
-    A refusal has its own Retry-After; `retry_after_s` is for requests that have waited.
+    A refusal brings its own Retry-After; `retry_after_s` is for requests that have waited.
     """
     if verdict.status == "refused":
         reason, _, seconds = verdict.detail.partition(" ")
@@ -137,9 +137,9 @@ def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) ->
 class OutageStatus:
     """An outage as the admin API shows it. Amounts are in the stock's unit.
 
-    `mode` is the FailoverState; `bound` the fleet's, of which `share` is this replica's part. `in_flight`
-    counts the requests placed here that were placed or seen alive within an access-log interval and a second,
-    and whose end was not received here: another replica may have received it.
+    `mode` is the FailoverState; `bound` is the fleet's bound, and `share` this replica's share of it.
+    `in_flight` counts the requests placed here that were placed or seen alive within an access-log interval
+    and a second, and whose end this replica has not received. Another replica may have received the end.
     """
 
     mode: str
@@ -150,4 +150,4 @@ class OutageStatus:
     let_go: int  # requests placed here
     in_flight: int
     queued: int
-    queue_length: dict[str, int]  # by the name of the band
+    queue_length: dict[str, int]  # band name -> queued requests

@@ -1,8 +1,8 @@
-"""Which endpoint has the state of the Responses API that an id stands for: a response, a conversation.
+"""Finds the endpoint that has the state of a response or conversation id (Responses API).
 
-Servers keep that state in their memory, so a request that goes on with an id, or reads or deletes it, is sent
-to the endpoint that answered with it. The answer names the id in `standard`, Envoy's access log in the other
-modes. A replica notes it in Redis, and any replica reads it there when a request names it.
+Model servers keep this state in memory. So a request that continues, reads or deletes a response must go to
+the endpoint whose answer had its id. A replica learns the id from the answer in `standard`, and from Envoy's
+access log in the other modes. It stores id and endpoint in Redis for requests at any replica.
 """
 
 import asyncio
@@ -16,31 +16,31 @@ from picker_fleet.state.store import Store
 from picker_fleet.units import has_control
 
 MAX_ID_BYTES = 256
-KEPT_S = 3600.0  # in a replica's memory, for when Redis is away
-# An access-log entry may come later than the client's next request: pauses before an unknown id is looked up
-# again, and the most that all of it may take.
+KEPT_S = 3600.0  # how long a replica remembers an id itself, in case Redis is unavailable
+# The client's next request may arrive before the access-log entry that has the id: look an unknown id up
+# again after each of these pauses, for `FIND_S` in total.
 _PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.12)
 FIND_S = 0.3
 
 
 class Origins:
-    """Of one pool. One event loop. `clock` is in seconds."""
+    """Ids of one pool, with their endpoints. Uses one event loop. `clock` is in seconds."""
 
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys
         self._known: Recent[str] = Recent(KEPT_S, clock)
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:
-        """`endpoint` has answered with `ids`. Returns at once."""
+        """Store that `endpoint` answered with `ids`. Returns at once."""
         for state_id in ids:
             if endpoint and _is_id(state_id):
                 self._known.note(state_id, endpoint)
                 told = self._store.note_origin(state_id, endpoint)
-                told.add_done_callback(lambda done: done.cancelled() or done.exception())  # a hint
+                told.add_done_callback(lambda done: done.cancelled() or done.exception())  # ignore a failure
 
     async def find(self, ids: Collection[str], most_s: float = FIND_S) -> str:
-        """The endpoint that has the state of one of `ids`; '' if none is known within `most_s`. While Redis
-        is away: as far as this replica knows."""
+        """The endpoint that has the state of one of `ids`; '' if none is found within `most_s`. Without Redis
+        it searches this replica's own memory."""
         wanted = [state_id for state_id in ids if _is_id(state_id)]
         try:
             async with asyncio.timeout(min(most_s, FIND_S)):
@@ -59,8 +59,8 @@ class Origins:
         return self._known_of(wanted)
 
     def read_token(self, request_id: str) -> str:
-        """What Envoy returns with the access-log entry of a request that is not admitted, so that the ids of
-        its answer count."""
+        """The accounting token of a request that needs no admission. Envoy returns it with the access-log
+        entry, so that the replica trusts the ids in that entry."""
         return accounting_token.of_read(request_id, self._keys)
 
     def _known_of(self, ids: Iterable[str]) -> str:

@@ -1,11 +1,11 @@
-"""The gate on shared state: one queue and one stock for all replicas.
+"""The gate that admits through Redis: all replicas share one queue and one stock.
 
-A request is admitted by `admit`. If it is queued, it waits for its grant, which comes in the reply of any
-call, by a wake-up, or with a heartbeat. If any endpoint will do, the script that grants it places it, too,
-and the replica acknowledges that. Else it is placed then, which may queue it again. Until its end this
-replica renews its lease if it owns the stream. `attempt` numbers the streams of a request, so that a late
-call of a dead stream never affects the stream that has taken the request over. Only a stream that brings the
-same flow, model and body may do that; the digest of the body stands behind the number.
+`admit` places a request or queues it. A queued request waits for its grant, which arrives in the reply to any
+call, by a wake-up, or with a heartbeat. If any endpoint will do, the granting script also places the request,
+and the replica acknowledges the placement. Otherwise the replica then asks for a placement, and the script
+may queue the request again. A replica that owns a stream renews its request's lease until the request ends.
+`attempt` numbers the streams of a request, so that a late call of a dead stream never affects the stream that
+took the request over. Only a stream with the same flow, model and body digest may; `attempt` has the digest.
 """
 
 import asyncio
@@ -45,33 +45,33 @@ from picker_fleet.telemetry.metrics import Metrics
 _About = TypeVar("_About")
 
 _log = logging.getLogger(__name__)
-# This replica's timer fires after the queue's, which decides; it matters only where no notification came.
+# Redis decides when a queued request expires; this replica's own timer fires later, if no notification came.
 _EXPIRY_SLACK_S = 0.05
-# A request whose time is up is answered within this, whether Redis answers or not (G5).
+# Answer an expired request within this time, even if Redis does not answer (G5).
 _EXPIRY_ANSWER_S = 0.5
-# How often an admission is repeated while a lost shared state is rebuilt.
+# Repeat an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_NO_ENDPOINTS = "no-endpoints"  # why the script refused
+_NO_ENDPOINTS = "no-endpoints"  # the script's reason for a refusal
 _TAKEN_OVER = "taken over by a newer stream"
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
-_MAX_RECENT = 50_000  # the oldest are dropped
-_SPARE = 5_000  # that may be remembered beyond, so that the oldest are looked for seldom
-_FORGET_S = 1.0  # between two searches for what is old
-METER_WINDOW_S = 10  # whole seconds, without the present one
-_MAX_UNACKNOWLEDGED = 10_000  # a grant beyond asks for its place, which needs no acknowledgement
-_MAX_METERED_FLOWS = 5000  # a second
-_MAX_LISTED = 200
-_MAX_LISTED_BYTES = 16_000  # of names, about
+_MAX_RECENT = 50_000  # entries of a `Recent`; beyond, it drops the oldest
+_SPARE = 5_000  # entries beyond `_MAX_RECENT` before `Recent` drops any, so that it searches seldom
+_FORGET_S = 1.0  # between two searches for old entries
+METER_WINDOW_S = 10  # whole seconds before the current one
+_MAX_UNACKNOWLEDGED = 10_000  # beyond, the replica asks for each placement, which needs no acknowledgement
+_MAX_METERED_FLOWS = 5000  # in each second
+_MAX_LISTED = 200  # flows in a report
+_MAX_LISTED_BYTES = 16_000  # of the flow names in a report, approximately
 
 
 class Waiter(msgspec.Struct, eq=False):
-    """A request between its admission and its placement. `notification` is what happens to it in the queue.
+    """A request between its admission and its placement. `notification` resolves to the queue's verdict.
 
-    `asking`: its admission is not answered yet. `placing`: it is granted, and its placement is not answered
-    yet. `given_up`: its task was cancelled because Redis is lost or, where it is also `expired`, has not
-    answered in the request's time.
+    `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
+    answered the placement yet. `given_up`: this gate cancelled the request's task because Redis is lost or,
+    if `expired` is also set, because Redis did not answer within the request's TTL.
     """
 
     request: InferenceRequest
@@ -86,7 +86,7 @@ class Waiter(msgspec.Struct, eq=False):
 
 
 class _OwnedStream(NamedTuple):
-    """A placed request whose stream this replica owns; no other can renew its lease."""
+    """A placed request whose stream this replica owns; only this replica can renew its lease."""
 
     attempt: str
     accounting_token: str
@@ -94,12 +94,12 @@ class _OwnedStream(NamedTuple):
 
 
 class SharedGate:
-    """`admission.gate.Gate` over `Store`. One event loop.
+    """Implements `admission.gate.Gate` by `Store`. Uses one event loop.
 
-    `answer_tokens` is the default cost of an answer where the stock counts tokens, None where it counts
-    requests. `retry_after_s` goes to clients that are refused after they have waited. `on_unknown_pool` is
-    called when the shared state has lost the pool; `record_cost(priority, flow, cost)` for each placement.
-    Each request and each placement takes one of `attempts`, by default 1, 2, …
+    `answer_tokens` is the default cost of an answer if the stock counts tokens, None if it counts requests.
+    `retry_after_s` is the Retry-After of requests refused after a wait. The gate calls `on_unknown_pool` when
+    the shared state has lost the pool, and `record_cost(priority, flow, cost)` for each placement. Each
+    admission, and each placement without Redis, takes the next number of `attempts`, by default 1, 2, …
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class SharedGate:
         self._keys = keys or Keyring()
         self.pause_detector = pause_detector or PauseDetector()
         self.retry_after_s = 1
-        self.fleet_queued = 0  # requests that wait in the fleet, as of the last heartbeat or dispatch
-        self._queued = 0  # those of this replica: a part of `_waiting`
+        self.fleet_queued = 0  # the fleet's queued requests, as of the last heartbeat or dispatch
+        self._queued = 0  # this replica's queued requests, a subset of `_waiting`
         self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
         self._owned_streams: dict[str, _OwnedStream] = {}
-        # By id, with accounting tokens: ends that Redis has not answered.
+        # Request id -> an end that Redis has not confirmed, and the request's accounting token.
         self.unconfirmed_ends: dict[str, tuple[Completion, str]] = {}
-        # Attempts of requests that were placed when they were granted, until Redis has the acknowledgement.
+        # Request id -> attempt of a request that its grant placed, until Redis has the acknowledgement.
         self._unacknowledged: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -143,12 +143,12 @@ class SharedGate:
 
     @property
     def places_are_awaited(self) -> bool:
-        """Whether requests wait, so that an end is urgent; of other replicas as of the last heartbeat or
-        dispatch."""
+        """Whether any request of the fleet is queued, so that Redis must hear of each end soon. Other
+        replicas' requests count as of the last heartbeat or dispatch."""
         return self._queued > 0 or self.fleet_queued > 0
 
     def running_by_model(self) -> Counter[str]:
-        """The placed requests whose streams this replica owns, by the model that was asked for."""
+        """The number of placed requests whose streams this replica owns, by the model in the request."""
         return Counter(
             accounting_token.model_of(each.accounting_token) for each in self._owned_streams.values()
         )
@@ -161,7 +161,7 @@ class SharedGate:
     async def admit(
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
     ) -> Placement:
-        """As `Gate.admit`; `wait.queued` is set if the request is queued."""
+        """Implement `Gate.admit`; set `wait.queued` if Redis queues the request."""
         task = asyncio.current_task(self._loop)
         assert task is not None
         wait = wait or Wait(self._loop.time() - age_s)
@@ -169,15 +169,15 @@ class SharedGate:
         waiter = Waiter(request, attempt, wait.arrived_s, notification, task)
         displaced = self._waiting.get(request.id)
         if displaced is not None:
-            # Envoy has sent the request again over a new stream; the old one has no client any more.
+            # Envoy sent the request again over a new stream; the old stream has lost its client.
             why: RequestError = ClientGone(_TAKEN_OVER)
             if not request.repeats(displaced.request):
                 why = RequestIdTaken()
                 if not displaced.asking:
-                    raise why  # else Redis says whose id it is
+                    raise why  # while the other admission is unanswered, Redis decides who owns the id
             if not displaced.notification.done():
                 displaced.notification.set_exception(why)
-                displaced.notification.exception()  # its task may not wait for it any more
+                displaced.notification.exception()  # mark as retrieved: the displaced task may have ended
         self._waiting[request.id] = waiter
         verdict: Decision | None = None
         try:
@@ -189,11 +189,11 @@ class SharedGate:
                 wait.queued = True
                 verdict = await self._queue(waiter, verdict)
         except (asyncio.CancelledError, StateFault, RequestIdTaken) as fault:
-            # Undo the admission in case it reached Redis. One that Redis refused for lack of memory has done
-            # nothing.
+            # Undo the admission in case it reached Redis. If Redis refused the call for lack of memory, the
+            # call changed nothing.
             if verdict is not None or not isinstance(fault, WritesRefused):
                 self._cancel(request.id, waiter.attempt, "cancelled")
-            # Only if nothing else has cancelled the task as well: the client left, or the replica shuts down.
+            # Answer only if nothing else cancelled the task, such as a gone client or a shutdown.
             if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
                 if waiter.expired:
                     self._accepted(request, Decision("expired", ""))
@@ -208,15 +208,15 @@ class SharedGate:
         return f"{next(self._attempts)}.{request.digest}"
 
     def give_up(self) -> None:
-        """End every wait with StateUnavailable; admissions are cancelled once Redis answers."""
+        """End every wait with StateUnavailable; Redis receives the cancels when it answers again."""
         for waiter in self._waiting.values():
             if not waiter.given_up:
                 waiter.given_up = True
                 waiter.task.cancel()
 
     def drop_expired(self) -> None:
-        """End each wait for an answer of Redis that outlasts its request's time (G5); a queued request has a
-        timer."""
+        """End each wait for an answer of Redis that exceeds the request's TTL (G5). Waits in the queue have
+        their own timer."""
         now_s = self._loop.time()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
@@ -225,7 +225,7 @@ class SharedGate:
                 waiter.task.cancel()
 
     async def _queue(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """`placed`, in the end; every refusal is raised."""
+        """Count the request as queued until it is `placed`; raise every refusal."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request, 1)
         self._any_waiting.set()
@@ -237,7 +237,7 @@ class SharedGate:
             self._metrics.waiting(request, -1)
 
     async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """`placed`, in the end: a queued request may be granted and queued again any number of times."""
+        """Wait until the request is `placed`; Redis may grant and queue it again any number of times."""
         request = waiter.request
         while True:
             verdict = await self._turn(waiter, verdict)
@@ -248,16 +248,17 @@ class SharedGate:
             if verdict.status == "gone":
                 if self._waiting.get(request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
-                # The grant was lost with the shared state, or expired: admit it again with its age.
+                # The grant was lost with the shared state, or expired: admit the request again with its age.
                 waiter.notification = self._loop.create_future()
                 verdict = await self._admit_known(waiter)
                 if verdict.status == "placed":
                     return verdict
 
     async def _take_up(self, waiter: Waiter) -> Decision:
-        """Place a granted request: `placed`, `queued` or `gone`; every refusal is raised."""
+        """Place a granted request. Returns `placed`, `queued` or `gone`; raises every refusal."""
         request = waiter.request
-        # Renewed before the call: a request that is queued again may be granted before its task runs.
+        # Make the new future before the call: Redis may queue the request again and grant it before its task
+        # runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
@@ -269,16 +270,16 @@ class SharedGate:
         return self._chosen(request, choice, answer)
 
     def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> bool:
-        """Whether `request` was refused for want of an endpoint, and the script's own choice may find one:
+        """Whether Redis refused `request` for lack of an endpoint, and the script's own choice may find one:
         endpoints may have been replaced since this replica read them."""
         none_found = verdict.status == "refused" and verdict.detail.startswith(_NO_ENDPOINTS)
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
     async def _admit_known(self, waiter: Waiter) -> Decision:
-        """`placed` or `queued`; every refusal is raised. Waits until a lost pool is rebuilt."""
+        """Admit a request; retry while the pool is lost. Returns `placed` or `queued`; raises refusals."""
         request = waiter.request
         if self.pause_detector.resumed_recently:
-            # Envoy may have given this stream up during the pause, and another replica may have its request.
+            # During the pause Envoy may have closed this stream and sent its request to another replica.
             await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived_s
@@ -298,7 +299,7 @@ class SharedGate:
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
     def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> Decision:
-        """Report to the chooser what became of `choice`. Returns `verdict`; every refusal is raised."""
+        """Report the outcome of `choice` to the chooser. Returns `verdict`; raises every refusal."""
         if verdict.status == "placed":
             self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.loads)
             return verdict
@@ -323,7 +324,7 @@ class SharedGate:
         raise error
 
     async def _turn(self, waiter: Waiter, queued: Decision) -> Decision:
-        """Wait for the grant of a queued request: `granted`, or `placed` if it was placed meanwhile."""
+        """Wait until Redis grants a queued request. Returns `granted`, or `placed` if the grant placed it."""
         request = waiter.request
         left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
         timer = self._loop.call_later(left_s, _notify, waiter.notification, Decision("late", ""))
@@ -336,16 +337,16 @@ class SharedGate:
         return self._accepted(request, verdict)
 
     async def _expire(self, waiter: Waiter) -> str:
-        """`granted` if the grant came in time after all, else `expired`."""
+        """Report an expiry to Redis. Returns `granted` if Redis granted the request first, else `expired`."""
         try:
             async with asyncio.timeout(_EXPIRY_ANSWER_S):
-                # Shielded: the call must be sent even if nobody waits for its answer any more.
+                # Shielded: Redis must receive the call even if this task no longer waits for the answer.
                 expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
                 answer = await asyncio.shield(expiry)
         except TimeoutError:
-            return "expired"  # Redis is told of the expiry when it answers again
+            return "expired"  # the store sends the expiry to Redis when Redis answers again
         except ScriptFailed:
-            return "expired"  # its time is up all the same
+            return "expired"
         return "granted" if answer == "granted" else "expired"
 
     async def route(
@@ -363,17 +364,17 @@ class SharedGate:
         return Placement(tuple(dict.fromkeys((*first, *others)))[: 1 + self._fallbacks], "")
 
     def on_dequeued(self, attempts: int, successes: int) -> None:
-        """A call of this replica has tried to dispatch requests that wait, of any replica."""
+        """A call of this replica tried to dispatch queued requests of any replica."""
         self._metrics.dequeued(attempts, successes)
         if successes and not self.fleet_queued:
-            self.fleet_queued = 1  # at least; the next heartbeat counts them
+            self.fleet_queued = 1  # a lower bound; the next heartbeat brings the count
 
     def on_notification(self, what: str, about: str) -> bool:
-        """A request was granted, placed, expired, preempted or evicted; `about` is its id or, if it was
+        """Redis granted, placed, expired, preempted or evicted a request. `about` is its id or, if it was
         placed, `ATTEMPT ENDPOINTS LOADS ID`. A repeated, late or unknown notification changes nothing.
 
-        True if a request waits that was not notified before. A grant of a request that neither waits nor runs
-        here comes from a shared state that has lost its end, and is returned.
+        Returns True if the notification is the first for a waiting request. A grant for a request that
+        neither waits nor runs here means that Redis lost the request's end: give the grant back.
         """
         if what == "placed":
             parts = about.split(" ", 3)
@@ -386,15 +387,15 @@ class SharedGate:
         return False
 
     def _on_placed(self, attempt: str, endpoints: str, loads: str, request_id: str) -> bool:
-        """A request was granted and placed at once. As `on_notification`."""
+        """Redis granted and placed a request in one call. Returns as `on_notification`."""
         waiter = self._waiting.get(request_id)
         if (
             waiter is None
             or waiter.attempt != attempt
-            or self.pause_detector.resumed_recently  # another replica may have it by now
+            or self.pause_detector.resumed_recently  # another replica may have the request by now
             or len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
         ):
-            return self.on_notification("granted", request_id)  # the script decides, as about any grant
+            return self.on_notification("granted", request_id)  # ask `place.lua`, as for any grant
         verdict = Decision("placed", endpoints, loads)
         if not _notify(waiter.notification, verdict):
             return False
@@ -403,7 +404,7 @@ class SharedGate:
         return True
 
     def _acknowledge(self, request_id: str, attempt: str) -> None:
-        """Tell Redis that this replica knows where a request is. Until then it may be notified again."""
+        """Acknowledge a placement; until Redis has this call, it may repeat the notification."""
 
         def taken(answer: asyncio.Future[str]) -> None:
             if self._unacknowledged.get(request_id) == attempt:
@@ -415,25 +416,24 @@ class SharedGate:
         answer.add_done_callback(taken)
 
     def is_placing(self, request_id: str) -> bool:
-        """Whether the placement of a granted request is not answered yet."""
+        """Whether Redis has yet to answer the placement of a granted request."""
         waiter = self._waiting.get(request_id)
         return waiter is not None and waiter.placing
 
     async def register_again(self) -> bool:
-        """Register owned streams and then waiting requests, oldest first, with a shared state that has lost
-        them.
+        """Register owned streams, then waiting requests, oldest first, with a shared state that lost them.
 
-        False if some could not be registered; the call may be repeated.
+        Returns False if Redis did not take some of them; the caller may repeat the call.
         """
         if self.pause_detector.resumed_recently:
             await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
-        # Wait for the answers: admissions overtake renewals where Redis is slow, and would find everything
-        # free.
+        # Wait for the renewals: if Redis is slow, admissions sent with them would overtake them and find the
+        # whole stock free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
         if any(isinstance(answer, StateFault) and not isinstance(answer, ScriptFailed) for answer in renewed):
             return False
         waiters = sorted(self._waiting.values(), key=lambda waiter: waiter.arrived_s)
-        # One reading of the clock: a pause of the process between two of them would reverse their order.
+        # Read the clock once: a pause of the process between two readings would reverse the requests' order.
         now_s = self._loop.time()
         async with asyncio.TaskGroup() as tasks:
             registered = [tasks.create_task(self._register_waiter(waiter, now_s)) for waiter in waiters]
@@ -452,7 +452,7 @@ class SharedGate:
         except RequestError as error:
             if not waiter.notification.done():
                 waiter.notification.set_exception(error)
-                waiter.notification.exception()  # its task may not wait for it any more
+                waiter.notification.exception()  # mark as retrieved: the waiting task may have ended
             return True
         if verdict.status == "placed":
             _notify(waiter.notification, verdict)
@@ -463,7 +463,7 @@ class SharedGate:
     def placed_elsewhere(
         self, request: InferenceRequest, endpoints: tuple[str, ...], *, stream_owned: bool
     ) -> Placement:
-        """The placement of a request that was admitted without Redis."""
+        """Make the placement of a request that this replica admitted without Redis."""
         attempt = self._next_attempt(request)
         return self._placement(request, attempt, endpoints, stream_owned, self._store.now_ms())
 
@@ -483,7 +483,7 @@ class SharedGate:
         return Placement(endpoints, token, attempt, self._chooser.session_token(endpoints[0]))
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # Without its token, so that nothing is restored: another request may have got a lost place (G1).
+        # Send no accounting token: another request may have the stock of this one, so never restore it (G1).
         return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
@@ -491,7 +491,7 @@ class SharedGate:
         self._cancel(request_id, placement.attempt, "withdrawn")
 
     def settle(self, completion: Completion) -> str:
-        """As `Gate.settle`. Returns the request's accounting token; '' if none is known."""
+        """Implement `Gate.settle`. Returns the request's accounting token; '' if none is known."""
         token = completion.accounting_token or self.accounting_token_of(completion.id)
         self.ended(completion)
         self.unconfirmed_ends[completion.id] = completion, token
@@ -499,13 +499,13 @@ class SharedGate:
         return token
 
     def accounting_token_of(self, request_id: str) -> str:
-        """The accounting token of a request whose stream this replica owns; '' if it owns none."""
+        """The accounting token of a request whose stream this replica owns; '' for any other request."""
         owned = self._owned_streams.get(request_id)
         return owned.accounting_token if owned is not None else ""
 
     def ended(self, completion: Completion) -> None:
         owned = self._owned_streams.pop(completion.id, None)
-        if owned is not None or completion.accounting_token:  # else it was never placed
+        if owned is not None or completion.accounting_token:  # otherwise the request was never placed
             self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
@@ -533,7 +533,7 @@ class SharedGate:
             _log.warning("endpoint %s cannot be connected to", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
-        """Tell Redis of an end; the call is kept until Redis takes it."""
+        """Report an end to Redis; the store keeps the call until Redis takes it."""
         _ignore_loss(self._tell_end(completion))
 
     def _tell_end(self, completion: Completion) -> asyncio.Future[str]:
@@ -543,7 +543,7 @@ class SharedGate:
             if answer_tokens is not None and completion.prompt_tokens is not None:
                 actual = float(completion.prompt_tokens + answer_tokens)
         if actual is None and 400 <= completion.status < 500:
-            actual = 1.0  # refused by its engine, which ran nothing of what it claimed
+            actual = 1.0  # the engine refused the request, so it used none of the tokens it was charged
         return self._store.settle(
             completion.id,
             completion.outcome,
@@ -554,14 +554,14 @@ class SharedGate:
         )
 
     def _note_failed(self, address: str) -> None:
-        """No request goes to the endpoint until a probe succeeds."""
+        """Mark an endpoint as down: it gets no request until probes succeed."""
         known = next((e for e in self._endpoints.current.endpoints if e.address == address), None)
         if known is not None and not known.down:
             _log.warning("endpoint %s cannot be connected to", address)
             _ignore_loss(self._store.mark_endpoint(address, "down", True))
 
     def _on_answered_end(self, request_id: str, answer: asyncio.Future[str]) -> None:
-        """Redis has answered an end, or never will. If it was reported twice, the first answer counts."""
+        """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
         end = self.unconfirmed_ends.pop(request_id, None)
         if end is None or answer.cancelled() or answer.exception() is not None:
             return
@@ -569,17 +569,17 @@ class SharedGate:
         what, _, model = answer.result().partition(" ")
         if what == "settled":
             self._metrics.completed(completion, model)
-            if accounting_token.is_alone(token):  # a replica that saw it alive must not restore it
+            if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
                 self._tombstone(completion)
         elif what == "unknown" and token:
-            # Placed without Redis, or lost with it, or its lease has expired.
+            # The request was placed without Redis, or Redis lost its record, or its lease has expired.
             self._metrics.completed(completion, accounting_token.model_of(token))
-            if completion.accounting_token:  # the replica that placed it may not learn of the end
+            if completion.accounting_token:  # the replica that placed the request may not learn of the end
                 self._tombstone(completion)
 
     def suspect(self, request_id: str, tries: int = _SUSPECT_TRIES) -> None:
-        """As `Gate.suspect`. While the request waits, its owner may place it before it learns that its client
-        has gone: then its answer reaches nobody."""
+        """Implement `Gate.suspect`. Report a waiting request again later: its owner may still place it before
+        learning that the client has gone."""
 
         def told(answer: asyncio.Future[str]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
@@ -591,24 +591,24 @@ class SharedGate:
     def _tombstone(self, completion: Completion) -> None:
         def written(answer: asyncio.Future[str]) -> None:
             if not answer.cancelled() and answer.exception() is None and answer.result() == "back":
-                self.tell_end(completion)  # restored meanwhile
+                self.tell_end(completion)  # another replica restored the request: settle it
 
         self._store.tombstone(completion.id).add_done_callback(written)
 
     def renew(self, alive: Alive) -> None:
-        # An entry written while this process was paused must not restore a request whose end is lost.
+        # Drop the token of an entry that may date from a pause of this process: the request may have ended.
         token = "" if self.pause_detector.resumed_recently else alive.accounting_token
         _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
 
     def owned_costs(self) -> dict[str, float]:
-        """What each request takes of the stock whose stream this replica owns, by id."""
+        """The cost of each request whose stream this replica owns, by id, in the stock's unit."""
         return {
             name: accounting_token.cost_of(owned.accounting_token)
             for name, owned in self._owned_streams.items()
         }
 
     def renew_owned_streams(self) -> list[asyncio.Future[str]]:
-        """Renew the lease of every owned stream. The answers need not be awaited."""
+        """Renew the lease of every owned stream. The caller need not await the answers."""
         answers = [
             self._store.renew(request_id, owned.attempt, owned.served, owned.accounting_token)
             for request_id, owned in self._owned_streams.items()
@@ -622,25 +622,25 @@ class SharedGate:
 
 
 class Recent(dict[str, tuple[float, _About]]):
-    """What is known of requests for `keep_s` seconds, by id, with the time when it was noted, oldest first.
-    Of more than 50 000 the oldest may be dropped sooner."""
+    """Facts about requests, kept for `keep_s` seconds: id -> (time noted, fact), oldest first. Beyond 50 000
+    entries it may drop the oldest sooner."""
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         super().__init__()
         self._keep_s, self._clock = keep_s, clock
-        self._forget_s = 0.0  # when old ones are dropped next
+        self._forget_s = 0.0  # when to drop old entries next
 
     def note(self, request_id: str, about: _About) -> float:
-        """Returns the time, in seconds of the clock."""
+        """Store `about` as the newest fact. Returns the time, in seconds of the clock."""
         now_s = self._clock()
-        self.pop(request_id, None)  # the newest comes last
+        self.pop(request_id, None)  # so that the new entry comes last
         self[request_id] = now_s, about
         if now_s >= self._forget_s or len(self) > _MAX_RECENT + _SPARE:
             self._forget(now_s)
         return now_s
 
     def of_late(self) -> Iterator[tuple[str, _About]]:
-        """What was noted within `keep_s`, by id."""
+        """Id and fact of each entry noted within the last `keep_s` seconds."""
         since_s = self._clock() - self._keep_s
         return ((name, about) for name, (noted_s, about) in self.items() if noted_s >= since_s)
 
@@ -657,23 +657,23 @@ class Recent(dict[str, tuple[float, _About]]):
 
 
 class ServiceReport(TypedDict):
-    """The service of the last ten whole seconds, as the replica info carries it (docs/redis-schema.md)."""
+    """Costs placed in the last ten whole seconds, as the replica info carries them (docs/redis-schema.md)."""
 
     priorities: list[tuple[int, float]]  # priority and cost of each band
     flows: list[tuple[int, str, float]]  # priority, name and cost of the busiest flows
-    cut: bool  # there are more flows
+    cut: bool  # whether `flows` omits some flows
 
 
 class ServiceMeter:
-    """Costs of placed requests by band and flow. Recording one is a dictionary entry; memory is bounded.
+    """Sums the costs of placed requests by band and flow, in bounded memory.
 
-    A flow beyond 5000 in one second counts for its band only.
+    After 5000 flows in one second, a further flow counts for its band only.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
         self._seconds: deque[tuple[int, dict[tuple[int, str], float], dict[int, float]]] = deque()
-        self._reported: tuple[int, ServiceReport] | None = None  # in which second, and what
+        self._reported: tuple[int, ServiceReport] | None = None  # the last report's second, and the report
 
     def record(self, priority: int, flow: str, cost: float) -> None:
         second = int(self._clock_s())
@@ -687,7 +687,7 @@ class ServiceMeter:
             flows[key] = flows.get(key, 0.0) + cost
 
     def report(self) -> ServiceReport:
-        """Added up once a second, however often it is asked for. Not to be changed."""
+        """The report, computed at most once a second. Callers must not change it."""
         second = int(self._clock_s())
         if self._reported is None or self._reported[0] != second:
             self._reported = second, self._add_up(second)
@@ -719,7 +719,7 @@ class ServiceMeter:
 
 
 def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:
-    """Deliver a notification; False if one was delivered before."""
+    """Resolve `notification` to `verdict`. Returns False if it was resolved before."""
     if notification.done():
         return False
     notification.set_result(verdict)
@@ -727,5 +727,5 @@ def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:
 
 
 def _ignore_loss(answer: asyncio.Future[str]) -> None:
-    """Ignore a failed call that a lease or a repetition makes good."""
+    """Ignore the failure of a call that a lease or a repetition makes up for."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,8 +1,8 @@
-"""Tracing of requests around the gate and the shared state; put in place only where it is configured, so that
-it costs nothing where it is not.
+"""Wrappers of the gate and of the store that trace requests. A replica uses them only if tracing is
+configured, so that tracing costs nothing otherwise.
 
-The trace goes with the token, as a field after those that `lua/renew.lua` reads: so the replica that hears
-of a request's end, whichever it is, adds its span to the same trace.
+The accounting token carries the traceparent, after the fields that `lua/renew.lua` reads. So any replica that
+receives a request's end adds the end's span to the same trace.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from picker_fleet.telemetry.tracing import Traces
 
 
 class TracedGate:
-    """`admission.gate.Gate` around another: a trace from a request's arrival to its decision, and a span
-    of its end. One event loop."""
+    """Wraps an `admission.gate.Gate`: traces each request from arrival to decision, and adds a span for its
+    end. Uses one event loop."""
 
     def __init__(self, gate: Gate, traces: Traces) -> None:
         self._gate = gate
         self._traces = traces
-        self._traceparents: dict[str, str] = {}  # owned stream's request -> its traceparent
+        self._traceparents: dict[str, str] = {}  # id of a request whose stream is owned -> traceparent
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
         spans = self._traces.begin(request)
@@ -34,7 +34,7 @@ class TracedGate:
         except RequestError as error:
             spans.end(None, error.code)
             raise
-        except BaseException:  # cancelled: the client has gone, or the replica goes
+        except BaseException:  # cancelled: the client has gone, or the replica shuts down
             spans.end(None, "cancelled")
             raise
         finally:
@@ -81,7 +81,7 @@ class TracedGate:
 
 
 class TracedStore(Store):
-    """The store, with a span around each step of a traced request."""
+    """A `Store` that records a span for each step of a traced request."""
 
     def __init__(self, url: str, *, traces: Traces, **parts: Any) -> None:
         super().__init__(url, **parts)
@@ -111,7 +111,7 @@ class TracedStore(Store):
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
         spans = self._traces.undecided(request_id)
-        if spans is not None:  # the script has placed it with its grant
+        if spans is not None:  # the script granted and placed the request in one step
             with spans.stage("place") as span:
                 span.set_attribute("picker.verdict", "placed")
         return super().acknowledge(request_id, attempt)

@@ -1,10 +1,10 @@
-"""Where the pool's endpoints come from: a static list, a watched file, DNS (dns_source.py), or an
-InferencePool of Kubernetes (kubernetes_source.py).
+"""Sources of the pool's endpoints: a static list, a watched file, DNS (dns_source.py), or a Kubernetes
+InferencePool (kubernetes_source.py).
 
-pool.py runs the configured source. A source gives only the list; health, draining and load are known
-elsewhere. A file is YAML or JSON: a list of entries as `discovery.static` has them. Its folder
-is watched and not the file, so that an atomic replace and Kubernetes' symlink swap are seen; and it is read
-again every few seconds, for file systems that announce no changes."""
+pool.py runs the configured source. A source only lists endpoints; other modules track health and load. A file
+is YAML or JSON: a list with the entries of `discovery.static`. FileSource watches the file's folder, so that
+it notices an atomic replace and Kubernetes' symlink swap, and reads the file again every few seconds, for
+file systems that announce no changes."""
 
 import asyncio
 import concurrent.futures
@@ -29,10 +29,10 @@ class Source(Protocol):
     async def watch(self, report: Report) -> None:
         """Call `report` with the whole list as soon as it is known and after each change.
 
-        Runs until cancelled. A source that fails after that keeps its last good list and logs why.
+        Runs until cancelled. If the source fails later, the last good list stays in use; logs the fault.
 
         Raises:
-            StartupError: there is no list to begin with, and waiting would not bring one.
+            StartupError: there is no list at the start, and waiting would not help.
         """
         ...
 
@@ -54,7 +54,7 @@ def endpoints_of(listed: tuple[StaticEndpoint, ...]) -> tuple[Endpoint, ...]:
 
 
 def _labels(entry: StaticEndpoint) -> dict[str, str]:
-    """Its labels, and those that say where its metrics page is."""
+    """The entry's labels, and labels for the port and path of its metrics page."""
     page = {METRICS_PORT: entry.metrics_port, METRICS_PATH: entry.metrics_path}
     return entry.labels | {label: str(value) for label, value in page.items() if value is not None}
 
@@ -62,15 +62,15 @@ def _labels(entry: StaticEndpoint) -> dict[str, str]:
 _log = logging.getLogger(__name__)
 _LIST: TypeAdapter[EndpointList] = TypeAdapter(EndpointList)
 _READ_S = 5.0
-_SETTLE_MS = 200  # a writer may need several steps
+_SETTLE_MS = 200  # debounce: writing the file may take several steps
 
 
 class FileFault(ValueError):
-    """A file that is not a list of endpoints; the message is one line and says where."""
+    """The file is not a list of endpoints; the message is one line and names the place."""
 
 
 class FileSource:
-    """Watches `path`. `recheck_s`: how often it is read again although no change was announced."""
+    """Watches the file `path`. `recheck_s`: interval of reading it again without an announced change."""
 
     def __init__(self, path: Path, *, recheck_s: float = 5.0) -> None:
         self._path = path
@@ -78,7 +78,7 @@ class FileSource:
         self._reading: asyncio.Future[str] | None = None
 
     async def watch(self, report: Report) -> None:
-        """As Source.watch. Raises StartupError if the file is missing or broken at the start."""
+        """As Source.watch. Raises StartupError if the file is missing or malformed at the start."""
         try:
             known = await self._read()
         except FileFault as fault:
@@ -106,13 +106,13 @@ class FileSource:
                 report(known)
 
     async def _read(self) -> tuple[Endpoint, ...]:
-        # A network file system can hang: then the same reading is waited for again.
+        # A network file system can hang: then wait again for the same read, without another thread.
         if self._reading is None or self._reading.done():
             self._reading = _text_of(self._path)
         try:
             async with asyncio.timeout(_READ_S):
                 text = await asyncio.shield(self._reading)
-        except OSError as fault:  # TimeoutError is one
+        except OSError as fault:  # includes TimeoutError
             raise FileFault(f"cannot be read: {fault.strerror or 'no answer in time'}") from fault
         except UnicodeDecodeError as fault:
             raise FileFault(f"is not UTF-8 at byte {fault.start}") from fault
@@ -120,8 +120,8 @@ class FileSource:
 
 
 def _text_of(path: Path) -> asyncio.Future[str]:
-    """The text of a file, read in a thread that does not keep the process from ending, as one of the event
-    loop's own would."""
+    """The text of a file, read in a daemon thread: a hanging read in a thread of the event loop's executor
+    would keep the process from ending."""
     text: concurrent.futures.Future[str] = concurrent.futures.Future()
 
     def read() -> None:
@@ -137,11 +137,11 @@ def _text_of(path: Path) -> asyncio.Future[str]:
 
 
 def listed(text: str) -> tuple[Endpoint, ...]:
-    """The endpoints that `text` lists.
+    """Parse the list of endpoints in `text`.
 
     Raises:
-        FileFault: it is not YAML or JSON, not such a list, or empty. An empty text is a file caught
-            half written; a pool without endpoints is spelled `[]`.
+        FileFault: `text` is not YAML or JSON, not such a list, or empty. Empty text means a half-written
+            file; a pool without endpoints is written `[]`.
     """
     try:
         tree = read_yaml(text)
@@ -163,14 +163,14 @@ _DECODING_ROLES = ("both", "all", "flexible-decoder")
 
 
 def decodes(endpoint: Endpoint) -> bool:
-    """Whether requests may be sent to it: its role, if it has one, includes `decode`. Others are asked by
-    decoders only, for a prompt's cache or an encoded image."""
+    """Whether requests may be sent to `endpoint`: it has no role, or its role includes decoding. Only
+    decoders send requests to other endpoints, for a prompt's KV cache or an encoded image."""
     role = endpoint.labels.get(_ROLE, "")
     return not role or role in _DECODING_ROLES or "decode" in role.split("-")
 
 
 def serving(labels: Mapping[str, str], report: Report) -> Report:
-    """Reports to `report` those endpoints that have `labels` and decode; it is logged which are left out."""
+    """Wrap `report`: pass on only endpoints that have `labels` and decode; log the endpoints left out."""
     logged: list[str] = []
 
     def report_serving(endpoints: tuple[Endpoint, ...]) -> None:
@@ -189,12 +189,12 @@ def source_of(settings: Discovery) -> Source:
     """The source that `settings` names; an empty static list if it names none.
 
     Raises:
-        MissingExtra: `settings` name an InferencePool, and the Kubernetes client is not installed.
+        MissingExtra: `settings` names an InferencePool, but the Kubernetes client is not installed.
     """
     if settings.file is not None:
         return FileSource(settings.file)
     if settings.dns is not None:
-        # Its package takes a tenth of a replica's start.
+        # Import only if needed: the DNS package takes a tenth of a replica's start-up time.
         from picker_fleet.endpoints.dns_source import DnsSource
 
         return DnsSource(settings.dns.name, settings.dns.port, interval_s=settings.dns.interval)

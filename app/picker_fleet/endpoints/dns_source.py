@@ -1,8 +1,8 @@
-"""Endpoints from DNS: every A and AAAA record of one name, on one port, asked again at an interval.
+"""Endpoints from DNS: every A and AAAA record of one name, on one port, looked up at an interval.
 
-The two families are asked apart and each keeps its own last good answer: a name server that drops AAAA
-questions is common, and must not cost the addresses that A brought. An answer without addresses where there
-were some counts only when the next lookup has it too.
+A and AAAA are looked up separately, and each keeps its own last good answer: name servers that drop AAAA
+queries are common, and must not cost the addresses of the A records. If an answer loses all addresses, it
+counts only once the next lookup confirms it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _FAMILIES: tuple[Family, ...] = ("A", "AAAA")
 class DnsSource:
     """Follows `name`, an IP address or a host name (the search list applies), on `port`.
 
-    `resolver` replaces the system's configuration. A lookup may take `lookup_s` at most.
+    `resolver` replaces the system's configuration. A lookup times out after `lookup_s`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class DnsSource:
         self._empty: set[Family] = set()  # the last answer had no address
 
     async def watch(self, report: Report) -> None:
-        """As Source.watch; nothing is reported until a lookup succeeds."""
+        """As Source.watch; reports nothing until a lookup succeeds."""
         reported: tuple[Endpoint, ...] | None = None
         while True:
             async with asyncio.TaskGroup() as group:
                 for family in _FAMILIES:
                     group.create_task(self._refresh(family))
-            # At the start a family without addresses says nothing while the other one has not answered yet.
+            # At the start, do not report an empty list while only one family has answered.
             begun = reported is not None or len(self._known) == len(_FAMILIES)
             if begun or any(self._known.values()):
                 hosts = sorted({host for family in _FAMILIES for host in self._known.get(family, ())})
@@ -114,7 +114,7 @@ class DnsSource:
         return tuple(record.address for record in answer)
 
     async def _from_system(self, family: Family) -> tuple[str, ...]:
-        """Names of this machine are in its hosts file, not in DNS."""
+        """Look `localhost` names up in the system: they are in the hosts file, not in DNS."""
         wanted = socket.AF_INET if family == "A" else socket.AF_INET6
         loop = asyncio.get_running_loop()
         try:

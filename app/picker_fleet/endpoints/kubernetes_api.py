@@ -1,8 +1,8 @@
-"""The Kubernetes API as its watchers use it: credentials, one connection pool, and the reflector.
+"""The Kubernetes API for watchers: credentials, one connection pool, and the reflector.
 
-A `Reflector` keeps the objects of one collection as the API server last told them: it lists once and then
-watches (the terms are those of client-go). lightkube brings credentials, TLS and the HTTP client; what is
-read, when it is listed again and how long a retry waits is decided here.
+A `Reflector` keeps a copy of the objects of one collection: it lists once and then watches (in client-go's
+terms). lightkube provides credentials, TLS and the HTTP client; this module decides what to read, when to
+list again and how long to wait before a retry.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from picker_fleet.errors import StartupError
 _log = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-_ANSWER_S = 10.0  # a list of thousands of pods
-_WATCH_S: Final = (300, 600)  # the server ends a watch after a time between these, as client-go asks
-_LATE_S = 30.0  # past which a watch that the server has not ended is cut
+_ANSWER_S = 10.0  # timeout of a call, enough for a list of thousands of pods
+_WATCH_S: Final = (300, 600)  # range of the watch timeout asked of the server, as in client-go
+_LATE_S = 30.0  # after its timeout, how long to wait for the server to end a watch
 _RETRY_S: Final = (0.05, 0.5)  # first and longest pause after a fault; each is drawn from its upper half
-_REFUSED_S = 5.0  # the longest after an answer that another try will hardly change, such as 403
+_REFUSED_S = 5.0  # longest pause after a response that a retry will hardly change, such as 403
 _ENDED_SOON_S = 1.0  # a watch that ends within this time counts as a fault
-_UNSERVED_S = 30.0  # the pause after a kind was not served
-_RELIST_S = 0.3  # replicas whose watches expire together list again within this time
+_UNSERVED_S = 30.0  # longest pause after the server did not serve an optional kind
+_RELIST_S = 0.3  # spreads the lists of replicas whose watches expire together over at least this time
 _CONNECTIONS = 8
-# A server that vanished without a word is noticed after 10 s.
+# With these options TCP detects a vanished server after 10 s.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -48,7 +48,7 @@ _KEEPALIVE = [
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """Of any object, without its version: an object is changed when something else of it is."""
+    """The metadata of any object, without its version, which alone does not count as a change."""
 
     name: str = ""
     namespace: str = ""
@@ -75,7 +75,7 @@ class _Event(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """Of a failed call, and of a bookmark as far as its version goes."""
+    """The status of a failed call; also decodes a bookmark, for its version."""
 
     code: int = 0
     message: str = ""
@@ -87,7 +87,7 @@ class _Versioned(msgspec.Struct):
 
 
 class KubernetesFault(Exception):
-    """A call that failed. `code` is the HTTP status, 0 if none came."""
+    """A call has failed. `code` is the HTTP status, 0 without a response."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}" if code else text)
@@ -95,7 +95,7 @@ class KubernetesFault(Exception):
 
 
 CONFLICT: Final = 409
-_EXPIRED, _TOO_NEW = 410, 504  # of a resource version: no longer known, not known yet
+_EXPIRED, _TOO_NEW = 410, 504  # the server no longer knows the resource version, or not yet
 _ANSWERED_FOR_GOOD = range(400, 500)
 
 
@@ -104,14 +104,14 @@ class Api:
 
     def __init__(self, client: httpx2.AsyncClient, namespace: str) -> None:
         self._client = client
-        self.namespace = namespace  # that of the credentials
+        self.namespace = namespace  # the default namespace of the credentials
 
     @classmethod
     def of_environment(cls) -> "Api":
-        """The API server that `KUBECONFIG` names, else that of the service account, else of ~/.kube/config.
+        """The API server from `KUBECONFIG`, else from the service account, else from ~/.kube/config.
 
         Raises:
-            StartupError: there are no credentials, or they cannot be used.
+            StartupError: there are no credentials, or they are unusable.
         """
         try:
             named = os.environ.get("KUBECONFIG")
@@ -138,15 +138,15 @@ class Api:
         await self._client.aclose()
 
     async def get(self, path: str, params: Mapping[str, str]) -> bytes:
-        """The body of the answer. Raises KubernetesFault."""
+        """The body of the response. Raises KubernetesFault."""
         return await self._call("GET", path, params=params)
 
     async def apply_status(self, path: str, tree: Mapping[str, Any], *, manager: str, force: bool) -> None:
-        """Apply `tree` to the object's status, on the server's side, as the field manager `manager`. With
-        `force` it takes fields that another manager owns.
+        """Apply `tree` to the object's status (server-side apply) as the field manager `manager`. `force`
+        takes over fields that another manager owns.
 
         Raises:
-            KubernetesFault: as `get`; with the code CONFLICT another manager owns a field of another value.
+            KubernetesFault: as `get`; the code CONFLICT: another manager owns a field with another value.
         """
         await self._call(
             "PATCH",
@@ -169,11 +169,11 @@ class Api:
     async def lines(
         self, path: str, params: Mapping[str, str], limit_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """The lines of an answer that lasts until the server ends it, `limit_s` at most. The first one is
-        empty: the answer has begun.
+        """The lines of a response that the server streams for at most `limit_s`. The first line is empty and
+        means that the response has begun.
 
         Raises:
-            KubernetesFault: as `get`, at the begin or later.
+            KubernetesFault: as `get`, at the start or later.
         """
         timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S, read=None)
         deadline_s = asyncio.get_running_loop().time() + limit_s
@@ -215,15 +215,15 @@ def _refusal(code: int, body: bytes) -> KubernetesFault:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What is watched: the path of a collection, and which of its objects. `what` names it in the log.
+    """A collection to watch: its path, and a selection of its objects. `what` names it in the log.
 
-    An `optional` one may be of a kind that the API server does not serve.
+    `optional`: the API server may not serve this kind of object.
     """
 
     what: str
     path: str
-    labels: Mapping[str, str] | None = None  # that objects must have
-    name: str | None = None  # of the only object
+    labels: Mapping[str, str] | None = None  # labels that objects must have
+    name: str | None = None  # name of the only object
     optional: bool = False
 
     @property
@@ -240,12 +240,12 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class Reflector(Generic[Kind]):
-    """The objects of a collection by name, as the API server last told them.
+    """Keeps a copy of the objects of a collection, by name.
 
     Lists once and then watches from the list's version, across the ends of watches and outages of the server.
-    It lists again only when the server no longer knows the version (410), and then from the server's memory
-    and not older than what it knows. While the server is away `items` stay. `on_change` is called after each
-    change of `items`; one that `items` cannot hold is logged and passed over.
+    Lists again only when the server no longer knows the version (410), then from the server's cache and not
+    older than `items`. While the server is unreachable `items` stay. `on_change` is called after each change
+    of `items`; an object that cannot be decoded is logged and skipped.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class Reflector(Generic[Kind]):
         self._decoder = msgspec.json.Decoder(kind)
         self._on_change, self._draw = on_change, draw
         self.items: dict[str, Kind] = {}
-        self.listed = False  # `items` are what the server has told, though there may be none
+        self.listed = False  # whether the first list has succeeded; it may be empty
         self._version = ""
         self._pause_s = _RETRY_S[0]
-        self._refused = False  # the last fault was an answer
+        self._refused = False  # whether the last fault was a refusal (4xx, except 429)
         self._logged = ""
 
     async def run(self) -> None:
-        """Follow the collection until cancelled; faults are waited out."""
+        """Follow the collection until cancelled; retry after faults."""
         expired = True
         while True:
             try:
@@ -290,14 +290,14 @@ class Reflector(Generic[Kind]):
                 self._log_fault(fault)
                 refused = fault.code in _ANSWERED_FOR_GOOD and fault.code != httpx2.codes.TOO_MANY_REQUESTS
                 if refused != self._refused:
-                    # A server that comes back refuses everyone until it has read who may do what.
+                    # A restarted server refuses every client until it has loaded its access rules.
                     self._refused, self._pause_s = refused, _RETRY_S[0]
                 pause_s = self._pause_s
                 self._pause_s = min(2 * pause_s, _REFUSED_S if refused else _RETRY_S[1])
                 await asyncio.sleep(self._draw(pause_s / 2, pause_s))
 
     async def _list(self) -> None:
-        # A list from the server's memory spares etcd; one after an expired watch must not go back in time.
+        # A list from the server's cache spares etcd; after an expired watch it must not predate `items`.
         versions = {"resourceVersion": self._version or "0"}
         if self._version:
             versions["resourceVersionMatch"] = "NotOlderThan"
@@ -307,7 +307,7 @@ class Reflector(Generic[Kind]):
         except KubernetesFault as fault:
             if not self._version or fault.code != _TOO_NEW:
                 raise
-            body = await self._api.get(path, selection)  # the server's data is from a backup
+            body = await self._api.get(path, selection)  # the server was restored from an older backup
         try:
             found = msgspec.json.decode(body, type=_List)
         except msgspec.MsgspecError as fault:
@@ -377,7 +377,7 @@ class Reflector(Generic[Kind]):
             return None
 
     def _log_fault(self, fault: KubernetesFault) -> None:
-        """One line for each kind of fault, until the server answers again."""
+        """Log a fault once, until another fault or a new watch."""
         if str(fault) != self._logged:
             self._logged = str(fault)
             stays = "what is known stays in use" if self.listed else "nothing is known yet"

@@ -1,7 +1,7 @@
 """Endpoints from Kubernetes: the pods that one InferencePool selects, on each of its target ports.
 
-The pool is that of inference.networking.k8s.io/v1. A pod that runs and has an address is listed; it drains
-unless it is ready and stays. What is gone is no longer listed, and what still runs there stays counted.
+The InferencePool is of inference.networking.k8s.io/v1. Running pods with an address are listed; a pod drains
+if it is not ready or is being deleted. Requests in flight on a pod that is no longer listed still count.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 POD_LABEL = "picker-fleet/pod"
 NAMESPACE_LABEL = "picker-fleet/namespace"
 PORT_RANK_LABEL = "picker-fleet/port-rank"
-# Annotations: the ports of this pod that serve. The first that a pod has counts.
+# Annotations with the ports on which a pod serves; the first one present counts.
 _ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # labels, or annotations
-_SETTLE_S = 0.25  # between two looks: many pods change together; the first change is reported at once
+_METRICS = (METRICS_PORT, METRICS_PATH, METRICS_SCHEME)  # names of labels or annotations
+_SETTLE_S = 0.25  # pause between updates: many pods change together; the first change is reported at once
 
 
 class _Port(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class _PoolSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """An InferencePool, as far as it is read."""
+    """The fields of an InferencePool that are read."""
 
     metadata: Metadata
     spec: _PoolSpec = _PoolSpec()
@@ -67,31 +67,31 @@ class _PodStatus(msgspec.Struct, frozen=True):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, as far as it is read."""
+    """The fields of a pod that are read."""
 
     metadata: Metadata
     status: _PodStatus = _PodStatus()
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests and is not about to end."""
+        """Whether the pod takes requests and is not being deleted."""
         conditions = self.status.conditions or ()
         is_ready = any(each.type == "Ready" and each.status == "True" for each in conditions)
         return is_ready and self.metadata.deletion_timestamp is None
 
 
 class PodEndpoints:
-    """The endpoints of pods. Of thousands few change at a time, and only those are worked out anew."""
+    """Derives endpoints from pods; recomputes only changed pods, since few of thousands change at a time."""
 
     def __init__(self) -> None:
         self._ports: tuple[int, ...] = ()
         self._known: dict[str, tuple[Pod, tuple[Endpoint, ...]]] = {}
 
     def of(self, pods: Mapping[str, Pod], ports: Iterable[int]) -> tuple[Endpoint, ...]:
-        """One endpoint for each of `pods` (by name) that runs and each of `ports`, in order of their
-        addresses.
+        """One endpoint for each running pod in `pods` (by name) and each of its active `ports`, ordered by
+        address.
 
-        Of two pods with one address (host network) the ready one counts, else the first by name.
+        If two pods share an address (host network), a ready pod takes precedence, then the first by name.
         """
         numbers = tuple(dict.fromkeys(ports))
         former = self._known if numbers == self._ports else {}
@@ -132,7 +132,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
     try:
         address = endpoint_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except ValueError:
-        return None  # the API server checks both
+        return None  # should not happen: the API server validates addresses and ports
     own = {
         POD_LABEL: pod.metadata.name,
         NAMESPACE_LABEL: pod.metadata.namespace,
@@ -146,7 +146,7 @@ def _endpoint(pod: Pod, port: int, rank: int) -> Endpoint | None:
 
 
 def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
-    """The ports of this pod that serve, None if it does not say; and the annotation that says so."""
+    """The annotation with the ports on which `pod` serves, and these ports; '' and None without one."""
     annotations = pod.metadata.annotations or {}
     for name in _ACTIVE_PORTS:
         if (text := annotations.get(name)) is not None:
@@ -156,7 +156,7 @@ def _active_ports(pod: Pod) -> tuple[str, frozenset[int] | None]:
 
 
 class KubernetesSource:
-    """Follows the InferencePool `pool` and its pods; `namespace` is that of the credentials if None."""
+    """Follows the InferencePool `pool` and its pods; `namespace` None: the namespace of the credentials."""
 
     def __init__(
         self, pool: str, namespace: str | None, *, api: Callable[[], Api] = Api.of_environment
@@ -166,7 +166,7 @@ class KubernetesSource:
         self._logged = ""
 
     async def watch(self, report: Report) -> None:
-        """As Source.watch; nothing is reported until pool and pods are known.
+        """As Source.watch; reports nothing until the pool and its pods are known.
 
         Raises:
             StartupError: there are no credentials for an API server.
@@ -237,7 +237,7 @@ class KubernetesSource:
         return _Selected(dict(labels), reflector, group.create_task(keep("kubernetes-watch", reflector.run)))
 
     def _log_pool(self, pool: Pool | None) -> None:
-        """Log what the pool says, once for each change."""
+        """Log the pool's settings, once per change."""
         level = logging.WARNING
         if pool is None:
             text = "is not there; it has no endpoints"

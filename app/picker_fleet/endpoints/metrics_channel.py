@@ -1,5 +1,5 @@
-"""Readings, shared between replicas through Redis: a hash of the newest, and a channel of new ones.
-scraping.py is the caller.
+"""Shares readings between replicas through Redis: a hash of the newest, and a channel for new readings.
+scraping.py calls this module.
 
     epp:{POOL}:metrics   hash      endpoint -> its newest reading (endpoints/readings.py)   `remove`
     epp:{POOL}:metrics   channel   batches of readings, never stored:
@@ -7,10 +7,10 @@ scraping.py is the caller.
     {"from": "replica-1", "sent": 1700000000123, "readings": {"10.0.0.1:8000": {"at": 1700000000100, ...}},
      "suspects": ["10.0.0.1:8000"]}
 
-`suspects`, if there are any, are endpoints where requests in flight have shown no sign of life. Times in both
-are Redis's own, so that the age of a stored reading is known without comparing replicas' clocks: each round
-trip asks for TIME, and the difference to this replica's monotonic clock is kept. Of `sent` and `at` only the
-difference is used: how old a reading was when it was sent.
+`suspects`, if present, are endpoints where requests in flight may be gone. Times in the hash and in messages
+are by Redis's clock, so that replicas learn the age of a stored reading without comparing their own clocks:
+each round trip asks for TIME, and keeps the difference to this replica's monotonic clock. The receiver of a
+message uses only `sent` - `at`, the age of a reading when it was sent.
 """
 
 import logging
@@ -35,7 +35,7 @@ from picker_fleet.state.subscriptions import CHECK_S, Command, CommandClient
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`readings` are on the clock of the replica that reads it; those it could not read are in `faults`."""
+    """A decoded message: `readings` by the receiver's clock; `faults` describes malformed parts."""
 
     sender: str
     readings: Mapping[str, EndpointMetrics]
@@ -44,14 +44,14 @@ class Message:
 
 
 def message_head(sender: str) -> bytes:
-    """What each message of `sender` begins with, and nobody else's."""
+    """The bytes with which each message of `sender`, and no other message, begins."""
     return orjson.dumps({"from": sender})[:-1] + b","
 
 
 def encode_message(
     sender: str, sent_ms: int, readings: Mapping[str, bytes], suspects: Sequence[str] = ()
 ) -> bytes:
-    """The message; `readings` are encoded ones, by address."""
+    """Encode a message; `readings` maps addresses to encoded readings."""
     parts = {address: orjson.Fragment(reading) for address, reading in readings.items()}
     message: dict[str, object] = {"from": sender, "sent": sent_ms, "readings": parts}
     if suspects:
@@ -60,10 +60,10 @@ def encode_message(
 
 
 def decode_message(text: bytes | str, received_ms: int) -> Message:
-    """What `text` says, as if its readings had travelled in no time.
+    """Decode `text`; ages of readings do not include the transmission time.
 
     Raises:
-        BadReading: the message as a whole is not one.
+        BadReading: `text` is not a message.
     """
     try:
         message = orjson.loads(text)
@@ -92,9 +92,9 @@ _DEADLINE_S = 0.5
 
 
 class MetricsChannel:
-    """One replica's reading and writing of its pool's readings, on connections of its own.
+    """Reads and writes the pool's readings for one replica, on its own connections.
 
-    `scraped_ms` of what goes in and comes out is of this replica's clock `now_ms` (monotonic, milliseconds).
+    `scraped_ms` of all arguments and results is by this replica's clock `now_ms` (monotonic, milliseconds).
     """
 
     def __init__(
@@ -106,16 +106,16 @@ class MetricsChannel:
         self._own = message_head(replica)
         self._now_ms = now_ms
         self._commands = CommandClient(url, self._name, deadline_s=deadline_s)
-        self._ahead_ms: int | None = None  # Redis's clock minus this replica's, or a little less
+        self._ahead_ms: int | None = None  # Redis's clock minus this replica's clock, or slightly less
         self._fault_logged = False
 
     async def publish(self, batch: Mapping[str, EndpointMetrics], suspects: Sequence[str] = ()) -> None:
-        """Store and announce `batch`, in one round trip. An empty one is a sign of life.
+        """Store `batch` and publish it on the channel, in one round trip. An empty batch is a sign of life.
 
-        Replicas that scrape `suspects` read those pages soon.
+        Replicas that scrape `suspects` read their pages soon.
 
         Raises:
-            StateUnavailable: Redis did not take it in time.
+            StateUnavailable: Redis did not accept the batch in time.
         """
         if self._ahead_ms is None:
             self._note_clock((await self._ask([("TIME",)]))[0])
@@ -128,16 +128,16 @@ class MetricsChannel:
         self._note_clock((await self._ask(commands))[0])
 
     async def remove(self, addresses: Iterable[str]) -> None:
-        """Drop what is stored of `addresses`.
+        """Delete the stored readings of `addresses`.
 
         Raises:
-            StateUnavailable: Redis did not take it in time.
+            StateUnavailable: Redis did not answer in time.
         """
         if listed := list(addresses):
             await self._ask([("HDEL", self._name, *listed)])
 
     async def stored(self) -> dict[str, EndpointMetrics]:
-        """Every stored reading that can be read.
+        """All stored readings; malformed readings are logged and left out.
 
         Raises:
             StateUnavailable: Redis did not answer in time.
@@ -159,15 +159,15 @@ class MetricsChannel:
         on_subscribed: Callable[[], None],
         check_s: float = CHECK_S,
     ) -> None:
-        """Pass readings to `on_readings` until cancelled: what is stored (sender None), and messages with
-        their suspects. Of this replica's own messages only the sender is passed on.
+        """Pass readings to `on_readings` until cancelled: stored readings (sender None), and messages with
+        their suspects. For this replica's own messages only the sender is passed on.
 
-        It reconnects after a fault (state/subscriptions.py). `on_subscribed` is called each time messages
-        begin to come and what is stored has been read.
+        Reconnects after a fault (state/subscriptions.py). After each SUBSCRIBE the stored readings are read,
+        and then `on_subscribed` is called.
         """
 
         async def catch_up() -> None:
-            # Only now is no message missed between what is stored and what is announced.
+            # Read the stored readings after SUBSCRIBE, so that no message in between is missed.
             on_readings(None, await self.stored(), ())
             self._fault_logged = False
             on_subscribed()
@@ -194,11 +194,11 @@ class MetricsChannel:
 
     def _warn(self, faults: Sequence[str]) -> None:
         if faults and not self._fault_logged:
-            self._fault_logged = True  # every message would repeat it
+            self._fault_logged = True  # log once: every message would repeat the fault
             _log.warning("readings of other replicas are left out: %s", "; ".join(faults[:3]))
 
     def _note_clock(self, time: tuple[bytes, bytes]) -> int:
-        # Redis answered before now, so stamped readings seem a little older, never younger.
+        # Redis read its clock before now, so the difference makes readings slightly older, never newer.
         ahead_ms = int(time[0]) * 1000 + int(time[1]) // 1000 - self._now_ms()
         self._ahead_ms = ahead_ms
         return ahead_ms

@@ -1,11 +1,11 @@
-"""The few series that matter of the text of one endpoint's metrics page. scraper.py is the caller.
+"""Extracts the few needed series from the text of an endpoint's metrics page; scraper.py calls this module.
 
-A vLLM page has hundreds of lines, of which five are needed, ten times a second an endpoint. So the page is
-not parsed: the wanted names are searched for, and only the lines that they begin are read. On those lines the
-result is that of a full parser. Format: Prometheus' text exposition format 0.0.4; exemplars are passed over.
+A vLLM page has hundreds of lines, of which five are needed, ten times a second per endpoint. So the page is
+not parsed as a whole: PageReader searches for the wanted names and parses only lines that begin with them,
+as a full parser would. Format: Prometheus' text exposition format 0.0.4; exemplars are ignored.
 
-A page is read as it comes, a part in a turn of the loop. Its length has no bound, the work for it has. A line
-that cannot be read costs its own figure and no other.
+A page is read in parts as it arrives, one part per turn of the event loop. The length of a page is unbounded,
+but the work on it is bounded. A malformed line loses its own figure only.
 """
 
 import math
@@ -21,7 +21,7 @@ from picker_fleet.sections import Aggregation, Engine, series_of
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\\n]|\\[^\n])*+)"[ \t]*(?:,|$)')
 _SAMPLE = re.compile(
-    # No part gives back what it took: a hostile line is refused in one pass.
+    # Possessive quantifiers: the match never backtracks, so a hostile line is rejected in linear time.
     rb"(?:[ \t]*+\{(?P<labels>(?:[^\"{}\n]|\"(?:[^\"\\\n]|\\[^\n])*+\")*+)\}[ \t]*+|[ \t]++)"
     rb"(?P<value>[^ \t\r\n]++)(?:[ \t]++[-+0-9.eE]++)?(?:[ \t]++#[ \t][^\n]*+|[ \t]*+\r?)$"
 )
@@ -29,14 +29,14 @@ _ESCAPE = re.compile(r'\\([\\n"])')
 _ESCAPED = {"\\": "\\", "n": "\n", '"': '"'}
 _NAME_GOES_ON = frozenset(bytes((mark,)) for mark in (string.ascii_letters + string.digits + "_:").encode())
 _BLANK = b" \t"
-_MOST_SERIES = 4000  # of a page's wanted names
+_MOST_SERIES = 4000  # series kept per page
 _MOST_LINE_BYTES = 256 * 1024
-_MOST_ADAPTER_BYTES = 128 * 1024  # of their names; all replicas get them
-_MOST_WORK = 32 * 1024 * 1024  # in bytes of a page
-_SAMPLE_WORK = 256  # reading a sample takes about as long as searching so many bytes
-_MOST_FAULTS = 3  # told of a page
+_MOST_ADAPTER_BYTES = 128 * 1024  # adapter names per page, which are sent to all replicas
+_MOST_WORK = 32 * 1024 * 1024  # work per page, in bytes searched
+_SAMPLE_WORK = 256  # parsing a sample takes about as long as searching this many bytes
+_MOST_FAULTS = 3  # faults listed per page
 _MOST_DIGITS = 9
-_OVERSHOOT = 1.05  # a share may pass 1 by rounding; what is far above is something else
+_OVERSHOOT = 1.05  # rounding may lift a share above 1; a higher value is not a share
 _MODEL_LABELS = frozenset({"model_name", "model"})
 _MOST_MODELS = 16
 _ADAPTER_LABELS = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapters"})
@@ -45,25 +45,25 @@ Labels = frozenset[tuple[str, str]]
 
 
 class BadPage(PickerError):
-    """A page, or a line of one, that cannot be believed; the message says why in one line."""
+    """A page, or a line of a page, is malformed; the message says why in one line."""
 
 
 class Sample(NamedTuple):
-    """One line of a page; its value may be NaN or infinite."""
+    """One sample line of a page; `value` may be NaN or infinite."""
 
     labels: dict[str, str]
     value: float
 
 
 def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[Sample]:
-    """Every sample of the series `name` in `lines`, each of which has its end. `bad` is told of a line that
-    begins with `name` and is no sample."""
+    """Every sample of the series `name` in `lines`, which must be complete lines. `bad` is called for a line
+    that begins with `name` but is not a sample."""
     after = 0
     while (start := lines.find(name, after)) >= 0:
         begin, after = start + len(name), lines.find(b"\n", start)
         line_start = lines.rfind(b"\n", 0, start) + 1
         if lines[begin : begin + 1] in _NAME_GOES_ON or lines[line_start:start].strip(_BLANK):
-            continue  # a line that begins otherwise is no sample of it, however often it names it
+            continue  # the name is longer, or not at the start of the line: not a sample of this series
         try:
             yield _sample(lines[begin:after])
         except BadPage as fault:
@@ -71,13 +71,13 @@ def samples(lines: bytes, name: bytes, bad: Callable[[str], None]) -> Iterator[S
 
 
 def _sample(line: bytes) -> Sample:
-    """What stands behind the name. Raises BadPage."""
+    """Parse a sample line after its name. Raises BadPage."""
     match = _SAMPLE.match(line)
     if match is None:
         raise BadPage(f"is followed by {line[:60]!r}")
     text = match["value"]
     try:
-        if b"_" in text:  # legal in Python's numbers only
+        if b"_" in text:  # `float` allows underscores, Prometheus does not
             raise ValueError
         value = float(text)
     except ValueError:
@@ -86,7 +86,7 @@ def _sample(line: bytes) -> Sample:
 
 
 def _labels(text: bytes) -> dict[str, str]:
-    """Label values with escapes resolved. Raises BadPage."""
+    """Parse labels, resolving escapes in their values. Raises BadPage."""
     found: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -102,42 +102,42 @@ def _labels(text: bytes) -> dict[str, str]:
 
 
 class PageReader:
-    """Reads one page, of one of `engines`, as it comes. `engine` is the one that `result` has found.
+    """Reads the page of one of `engines` as it arrives; `result` sets `engine`.
 
-    A sample that repeats another's labels takes its place. What cannot be read is left out and told in
-    `remark`. A last line without its line feed is cut off and does not count.
+    Of several samples with the same labels the last counts. Malformed lines are skipped and listed in
+    `remark`. A last line without a line feed is truncated and does not count.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self.engine: Engine | None = None
-        self.tells_sleep = False  # the page says whether the engine sleeps
-        self.cpu_s = 0.0  # what reading it has taken
+        self.tells_sleep = False  # whether the page tells if the engine sleeps
+        self.cpu_s = 0.0  # CPU time of reading the page
         counts = {
             series_of(text).name
             for engine in engines
             for text in (*engine.waiting, *engine.running, *engine.kv_utilisation, *engine.awake)
         }
         self._counts: dict[str, dict[Labels, float]] = {name: {} for name in counts}
-        # Of each label set without those of `_ADAPTER_LABELS` the sample with the highest value, which is a
-        # time: vLLM leaves old label sets on its page.
+        # For each set of labels (without `_ADAPTER_LABELS`) the sample with the highest value, which is a
+        # timestamp: vLLM leaves outdated label sets on its page.
         self._adapters: dict[str, dict[Labels, Sample]] = {
             series_of(text).name: {} for engine in engines for text in engine.adapters
         }
         self._names = [(name, name.encode()) for name in (*self._counts, *self._adapters)]
-        self._rest = b""  # of a line whose end has not come
+        self._rest = b""  # an incomplete line
         self._in_long_line = False
         self._work = self._series = self._adapter_bytes = self._fault_count = 0
         self._faults: list[str] = []
 
     @property
     def remark(self) -> str | None:
-        """What of the page could not be read; None: nothing."""
+        """The faults of the page; None without faults."""
         more = self._fault_count - len(self._faults)
         return "; ".join((*self._faults, *([f"{more} more"] if more else []))) or None
 
     def feed(self, part: bytes) -> bool:
-        """Read the next `part`. False: no more of the page is read."""
+        """Read the next `part`. Returns False once the page exceeds a limit: feed no more of it."""
         began_s = time.thread_time()
         self._work += len(part)
         if self._in_long_line:
@@ -158,7 +158,7 @@ class PageReader:
         last = lines[lines.rfind(b"\n", 0, -1) + 1 :].lstrip(_BLANK)
         for name, encoded in self._names:
             if last.startswith(encoded) and last[len(encoded) : len(encoded) + 1] not in _NAME_GOES_ON:
-                # More of its samples may be in the rest.
+                # The unread rest may have more samples of this series: a sum would be too low.
                 self._counts.pop(name, None)
                 self._adapters.pop(name, None)
         return False
@@ -190,10 +190,10 @@ class PageReader:
             self._faults.append(fault)
 
     def result(self, scraped_ms: int) -> EndpointMetrics:
-        """What the page says.
+        """The metrics of the page.
 
         Raises:
-            BadPage: it has none of the figures of any engine.
+            BadPage: the page has no series of any of `engines`.
         """
         told = 0
         for engine in self._engines:
@@ -234,7 +234,7 @@ class PageReader:
         return {}
 
     def _adapters_of(self, engine: Engine) -> tuple[int | None, frozenset[str], frozenset[str]]:
-        """How many fit, which run and which wait, in all parts of the engine together."""
+        """The number of adapter slots, the running and the waiting adapters, over all label sets."""
         most, active, queued = None, NONE, NONE
         for text in engine.adapters:
             for labels, _ in self._adapters.get(series_of(text).name, {}).values():
@@ -247,13 +247,13 @@ class PageReader:
 
 
 def _models(found: Mapping[Labels, float]) -> frozenset[str]:
-    """The models that label samples name, a few at most."""
+    """The models in the labels of samples; empty if there are more than `_MOST_MODELS`."""
     names = frozenset(value for labels in found for name, value in labels if name in _MODEL_LABELS and value)
     return names if len(names) <= _MOST_MODELS else NONE
 
 
 def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]) -> float | None:
-    """One figure of several samples; None if no value is known."""
+    """Combine samples into one figure, by the `aggregation` of their labels; None without a valid value."""
     figures: dict[Labels, dict[Labels, float]] = {}
     for labels, value in found.items():
         if 0 <= value < math.inf:
@@ -265,7 +265,7 @@ def _total(found: Mapping[Labels, float], aggregation: Mapping[str, Aggregation]
 
 
 def _highest(found: Mapping[Labels, float]) -> float | None:
-    """The highest share, at most 1; None if none of the values is a share."""
+    """The highest share, at most 1; None if no value is a share."""
     known = [value for value in found.values() if 0 <= value <= _OVERSHOOT]
     return min(max(known), 1.0) if known else None
 

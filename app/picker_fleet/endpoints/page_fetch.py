@@ -1,8 +1,8 @@
-"""HTTP/1.1 as the scraper speaks it: one kept connection to a server, and its metrics page over it.
+"""The scraper's HTTP/1.1 client: one keep-alive connection to a server, and its metrics page over it.
 
-The client is our own, since a general one costs several times the CPU of everything else in a scrape: every
-request has the same bytes, and few of the answer's headers are needed. A body is read as it comes, so that
-one of any length takes little memory and no long turn of the loop; the caller sets the deadline.
+A general HTTP client takes several times the CPU of the rest of a scrape; this client sends constant bytes
+and reads only the headers that it needs. Bodies are streamed, so that a body of any length takes little
+memory and no long turn of the event loop; the caller sets the deadline.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.units import split_host_port
 
 _MOST_HEAD_BYTES = 64 * 1024
-_PART_BYTES = 32 * 1024  # of a body, in one turn of the event loop
-_MOST_UNREAD = 256 * 1024  # of a body, before it is read
+_PART_BYTES = 32 * 1024  # bytes of a body handled in one turn of the event loop
+_MOST_UNREAD = 256 * 1024  # bytes of a body buffered before reading pauses
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _ENCODINGS: Final = ("gzip", "x-gzip", "deflate")
 _KEPT_HEADERS: Final = (b"location", b"content-encoding")
-_REREAD_S = 5.0  # how long what a file has is used before it is read again
+_REREAD_S = 5.0  # interval of reading the CA and token files again
 
 
 class FetchError(PickerError):
-    """There is no page; `kind` is `connection`, `status` or `page`, and the message says more. Only
-    `connection` says that the server takes no new connections, or ends them without a byte."""
+    """The page could not be fetched; `kind` is `connection`, `status` or `page`. `connection` means that the
+    server accepts no new connections, or closes them without a byte."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,12 +43,12 @@ class FetchError(PickerError):
 
 
 class _ClosedUnused(FetchError):
-    """A connection that was kept alive ended before a byte of the answer came: its idle time was over."""
+    """The server closed a keep-alive connection before a byte of the response, after its idle timeout."""
 
 
 class Access:
-    """What servers ask of those who read their pages: TLS, and the token of `scraping.token_file`. Both files
-    are read again in time."""
+    """Credentials for metrics pages: the CA for TLS, and the token in `scraping.token_file`. Both files are
+    read again every `_REREAD_S`."""
 
     def __init__(self, scraping: Scraping) -> None:
         self._ca, self._token_file = scraping.ca, scraping.token_file
@@ -57,8 +57,8 @@ class Access:
         self._context_s = self._token_s = -math.inf
 
     def context(self) -> ssl.SSLContext:
-        """Of a client. Servers are known by address, so no name is checked; without `scraping.ca`, nothing
-        is.
+        """The client's TLS context. Servers are known by IP address, so host names are not checked; without
+        `scraping.ca` certificates are not checked either.
 
         Raises:
             FetchError: `scraping.ca` cannot be read.
@@ -71,16 +71,16 @@ class Access:
             try:
                 if self._ca is not None:
                     context.load_verify_locations(self._ca)
-            except OSError as fault:  # SSLError is one
+            except OSError as fault:  # includes SSLError
                 raise FetchError("page", f"{self._ca} cannot be used: {fault.strerror or fault}") from None
             self._context, self._context_s = context, now_s
         return self._context
 
     def header(self) -> bytes:
-        """The header line of the token; empty if none is configured.
+        """The header line with the token; empty if no token is configured.
 
         Raises:
-            FetchError: the file cannot be read, or what it has is no token.
+            FetchError: the file cannot be read, or does not contain a token.
         """
         now_s = time.monotonic()
         if self._token_file is not None and now_s - self._token_s >= _REREAD_S:
@@ -96,24 +96,24 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the page of one endpoint and its signs of life are asked for."""
+    """Where to probe one endpoint, and where to find its metrics page."""
 
-    address: str  # of signs of life
+    address: str  # for probes
     scheme: str
     page_address: str
     page_scheme: str
-    page_paths: tuple[str, ...]  # one of which has it
-    engines: tuple[Engine, ...]  # one of which it is
+    page_paths: tuple[str, ...]  # candidate paths of the page
+    engines: tuple[Engine, ...]  # candidate engines of the endpoint
 
     @property
     def is_one(self) -> bool:
-        """Whether one connection serves for both."""
+        """Whether one connection serves for probes and pages."""
         return (self.address, self.scheme) == (self.page_address, self.page_scheme)
 
 
 def place_of(endpoint: Endpoint, engines: tuple[Engine, ...], scraping: Scraping) -> Place:
-    """As the endpoint's labels say, else the configuration. A label that says nothing usable is passed
-    over."""
+    """The place of `endpoint`, by its labels, else by the configuration. Labels with unusable values are
+    ignored."""
     labels = endpoint.labels
     port, scheme = labels.get(METRICS_PORT, ""), labels.get(METRICS_SCHEME, "")
     path = labels.get(METRICS_PATH, "")
@@ -137,11 +137,11 @@ def _is_path(path: str) -> bool:
 
 
 class Connection:
-    """Asks `address` (`ip:port`) one question after the other. One event loop.
+    """Sends requests to `address` (`ip:port`), one after the other. One event loop.
 
-    It connects when first asked, and again after whatever ended the connection. If a kept connection ends
-    without a byte of an answer, the question is asked once more on a new one. `close` is final. `lost` is set
-    when the server has ended the connection between two questions.
+    Connects at the first request, and again after the connection has ended. If a keep-alive connection ends
+    without a byte of the response, the request is sent once more on a new connection. `close` closes the
+    connection. `lost` is set when the server closes the connection between two requests.
     """
 
     def __init__(self, address: str, *, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
@@ -149,21 +149,21 @@ class Connection:
         self.scheme = "http" if tls is None else "https"
         self._tls = tls
         self._exchange: _Exchange | None = None
-        self.unreached = 0  # attempts to connect, in a row, that have not succeeded
-        self.unanswered = 0  # questions, in a row, that not one byte came back to
+        self.unreached = 0  # failed attempts to connect, in a row
+        self.unanswered = 0  # requests, in a row, without a byte of response
         self.lost = asyncio.Event()
-        # Compressing a page takes longer than sending it: none is asked for.
+        # Ask for no compression: compressing a page takes longer than sending it.
         self._headers = (
             f" HTTP/1.1\r\nHost: {address}\r\nAccept: text/plain\r\nAccept-Encoding: identity\r\n"
             "User-Agent: picker\r\n"
         ).encode("ascii")
 
     async def ask(self, path: str, header: bytes = b"") -> "Answer":
-        """The answer to GET `path`, whatever its status, when its head has come. Waits without end: the
-        deadline is the caller's.
+        """Send GET `path`. Returns the response, of any status, when its head has arrived. There is no
+        timeout: the caller sets the deadline.
 
         Raises:
-            FetchError: no connection, or an answer that is cut short or no HTTP.
+            FetchError: no connection, or a response that is truncated or not HTTP.
         """
         request = b"GET " + path.encode("ascii") + self._headers + header + b"\r\n"
         self.unanswered += 1
@@ -172,27 +172,27 @@ class Connection:
         except BaseException as fault:
             if isinstance(fault, FetchError) or (self._exchange is not None and self._exchange.some_came):
                 self.unanswered = 0
-            # What is still to come on this connection belongs to nobody.
+            # Close: a late response on this connection would be taken for the next request's.
             self.close()
             raise
         self.unanswered = 0
         return exchange
 
     async def _sent(self, request: bytes) -> "_Exchange":
-        """The exchange, when the head of the answer has come."""
+        """Send `request`. Returns the exchange when the head of the response has arrived."""
         exchange = self._exchange
         if exchange is not None and exchange.usable:
             try:
                 await exchange.ask(request)
                 return exchange
             except _ClosedUnused:
-                pass  # the server may close an idle connection at any time: that is no fault of its own
+                pass  # no fault: a server may close an idle connection at any time
         exchange = await self._connect()
         await exchange.ask(request)
         return exchange
 
     def close(self) -> None:
-        """End the connection, if there is one. Idempotent."""
+        """Close the connection, if there is one. Idempotent."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.abort()
@@ -202,7 +202,7 @@ class Connection:
         context = self._tls() if self._tls is not None else None
         loop = asyncio.get_running_loop()
         made = _Exchange(loop, self.lost.set)
-        # Known before it is connected, so that a cancellation on the way cannot leave it open.
+        # Set before connecting, so that `close` also ends a connection whose making was cancelled.
         self._exchange = made
         self.unreached += 1
         try:
@@ -219,28 +219,28 @@ class Connection:
 
 
 class Page:
-    """The metrics page at `path` of the server that `connection` leads to."""
+    """The metrics page at `path` on the server of `connection`."""
 
     def __init__(self, connection: Connection, path: str, access: Access) -> None:
         self._connection, self._access = connection, access
         self._path = self._configured = path
 
     async def read(self, take: Callable[[bytes], bool]) -> None:
-        """Give the page to `take` in parts, decoded, until it returns False. Waits without end: the deadline
-        is the caller's.
+        """Pass the page to `take` in decoded parts, until `take` returns False. There is no timeout: the
+        caller sets the deadline.
 
-        A redirect is followed once, and only to another path of the same server; that path is asked first
-        from then on.
+        One redirect is followed, and only to another path of the same server; later reads begin with that
+        path.
 
         Raises:
-            FetchError: as `Connection.ask`; an answer other than 200, an encoding that is not known, or an
-                encoded page that is damaged or cut short.
+            FetchError: as `Connection.ask`; or a status other than 200, an unknown encoding, or an encoded
+                page that is malformed or truncated.
         """
         if not await self._read(take, may_move=True):
             await self._read(take, may_move=False)
 
     async def _read(self, take: Callable[[bytes], bool], *, may_move: bool) -> bool:
-        """False: the page has moved to `_path`."""
+        """Read the page once. Returns False if the page has moved, to the new `_path`."""
         with await self._connection.ask(self._path, self._access.header()) as answer:
             if answer.status in _REDIRECTS and may_move:
                 self._path = self._moved_to(answer)
@@ -261,7 +261,7 @@ class Page:
             return True
 
     def _moved_to(self, answer: "Answer") -> str:
-        """The path that a redirect leads to. Raises FetchError if it is not of this server."""
+        """The path that a redirect leads to. Raises FetchError if it leads to another server."""
         location = answer.headers.get(b"location", b"").decode("latin-1")
         try:
             there = urlsplit(location)
@@ -280,10 +280,10 @@ class Page:
 
 
 async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """`parts` without their content encoding, in parts of at most `_PART_BYTES`.
+    """Decode `parts` from their content encoding, into parts of at most `_PART_BYTES`.
 
     Raises:
-        FetchError: the encoding is not known, or what comes is damaged or cut short.
+        FetchError: the encoding is unknown, or the data are malformed or truncated.
     """
     if encoding not in _ENCODINGS:
         raise FetchError("page", f"the page is encoded as {encoding[:30]!r}; gzip and deflate are known")
@@ -291,7 +291,7 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
     try:
         async for part in parts:
             if decoder is None:
-                # Some send deflate without the header that its name stands for.
+                # Some servers send `deflate` without the zlib header that HTTP requires.
                 is_bare = encoding == "deflate" and (part[0] & 15 != 8 or (part[0] << 8 | part[1:2][0]) % 31)
                 decoder = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else zlib.MAX_WBITS | 32)
             while part and not decoder.eof:
@@ -305,9 +305,9 @@ async def _decoded(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[
 
 
 class Answer(Protocol):
-    """To be used in a `with`, which ends the connection unless the whole body has come.
+    """A response, for use in a `with`, which closes the connection unless the whole body has arrived.
 
-    `headers` has those that are needed, by their names in lower case.
+    `headers` has only the headers that the scraper needs, by lower-case name.
     """
 
     status: int
@@ -320,16 +320,16 @@ class Answer(Protocol):
     def __exit__(self, *fault: object) -> None: ...
 
     def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes, in parts of at most `_PART_BYTES`, one a turn of the loop.
+        """The body as it arrives, in parts of at most `_PART_BYTES`, one per turn of the event loop.
 
         Raises:
-            FetchError: it is cut short, or damaged.
+            FetchError: the body is truncated or malformed.
         """
         ...
 
 
 class _Exchange(asyncio.Protocol):
-    """The bytes of one connection: a question out, an answer in."""
+    """The protocol of one connection: writes requests and parses responses, one at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle_loss: Callable[[], None]) -> None:
         self._loop = loop
@@ -338,16 +338,16 @@ class _Exchange(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._more: asyncio.Future[None] | None = None
         self._aborted = self._used = False
-        self._came = 0  # bytes since the question
+        self._came = 0  # bytes received since the request
         self._begin()
-        self.is_complete = True  # there is no question
+        self.is_complete = True  # no request is open
 
     @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing() and self.is_complete
 
     async def ask(self, request: bytes) -> None:
-        """Send it, and wait for the head of its answer. Raises FetchError."""
+        """Send `request`, and wait for the head of the response. Raises FetchError."""
         if self._transport is None:
             raise FetchError("connection", "the connection closed at once")
         self._begin()
@@ -414,7 +414,7 @@ class _Exchange(asyncio.Protocol):
         if self._used and self.is_complete and not self._aborted:
             self._on_idle_loss()
         if self._until_close and self.status and fault is None and not self.is_complete:
-            # Without a length the end of the connection is the end of the page.
+            # Without a length the end of the connection ends the body.
             self.on_message_complete()
         elif self.some_came:
             self._fail(FetchError("page", "the connection closed before the page was complete"))
@@ -423,7 +423,7 @@ class _Exchange(asyncio.Protocol):
         else:
             self._fail(FetchError("connection", "the connection closed without an answer"))
 
-    # The parser's calls.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         lower = name.lower()
@@ -446,7 +446,7 @@ class _Exchange(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        if not self.status:  # an interim answer
+        if not self.status:  # an interim (1xx) response
             self.headers.clear()
             self._until_close = True
             return

@@ -1,9 +1,8 @@
 """Readings of endpoints' metrics pages: one reading, its JSON form, and the newest reading of each endpoint.
-scraper.py makes them, metrics_channel.py shares them, scheduling/ reads them.
+scraper.py makes readings, metrics_channel.py shares them, scheduling/ uses them.
 
-A reading carries its time as milliseconds of some clock: in memory the holder's own monotonic clock, on the
-wire Redis's. `shift_ms` is what to add to convert from one to the other; two replicas' clocks are never
-compared.
+A reading has a time in milliseconds: of the replica's own monotonic clock in memory, of Redis's clock on the
+wire. Adding `shift_ms` converts from one clock to the other; clocks of two replicas are never compared.
 """
 
 import dataclasses
@@ -22,22 +21,22 @@ _Amount = Annotated[float, Meta(ge=0)]
 
 
 class BadReading(PickerError):
-    """A text that is no encoded reading; the message says what is wrong with it."""
+    """A text is not a valid encoded reading; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointMetrics:
-    """An endpoint's load as its own metrics page gives it (docs/protocol.md).
+    """An endpoint's load according to its metrics page (docs/protocol.md).
 
-    None means unknown: not on the page, not a number, or the scrape failed. `fault` says why the last scrape
-    failed and `failures` how many have in a row; None and 0 after one that worked. `remark` names what of a
-    page could not be read. `unready` says why the endpoint takes no requests although it answers.
-    `kv_utilisation` is between 0 and 1. Adapters are LoRA names: those with requests that run, or only
-    wait, and those that were loaded for others and are idle; `max_adapters` is how many can be active at
-    once. `models` are named in the labels of its series, without adapters.
+    None means unknown: not on the page, not a number, or the scrape failed. `fault` is the reason why the
+    last scrape failed, `failures` the number of failures in a row; None and 0 after a success. `remark` names
+    the unreadable parts of the page. `unready` is the reason why the endpoint takes no requests although it
+    answers. `kv_utilisation` is between 0 and 1. Adapters are names of LoRA adapters: `active` with running
+    requests, `waiting` with waiting requests only, `idle` loaded but without requests; `max_adapters` can be
+    active at once. `models` come from the labels of the series, without adapters.
 
-    `interval_ms` is how far apart pages of the endpoint are at present, None if that is not known. `before`
-    is the moment and the load of the page before this one, None after a fault: both pages were read.
+    `interval_ms` is the endpoint's current scrape interval, None if unknown. `before` is the time (ms) and
+    load of the previous page; None after a failed scrape.
     """
 
     scraped_ms: int
@@ -58,17 +57,17 @@ class EndpointMetrics:
 
     @property
     def load(self) -> float | None:
-        """Requests that the endpoint has, running or waiting; None if one is unknown."""
+        """The number of running and waiting requests; None if either number is unknown."""
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
     def without_amounts(self) -> "EndpointMetrics":
-        """The same without loads and adapters."""
+        """A copy without loads and adapters."""
         kept = ("models", "fault", "failures", "remark", "unready", "interval_ms", "before")
         return EndpointMetrics(self.scraped_ms, **{name: getattr(self, name) for name in kept})
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
-    """A reading as a JSON object, without what is unknown or empty. Further keys are a newer version's."""
+    """A reading as a JSON object, without unknown or empty fields. Keys of newer versions are ignored."""
 
     at: _Count
     waiting: _Amount | None = None
@@ -89,7 +88,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
 
 
 def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
-    """A JSON object without what is unknown or empty; `at` is `scraped_ms` + `shift_ms`."""
+    """Encode a reading as JSON, without unknown or empty fields; `at` is `scraped_ms` + `shift_ms`."""
     before_ms, before_load = (None, None) if metrics.before is None else metrics.before
     return msgspec.json.encode(
         _Wire(
@@ -114,7 +113,7 @@ def encode_reading(metrics: EndpointMetrics, shift_ms: int) -> bytes:
 
 
 def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
-    """The reading in `text`, its moment shifted.
+    """Decode the reading in `text`; adds `shift_ms` to its times.
 
     Raises:
         BadReading: not JSON, not an object, or a value of the wrong kind.
@@ -126,7 +125,7 @@ def decode_reading(text: bytes | str, shift_ms: int) -> EndpointMetrics:
 
 
 def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
-    """`decode_reading` of parsed JSON.
+    """As `decode_reading`, from parsed JSON.
 
     Raises:
         BadReading: not an object, or a value of the wrong kind.
@@ -156,8 +155,8 @@ def reading_of_json(fields: object, shift_ms: int) -> EndpointMetrics:
 
 
 _GRAIN_S = 0.01
-# Without a configured age, a reading is stale once so many of its endpoint's pages are missing, and not
-# before two seconds: a busy server may take a second for a page, and then another one for the next.
+# Without a configured age, a reading is stale after this many scrape intervals of its endpoint, but not
+# before two seconds: a busy server may take a second for a page, and another second for the next page.
 _INTERVALS = 3
 _SOONEST_STALE_S = 2.0
 
@@ -166,8 +165,8 @@ _SOONEST_STALE_S = 2.0
 class Reading:
     """The newest `metrics` of an endpoint, `age_s` seconds old.
 
-    After a failed scrape they are those of the last one that worked, with the `fault` and the `failures`
-    since. If not `known`, they are stale: amounts are None and adapters empty, so that no pick uses them.
+    After a failed scrape `metrics` are from the last successful scrape, with the new `fault` and `failures`.
+    If not `known`, they are stale or missing: if stale, amounts are None and adapters empty.
     """
 
     metrics: EndpointMetrics
@@ -176,8 +175,8 @@ class Reading:
 
 
 class Readings(Mapping[str, Reading]):
-    """Address -> its reading at one moment. Each is made of its page when it is first asked for: a pick asks
-    for few of the thousands of a large pool."""
+    """Address -> its reading at one moment. Each reading is made at its first use, since a pick uses few of
+    the thousands of a large pool."""
 
     def __init__(self, pages: Mapping[str, EndpointMetrics], reading_of: Callable[[str], Reading]) -> None:
         self._pages, self._reading_of = pages, reading_of
@@ -198,7 +197,7 @@ class Readings(Mapping[str, Reading]):
         return len(self._pages)
 
     def models(self) -> frozenset[str]:
-        """Those that any endpoint's page names."""
+        """The models that any endpoint's page names."""
         return NONE.union(*(page.models for page in self._pages.values()))
 
     def with_adapters(self) -> list[str]:
@@ -213,17 +212,17 @@ class Readings(Mapping[str, Reading]):
 class MetricsCache:
     """The newest reading of each endpoint. One event loop.
 
-    Ages are of this replica's own monotonic `clock` (seconds): what others send says how old it was when sent
-    (endpoints/metrics_channel.py), and the time since it came is added here. Readings are stale after
-    `stale_after_s`; None: after three of their endpoint's intervals.
+    Ages are measured by this replica's monotonic `clock` (seconds): a reading from another replica carries
+    its age when sent (endpoints/metrics_channel.py), to which the time since its arrival is added. Readings
+    are stale after `stale_after_s`; None: after three scrape intervals of their endpoint, at least 2 s.
     """
 
     def __init__(self, stale_after_s: float | None, clock: Callable[[], float]) -> None:
         self._stale_after_s = stale_after_s
         self._clock = clock
         self._newest: dict[str, EndpointMetrics] = {}
-        self._worked: dict[str, EndpointMetrics] = {}  # the newest of a scrape that did not fail
-        self._snapshot: Readings | None = None  # None: to be made anew
+        self._worked: dict[str, EndpointMetrics] = {}  # the newest reading of a successful scrape
+        self._snapshot: Readings | None = None  # None: invalidated by an update
         self._snapshot_s = 0.0
 
     @property
@@ -234,11 +233,12 @@ class MetricsCache:
         return int(self._clock() * 1000)
 
     def update(self, readings: Mapping[str, EndpointMetrics]) -> None:
-        """Take `readings`, whose `scraped_ms` is of this replica's clock, unless a newer one is newest."""
+        """Store each of `readings` (`scraped_ms` by this replica's clock) unless a newer one is stored."""
         now_ms = self.now_ms()
         for address, metrics in readings.items():
             if metrics.scraped_ms > now_ms:
-                # Redis's clock was set back, or another server took over: it would hide all newer readings.
+                # Redis's clock was set back, or another server took over. Kept, a time in the future would
+                # hide all newer readings.
                 metrics = dataclasses.replace(metrics, scraped_ms=now_ms)
             newest = self._newest.get(address)
             if newest is None or metrics.scraped_ms >= newest.scraped_ms:
@@ -248,7 +248,7 @@ class MetricsCache:
         self._snapshot = None
 
     def last_read(self, address: str) -> EndpointMetrics | None:
-        """What the newest page of `address` that could be read said; None if there is none."""
+        """The reading of the last successful scrape of `address`; None without a success."""
         return self._worked.get(address)
 
     def retain(self, addresses: Iterable[str]) -> None:
@@ -260,8 +260,7 @@ class MetricsCache:
     def snapshot(self, now_s: float | None = None) -> Readings:
         """Address -> its reading at `now_s` of the clock (default: now).
 
-        Many picks share one snapshot: it is made after each update, else every 10 ms, and ages are that
-        exact."""
+        Many picks share one snapshot, which is at most 10 ms old and made again after each update."""
         now_s = self._clock() if now_s is None else now_s
         if self._snapshot is None or not 0 <= now_s - self._snapshot_s < _GRAIN_S:
             newest, worked = dict(self._newest), dict(self._worked)
@@ -272,7 +271,7 @@ class MetricsCache:
         return self._snapshot
 
     def ages_s(self) -> dict[str, float]:
-        """Address -> how old its newest reading is now."""
+        """Address -> age of its last successful scrape; if none succeeded, of its newest reading."""
         now_s = self._clock()
         pages = self._newest | self._worked
         return {address: max(0.0, now_s - page.scraped_ms / 1000) for address, page in pages.items()}

@@ -1,9 +1,9 @@
 """Fetches the metrics pages of this replica's endpoints, each at its own interval.
 
-A page is read no more often than its figures are used, and at a cost of at most 1 % of either side. It costs
-its server (a real vLLM spends 8 ms of the process that streams its answers) and this replica, so
-`scraping.interval: auto` follows both. Whether a server has stopped answering is found by probes: requests
-for a path that costs it next to nothing.
+A page is read no more often than its metrics are used, and costs at most 1 % of the server's and of this
+replica's time (a page takes a real vLLM 8 ms in the process that streams its answers). `scraping.interval:
+auto` keeps to both limits. Probes, requests for a path that costs the server almost nothing, find out whether
+a server has stopped answering.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import ENGINES, Engine, Scraping
 
-PROBE_S = 0.2  # between two signs of life of a server
-REST_PROBE_S = 0.5  # while no requests are in flight
-_USED_S = 0.1  # while requests are placed by figures of the page
-_HEALTH_S = 1.0  # between two probes at most
-_SELDOM_S = 5.0  # between two looks at a health that costs the server something
-_SHOWN_S = 5.0  # while only views and health use them
-_SUSPECT_S = 0.1  # while requests in flight at the endpoint have given no sign of life
+PROBE_S = 0.2  # interval of probes or pages of a server
+REST_PROBE_S = 0.5  # the same while no requests are in flight
+_USED_S = 0.1  # interval of pages while requests are placed by their metrics
+_HEALTH_S = 1.0  # longest interval of probes, however often pages are read
+_SELDOM_S = 5.0  # interval of requests for a health path that is expensive for the server
+_SHOWN_S = 5.0  # interval of pages while only views and health use their metrics
+_SUSPECT_S = 0.1  # interval of pages while requests in flight at the endpoint may be gone
 _LONGEST_S = 30.0
-_SHARE = 0.01  # of either side's time, at most
-_FETCH_CPU_S = 0.0002  # of this replica for a page, beside reading it
+_SHARE = 0.01  # largest part of the server's and of this replica's time
+_FETCH_CPU_S = 0.0002  # CPU of this replica to fetch a page, without reading it
 _PROBE_CPU_S = 0.0001
 _KEPT = 8
 
 
 class ScrapeCost:
-    """What the last pages of one endpoint cost, in seconds. The least of a few counts: the others waited."""
+    """The cost of an endpoint's page, in seconds: the minimum of the last few, which had to wait least."""
 
     def __init__(self) -> None:
         self._pages: deque[float] = deque(maxlen=_KEPT)
@@ -51,8 +51,7 @@ class ScrapeCost:
         self._read_s: deque[float] = deque(maxlen=_KEPT)
 
     def add_page(self, answered_s: float, read_s: float) -> None:
-        """A page came `answered_s` after it was asked for, and took `read_s` of this replica's CPU to
-        read."""
+        """Record a page: `answered_s` from request to response, `read_s` of this replica's CPU to read it."""
         self._pages.append(answered_s)
         self._read_s.append(read_s)
 
@@ -61,29 +60,29 @@ class ScrapeCost:
 
     @property
     def server_s(self) -> float:
-        """What a page costs its server: how much later it comes than the answer to a probe; 0 if unknown."""
+        """The server's time for a page: how much longer a page takes than a probe; 0 if unknown."""
         if not self._pages:
             return 0.0
         return max(0.0, min(self._pages) - min(self._probes, default=0.0))
 
     @property
     def own_s(self) -> float:
-        """CPU of this replica for one page."""
+        """This replica's CPU time for one page."""
         return _FETCH_CPU_S + min(self._read_s, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalPolicy:
-    """`fixed_s` is the configured interval, None for `auto`. `used` says whether requests are being placed by
-    metrics pages, `busy` whether any are in flight."""
+    """Computes scrape intervals. `fixed_s` is the configured interval, None for `auto`. `used` returns
+    whether requests are placed by metrics pages, `busy` whether any requests are in flight."""
 
     fixed_s: float | None
     used: Callable[[], bool]
     busy: Callable[[], bool] = lambda: True
 
     def interval_s(self, cost: ScrapeCost, targets: int, *, suspect: bool = False) -> float:
-        """Between two pages of an endpoint, one of `targets` that this replica scrapes; `suspect` if requests
-        in flight there have given no sign of life."""
+        """Seconds between pages of an endpoint, if this replica scrapes `targets` endpoints. `suspect`:
+        requests in flight there may be gone."""
         if self.fixed_s is not None:
             return self.fixed_s
         wanted_s = _USED_S if self.used() else _SHOWN_S
@@ -92,7 +91,7 @@ class IntervalPolicy:
         return min(max(wanted_s, cost.server_s / _SHARE, cost.own_s * targets / _SHARE), _LONGEST_S)
 
     def tick_s(self, interval_s: float, targets: int) -> float:
-        """Between two signs of life of an endpoint whose page is read every `interval_s`."""
+        """Seconds between requests (probes or pages) to an endpoint whose page is read every `interval_s`."""
         probe_s = PROBE_S if self.busy() else REST_PROBE_S
         return min(interval_s, max(probe_s, _PROBE_CPU_S * targets / _SHARE))
 
@@ -101,24 +100,24 @@ T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 Publish = Callable[[Mapping[str, EndpointMetrics]], Awaitable[None]]
 
-_UNREACHED = 2  # attempts to connect that time out in a row: the endpoint cannot be connected to
-# Questions in a row without a byte for an answer: the process stands still, its kernel takes connections.
-# vLLM serves its page from the event loop that also takes in requests and hands out tokens; a burst of
-# arrivals keeps it for a second or two, so once says nothing. Three, each over a connection of its own and
-# with growing pauses between, are three and a half seconds without a turn of that loop. An overloaded server
-# can be later than that (half a minute has been reported of vLLM), but then it is as late with everyone's
-# tokens, and better left alone until it answers again.
+_UNREACHED = 2  # after this many connect timeouts in a row the endpoint counts as unreachable
+# After this many requests in a row without a byte of response, the process hangs while its kernel accepts
+# connections. vLLM serves its page from the event loop that also receives requests and streams tokens; a
+# burst of arrivals blocks this loop for a second or two, so one silent request proves nothing. Three, each on
+# a connection of its own with growing pauses between, mean three and a half seconds without a turn of the
+# loop. An overloaded server can be later (half a minute has been reported of vLLM), but then all its tokens
+# are as late, and new requests are better sent elsewhere until it answers again.
 _SILENT = 3
-SILENCE = "no page within"  # what the fault of an unanswered question begins with
+SILENCE = "no page within"  # how the fault of an unanswered request begins
 _LONGEST_PAUSE_S = 5.0
 _DEADLINE_S = 1.0
-_RETRY_S = 0.05  # the pause after a fault, before it is doubled
-_SUSPECTED_S = 3.0  # how long one call of `suspect` holds
-_LATE_S = 0.5  # a deadline that is noticed so late was missed by this replica, not by the endpoint
-_DOUBLINGS = 30  # far past the longest pause, and no overflow
-# A server that has ended its idle connection and answered the look that followed does so by habit.
+_RETRY_S = 0.05  # base of the pause after a fault, which doubles
+_SUSPECTED_S = 3.0  # how long one call of `suspect` has effect
+_LATE_S = 0.5  # a timeout noticed this much after its deadline means that this replica was paused
+_DOUBLINGS = 30  # far beyond the longest pause, without overflow
+# After a server has closed an idle connection and then answered, further closes start no request for so long.
 _HABIT_S = 10.0
-_BODY_S = 0.25  # for the body of the answer to a probe
+_BODY_S = 0.25  # time limit for the body of a probe's response
 _MOST_BODY_BYTES = 64 * 1024
 _NO_ANSWER = ("connection", "timeout", "silent")
 _UNREADY = (
@@ -126,56 +125,56 @@ _UNREADY = (
     502,
     503,
     504,
-)  # answers to a probe by a server, or a proxy before it, that takes no requests
-_MODELS_S = 10.0  # between two looks at which adapters an engine still has
-_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # adapters that are kept of an engine, and of each one's name
-_MOST_NAMES = 100  # of engines in labels
-_MOST_ASIDE_BYTES = 256 * 1024  # of an answer that is no page
+)  # a server, or a proxy before it, that answers a probe so takes no requests
+_MODELS_S = 10.0  # interval of requests for the adapters that an engine has
+_MOST_IDLE, _MOST_IDLE_CHARACTERS = 256, 256  # idle adapters kept per engine, and characters of a name
+_MOST_NAMES = 100  # engine names from labels kept
+_MOST_ASIDE_BYTES = 256 * 1024  # longest response from another path than the page's
 _log = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
-    """What scraping counts; every method returns at once."""
+    """The metrics of scraping; no method blocks."""
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
-        """A scrape that worked, how long it took and what it found."""
+        """Count a successful scrape, its duration and its reading."""
 
     def probed(self, address: str, status: int, ready: bool) -> None:
-        """A probe that was answered, with `status` (0: it was no HTTP); whether the server takes requests."""
+        """Count an answered probe: HTTP `status` (0: not HTTP), and whether the server takes requests."""
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        """A scrape or a probe that did not; `kind` is timeout, silent, connection, status or page."""
+        """Count a failed scrape or probe; `kind` is timeout, silent, connection, status or page."""
 
     def scrape_published(self, readings: int, seconds: float) -> None:
-        """A batch that the fleet knows of now."""
+        """Count a batch of readings that was published to the fleet."""
 
     def scrape_unpublished(self, readings: int) -> None:
-        """A batch that Redis did not take; what is newest of it goes with the next one."""
+        """Count a batch that Redis did not accept; its newest readings go with the next batch."""
 
     def scrape_ages(self, owned: int, ages_s: Callable[[], Mapping[str, float]]) -> None:
-        """How many endpoints this replica scrapes, and how old what it knows of every endpoint is."""
+        """Set the number of endpoints that this replica scrapes, and the age of each known reading."""
 
 
 def pause_s(failures: int, interval_s: float, variation: float) -> float:
-    """How long to leave an endpoint alone after `failures` in a row: doubled each time, up to 5 s.
+    """The pause before the next request to an endpoint after `failures` in a row: doubles, up to 5 s.
 
-    `variation`, 0 to 1, takes off up to a quarter: what failed together shall not come back together.
+    `variation`, 0 to 1, shortens the pause by up to a quarter, so that retries do not come all at once.
     """
     doubled_s = interval_s * 2.0 ** min(failures, _DOUBLINGS)
     return min(doubled_s, _LONGEST_PAUSE_S) * (1 - variation / 4)
 
 
 class Scraper:
-    """Scrapes a set of endpoints, which `set_targets` changes, as often as `pacing` says. One event loop.
+    """Scrapes a set of endpoints, which `set_targets` changes, at the intervals of `pacing`. One event loop.
 
-    Each endpoint has a task and a connection of its own, so a slow one delays nobody, and a phase of its own,
-    so that they do not all go at once. Between two pages it is probed, so that a server that stands still is
-    found however seldom its page is read, and however its page fails; and once when it ends an idle
-    connection. A question ends after `deadline_s`; if that is noticed more than `late_s` later, this replica
-    stood still. After a failure an endpoint, or only its page, is left alone for twice as long as after the
-    one before, up to 5 s. Results are handed to `publish`, at most once in `publish_s()`; what it raises
-    StateUnavailable for is kept, newest first, and handed over with the next. Where there is nothing for
-    `speak_s`, an empty batch is handed over, which says that this replica is there.
+    Each endpoint has its own task and connection, so a slow endpoint delays no other, and its own phase, so
+    that scrapes spread over time. The scraper probes an endpoint between pages, so that it detects a hanging
+    server however seldom the page is read or however the page fails, and once when the server closes an idle
+    connection. A request times out after `deadline_s`; a timeout noticed more than `late_s` later means that
+    this replica was paused. After each failure the pause before the next request to the endpoint, or for its
+    page, doubles, up to 5 s. `publish` gets the readings in batches, at most one per `publish_s()`; readings
+    for which it raises StateUnavailable go with the next batch, unless newer ones exist. After `speak_s`
+    without readings `publish` gets an empty batch, as a sign of life of this replica.
     """
 
     def __init__(
@@ -193,10 +192,10 @@ class Scraper:
         last_read: Callable[[str], EndpointMetrics | None] = lambda address: None,
     ) -> None:
         self._scraping, self._access = scraping, Access(scraping)
-        self._engines: dict[str, tuple[Engine, ...]] = {}  # by the name in labels
+        self._engines: dict[str, tuple[Engine, ...]] = {}  # engine name in labels -> candidate engines
         self._last_read = last_read
         self._pacing = pacing
-        self._suspects: dict[str, float] = {}  # until when
+        self._suspects: dict[str, float] = {}  # address -> end of the suspicion
         self._deadline_s, self._late_s = deadline_s, late_s
         self._publish = publish
         self._publish_s, self._speak_s = publish_s, speak_s
@@ -213,7 +212,7 @@ class Scraper:
         return frozenset(self._targets)
 
     def set_targets(self, endpoints: Iterable[Endpoint]) -> None:
-        """Scrape exactly `endpoints` from now on; what is being fetched from others is dropped."""
+        """Scrape exactly `endpoints` from now on; drop requests in flight to other endpoints."""
         self._targets = {
             each.address: place_of(each, self._engines_of(each), self._scraping) for each in endpoints
         }
@@ -235,7 +234,7 @@ class Scraper:
         return found
 
     def suspect(self, addresses: Iterable[str]) -> None:
-        """Read the pages of `addresses` more often for a while: requests there may be gone."""
+        """Read the pages of `addresses` more often for a while: requests in flight there may be gone."""
         until_s = asyncio.get_running_loop().time() + _SUSPECTED_S
         self._suspects = {address: until_s for address in addresses if address in self._targets}
 
@@ -249,7 +248,7 @@ class Scraper:
             self._tasks.clear()
 
     def _run_targets(self) -> None:
-        """Have a task for each target, and for nothing else."""
+        """Start a task for each new target, and cancel the tasks of former targets."""
         for address, (place, task) in list(self._tasks.items()):
             if self._targets.get(address) != place:
                 del self._tasks[address]
@@ -283,27 +282,27 @@ class Scraper:
                 elif woken:
                     due_s, by_habit_until_s = now_s + tick_s, now_s + max(_HABIT_S, tick_s)
                 else:
-                    # Slots that a slow answer took are left out, not made up for.
+                    # Skip the ticks that a slow response took.
                     due_s += tick_s * max(1, -((due_s - now_s) // tick_s))
         finally:
             target.close()
 
     def _pace(self, target: "_Target") -> tuple[float, float]:
-        """Between two pages of an endpoint, and between two signs of its life, in seconds."""
+        """Seconds between pages of an endpoint, and between requests (probes or pages) to it."""
         suspect = target.asleep or self._suspects.get(target.address, 0.0) > asyncio.get_running_loop().time()
         interval_s = self._pacing.interval_s(target.cost, len(self._targets), suspect=suspect)
         return interval_s, self._pacing.tick_s(interval_s, len(self._targets))
 
     async def _look(self, target: "_Target", interval_s: float, tick_s: float) -> None:
-        """Ask for the page if its time has come, else for a sign of life; hand in the reading, if there is
-        one."""
+        """Scrape the page if it is due, otherwise probe the server; queue the new reading, if any, to be
+        published."""
         now_s = asyncio.get_running_loop().time()
         failures, last = target.failures, target.last
         unready = last.unready if last is not None else None
         due_s = target.paged_s + (target.pause_s or interval_s)
         is_due = not target.missed and now_s >= due_s - tick_s / 2
         if target.paged_s > -math.inf and now_s - target.probed_s >= _HEALTH_S:
-            is_due = False  # however often its page is read, that does not say whether it takes requests
+            is_due = False  # probe now: pages do not tell whether the server takes requests
         reading = await (self._scrape(target, interval_s) if is_due else self._probe(target))
         if is_due:
             bad = reading is not None and reading.failures
@@ -330,12 +329,12 @@ class Scraper:
 
     async def _scrape(self, target: "_Target", interval_s: float) -> EndpointMetrics:
         clock = asyncio.get_running_loop().time
-        # The page is as old as the question at most.
+        # The reading gets the time of the request, since the page cannot be older.
         started_s = target.paged_s = clock()
         started_ms = int(started_s * 1000)
 
         async def read_page() -> EndpointMetrics:
-            """The first page that can be read, of those that may be the one."""
+            """Read the candidate pages until one has the series of a candidate engine."""
             fault: FetchError | BadPage | None = None
             for page in target.pages:
                 reader = PageReader(target.engines)
@@ -374,7 +373,7 @@ class Scraper:
         return dataclasses.replace(metrics, interval_ms=round(interval_s * 1000), before=before)
 
     async def _probe(self, target: "_Target") -> EndpointMetrics | None:
-        """None if it was answered."""
+        """Probe the server. Returns None if it answered, otherwise a reading with the fault."""
         clock = asyncio.get_running_loop().time
         started_s = target.probed_s = clock()
 
@@ -393,32 +392,32 @@ class Scraper:
             except FetchError as fault:
                 if fault.kind == "connection":
                     raise
-                return 0  # whatever it sends, it runs
+                return 0  # not HTTP, but the server runs
 
         status = await self._ask(target, target.server, started_s, ask)
         if isinstance(status, EndpointMetrics):
             return status
         if target.missed and target.bad_pages <= 1:
-            target.pause_s, target.paged_s = 0.0, -math.inf  # the page is not at fault: it is due at once
+            target.pause_s, target.paged_s = 0.0, -math.inf  # the server had failed, not the page: read it
         target.missed = 0
         target.cost.add_probe(clock() - started_s)
         self._meter.probed(target.address, status, target.unready is None)
         return None
 
     async def _ask_sleep(self, target: "_Target") -> None:
-        """Ask an engine whose page does not say so whether it sleeps; one that does not know is not asked
-        again."""
+        """Ask an engine whose page does not tell whether it sleeps. An engine without a usable answer is not
+        asked again."""
         answer = await self._ask_aside(target, target.engine.sleep_path, _Sleep)
         target.asks_sleep, target.asleep = answer is not None, answer is not None and answer.is_sleeping
 
     async def _ask_models(self, target: "_Target") -> None:
-        """Forget the adapters that an engine no longer has."""
+        """Ask an engine for its adapters, and forget those that it no longer has."""
         answer = await self._ask_aside(target, target.engine.models_path, _Models)
         if answer is not None:
             target.keep_adapters({model.id for model in answer.data})
 
     async def _ask_aside(self, target: "_Target", path: str, kind: type[S]) -> S | None:
-        """The JSON at `path`; None if there is none of this `kind`."""
+        """Get the JSON at `path`, decoded as `kind`; None if the request fails or the JSON does not fit."""
         try:
             header = self._access.header() if target.is_one else b""
             async with asyncio.timeout(self._deadline_s):
@@ -439,15 +438,15 @@ class Scraper:
         started_s: float,
         question: Callable[[], Awaitable[T]],
     ) -> T | EndpointMetrics:
-        """What `question` brings within the deadline, else what is wrong with the endpoint."""
+        """The result of `question` within the deadline, otherwise a reading with the endpoint's fault."""
         clock = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await question()
         except TimeoutError:
-            # A host that is gone refuses nothing. One timeout may be a pause of this replica itself.
+            # A vanished host refuses no connection: only timeouts show it. A pause here may cause one, too.
             if clock() - started_s > self._deadline_s + self._late_s:
-                connection.unanswered = 0  # it could not have read an answer
+                connection.unanswered = 0  # this replica was paused: it could not have read a response
             kind = "silent" if connection.unanswered >= _SILENT else "timeout"
             kind = "connection" if connection.unreached >= _UNREACHED else kind
             why = f"{SILENCE} {self._deadline_s:g} s"
@@ -456,7 +455,7 @@ class Scraper:
         except BadPage as fault:
             kind, why = "page", str(fault)
         if connection is not target.server:
-            kind = "page"  # another port says nothing about the server
+            kind = "page"  # the page has its own port: its fault is no fault of the server
         if kind in _NO_ANSWER:
             target.missed += 1
         if kind == "connection":
@@ -504,7 +503,8 @@ class _Models(msgspec.Struct):
 
 
 class _Target:
-    """What is known of one endpoint. `engine` and its page are None until a page has told them."""
+    """The scraping state of one endpoint. `_page` is None until a page has been read; so is `_engine`, if the
+    endpoint has several candidates."""
 
     def __init__(self, place: Place, access: Access, last_read: EndpointMetrics | None) -> None:
         self.address, self.is_one, self._candidates = place.address, place.is_one, place.engines
@@ -518,19 +518,19 @@ class _Target:
         self._page: Page | None = None
         self._engine: Engine | None = place.engines[0] if len(place.engines) == 1 else None
         self.asleep = False
-        self.asks_sleep = False  # the page does not say whether it sleeps
-        self.refusal: str | None = None  # what it answered to a probe, if that says that it takes no requests
-        # Adapters that were loaded, and perhaps are; the last used ones last.
+        self.asks_sleep = False  # ask the engine whether it sleeps, since its page does not tell
+        self.refusal: str | None = None  # its answer to a probe, if that means that it takes no requests
+        # Adapters that were loaded and may still be, in the order of their last use.
         loaded = last_read.active_adapters | last_read.idle_adapters if last_read is not None else ()
         self._loaded = dict.fromkeys(sorted(loaded))
-        self.models_s = -math.inf  # when it was last asked which models it has
+        self.models_s = -math.inf  # time of the last request for its models
         self.cost = ScrapeCost()
-        self.last: EndpointMetrics | None = None  # the newest
-        # When its page, a sign of life and its health were last asked for.
+        self.last: EndpointMetrics | None = None  # the newest reading
+        # Times of the last requests for its page, for a probe, and for its health path.
         self.paged_s = self.probed_s = self.health_s = -math.inf
-        self.pause_s = 0.0  # before the next page, after one that failed
-        self.bad_pages = 0  # in a row
-        self.missed = 0  # questions that the server has not answered, in a row
+        self.pause_s = 0.0  # pause before the next page, after a failed page
+        self.bad_pages = 0  # failed pages in a row
+        self.missed = 0  # requests in a row that the server has not answered
 
     @property
     def failures(self) -> int:
@@ -538,33 +538,33 @@ class _Target:
 
     @property
     def unready(self) -> str | None:
-        """Why it takes no requests although it answers; None if it takes them."""
+        """Why the endpoint takes no requests although it answers; None if it takes requests."""
         return "asleep" if self.asleep else self.refusal
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """Those that it may be."""
+        """The candidate engines; only the engine once it is known."""
         return self._candidates if self._engine is None else (self._engine,)
 
     @property
     def pages(self) -> Sequence[Page]:
-        """Those of which one is its page."""
+        """The candidate pages; only the page once it is known."""
         return self._all_pages if self._page is None else (self._page,)
 
     @property
     def engine(self) -> Engine:
-        """The one that it is, or else the likeliest."""
+        """The engine, or the first candidate while the engine is unknown."""
         return self.engines[0]
 
     def found(self, page: Page, reader: PageReader) -> None:
-        """`page` is its page, and `reader` has read it."""
+        """Note that `page` is the endpoint's page, which `reader` has read."""
         if self._page is None:
             self._page, self._engine = page, reader.engine
             self.asks_sleep = bool(self.engine.sleep_path)
         self.asks_sleep = self.asks_sleep and not reader.tells_sleep
 
     def lost(self) -> None:
-        """Its page can no longer be read: it may be another engine now."""
+        """Forget page and engine: the page cannot be read, so another engine may run there now."""
         self._page = None
         self._engine = self._candidates[0] if len(self._candidates) == 1 else None
 
@@ -576,8 +576,8 @@ class _Target:
         self._loaded = {name: None for name in self._loaded if name in names}
 
     def with_idle_adapters(self, metrics: EndpointMetrics) -> EndpointMetrics:
-        """`metrics` with the adapters that were loaded before and have no requests now: the last used ones,
-        as many as fit beside those that have."""
+        """`metrics` with idle adapters: loaded earlier and without requests now, the most recently used, as
+        many as the slots that adapters with requests leave free."""
         for name in sorted(metrics.active_adapters):
             self._loaded.pop(name, None)
             self._loaded[name] = None
@@ -600,7 +600,7 @@ class _Target:
 
 
 async def _pass_over(answer: Answer) -> None:
-    """Read a short body, so that its connection can be kept. One that is long, or late, is left unread."""
+    """Read and discard a short body, so that the connection can be kept. Give up on a long or late body."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_BODY_S):
             bytes_left = _MOST_BODY_BYTES
@@ -611,7 +611,7 @@ async def _pass_over(answer: Answer) -> None:
 
 
 async def _until(due_s: float, lost: asyncio.Event) -> bool:
-    """Wait until `due_s` of the loop's clock, or until `lost` is set; then True."""
+    """Wait until `due_s` of the loop's clock, or until `lost` is set. Returns True if `lost` was set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(due_s):
             await lost.wait()

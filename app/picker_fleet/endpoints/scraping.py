@@ -1,13 +1,13 @@
-"""Scraping once for the fleet: each endpoint is read by one replica, and every replica knows what it read.
+"""Divides scraping among the fleet: one replica reads each endpoint's metrics page, and shares the reading.
 
 Endpoints are assigned by rendezvous hashing (Thaler and Ravishankar, 1998): every replica hashes each pair of
 endpoint and replica, and the replica with the greatest hash scrapes the endpoint. No table is shared:
-replicas that agree on the live replicas agree on the assignment. A replica that leaves gives up only its own
-endpoints, evenly to the others; one that joins takes only those that become its own.
+replicas that agree on the live replicas agree on the assignment. When a replica leaves, only its endpoints
+move, evenly to the others; when a replica joins, only the endpoints that it gets move.
 
 Every message goes to all replicas, so its cost grows with their number. In a large fleet only some replicas
-scrape and publish (`scrapers_wanted`): else the cost would grow with the square of their number
-(docs/decisions.md, 24).
+scrape and publish (`scrapers_wanted`); otherwise the total cost would grow with the square of the number of
+replicas (docs/decisions.md, 24).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from picker_fleet.sections import Scraping
 
 
 def assigned_replica(address: str, replicas: Sequence[str]) -> str:
-    """The replica that scrapes `address`, whatever the order of `replicas`.
+    """The replica that scrapes `address`; the order of `replicas` does not matter.
 
     Raises:
         ValueError: `replicas` is empty.
@@ -38,14 +38,14 @@ def assigned_replica(address: str, replicas: Sequence[str]) -> str:
 
 
 class Assignment:
-    """Which endpoints each of `replicas` scrapes. An address is hashed once: in a large pool few are new."""
+    """Assigns endpoints to `replicas`. Hashes only new addresses, of which a large pool has few at a time."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self.replicas = replicas
         self._owners: dict[str, str] = {}
 
     def of(self, replica: str, addresses: Iterable[str]) -> frozenset[str]:
-        """Those of `addresses` that `replica` owns; none if it is not one of the replicas."""
+        """The subset of `addresses` assigned to `replica`; empty if it is not one of the replicas."""
         if replica not in self.replicas:
             return frozenset()
         former, self._owners = self._owners, {}
@@ -55,7 +55,7 @@ class Assignment:
 
 
 def _weight(address: str, replica: str) -> bytes:
-    # Python's own hash differs from process to process. The length keeps pairs apart that join alike.
+    # Not `hash`, which differs between processes. The length distinguishes pairs with the same concatenation.
     return _hash(f"{len(address)}:{address}{replica}")
 
 
@@ -64,18 +64,17 @@ def _hash(text: str) -> bytes:
 
 
 def scrapers_wanted(endpoints: int) -> int:
-    """How many replicas scrape `endpoints` endpoints, if there are as many."""
+    """The number of replicas that shall scrape `endpoints` endpoints, if the fleet has that many replicas."""
     return min(_MOST_SCRAPERS, max(_LEAST_SCRAPERS, math.ceil(endpoints / _ENDPOINTS_A_SCRAPER)))
 
 
 class Scrapers:
-    """Which of the live replicas scrape: the first of them that are there, in an order that all replicas
-    know.
+    """Selects the live replicas that scrape: the first present replicas, in an order that all replicas share.
 
-    A killed replica counts as live until `replica_silence` is over, which is too long for an endpoint to go
-    unread. A scraper publishes on the metrics channel several times a heartbeat; one that has been silent for
-    `silence_s`, while others published, is left out until its membership lapses or it publishes. If none
-    does, Redis is silent, and nobody is left out. Times are seconds of one monotonic clock."""
+    A killed replica counts as live for `replica_silence`, too long for its endpoints to go unread. Scrapers
+    publish on the metrics channel several times per heartbeat; a scraper that has been silent for `silence_s`
+    while others published is left out until its membership lapses or it publishes. If no replica publishes,
+    Redis is silent, and no replica is left out. Times are seconds of one monotonic clock."""
 
     def __init__(self, replica: str, silence_s: float) -> None:
         self._replica = replica
@@ -84,7 +83,7 @@ class Scrapers:
         self._newest_s = -math.inf
 
     def on_subscribed(self, now_s: float) -> None:
-        """The subscription is new: messages may have been missed."""
+        """Restart the silence of all replicas: a new subscription may have missed messages."""
         for replica in self._seen_s:
             self._seen_s[replica] = now_s
 
@@ -92,9 +91,9 @@ class Scrapers:
         self._seen_s[replica] = self._newest_s = now_s
 
     def among(self, live: Sequence[str], count: int, now_s: float) -> tuple[str, ...]:
-        """At most `count` of `live`, in order of their names. This replica is always there.
+        """At most `count` of the `live` replicas, ordered by name. This replica always counts as present.
 
-        With nobody live the pool is not known yet, and this replica is on its own.
+        If `live` is empty, the pool is unknown, and the result is this replica alone.
         """
         if not live:
             return (self._replica,)
@@ -104,11 +103,11 @@ class Scrapers:
             if len(there) == count:
                 break
             expected.add(replica)
-            self._seen_s.setdefault(replica, now_s)  # its silence is counted from now
+            self._seen_s.setdefault(replica, now_s)  # a new replica's silence starts now
             if self._is_there(replica):
                 there.append(replica)
         for other in self._seen_s.keys() - expected:
-            del self._seen_s[other]  # it has left, or need not publish
+            del self._seen_s[other]  # the replica has left, or does not scrape
         return tuple(sorted(there))
 
     def _is_there(self, replica: str) -> bool:
@@ -117,23 +116,23 @@ class Scrapers:
 
 _log = logging.getLogger(__name__)
 _LOOKS_A_HEARTBEAT = 5
-_SILENT_LOOKS = 3  # scrapers publish about once in the time between two looks
-# A replica gives scraping 1 % of a core (endpoints/scraper.py), enough for about 16 endpoints whose page
-# takes its server 8 ms.
+_SILENT_LOOKS = 3  # scrapers publish about once between two looks
+# A replica spends 1 % of a core on scraping (endpoints/scraper.py), enough for about 16 endpoints whose pages
+# take their servers 8 ms each.
 _ENDPOINTS_A_SCRAPER = 16
 _LEAST_SCRAPERS = 8
 _MOST_SCRAPERS = 64
 
 
 class ScrapingTask:
-    """One replica's part in scraping; `readings` is what it knows of all endpoints. One event loop.
+    """Runs one replica's part of the scraping; `readings` caches all endpoints' readings. One event loop.
 
-    `live` names the live replicas, this one among them, and `endpoints` the pool's endpoints. Who scrapes
-    what is looked at five times a heartbeat: a replica that falls silent has its endpoints scraped by others
-    within one. While Redis is away everyone goes on with what is its own, in its own cache.
+    `live` returns the live replicas, including this one; `endpoints` holds the pool's endpoints. The
+    assignment is computed five times per heartbeat, so that others take over the endpoints of a silent
+    replica within one heartbeat. While Redis is unavailable each replica goes on scraping its own endpoints.
 
-    `picked_by` says whether requests are placed by metrics pages, `busy` whether any are in flight. Unless
-    `picked_by`, readings are published only as often as views need them: each message wakes every replica.
+    `picked_by` returns whether requests are placed by metrics pages, `busy` whether any are in flight. Unless
+    `picked_by`, readings are published only as often as views need, since each message wakes every replica.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ScrapingTask:
         self.readings = MetricsCache(scraping.stale_after, self._clock)
         self._channel = MetricsChannel(url, pool, replica, now_ms=self.readings.now_ms)
         self._look_s = heartbeat_s / _LOOKS_A_HEARTBEAT
-        self._suspects: Sequence[str] = ()  # to publish with the next batch
+        self._suspects: Sequence[str] = ()  # published with the next batch
         soonest_s = scraping.interval or PROBE_S / 2
         shown_s = min(self._look_s, (scraping.stale_after or math.inf) / 2)
         self._scraper = Scraper(
@@ -167,22 +166,22 @@ class ScrapingTask:
             last_read=self.readings.last_read,
         )
         self._replica = replica
-        # The silence is found by the look after the next message of others, still within a heartbeat.
+        # The look after another replica's next message detects the silence, still within a heartbeat.
         self._scrapers = Scrapers(replica, self._look_s * _SILENT_LOOKS)
         self._live = live
         self._endpoints = endpoints
         self._meter = meter
-        self._assigned_version = ""  # of the endpoints
+        self._assigned_version = ""  # version of the endpoints last assigned
         self._assignment = Assignment(())
 
     def suspect(self, addresses: Sequence[str]) -> None:
-        """Have the pages of `addresses` read soon, by the replicas that scrape them: clients of requests
-        there may be gone."""
+        """Have the replicas that scrape `addresses` read their pages soon, since clients of requests in
+        flight there may have gone."""
         self._scraper.suspect(addresses)
         self._suspects = tuple(addresses)
 
     async def run(self) -> None:
-        """Scrape, publish and subscribe until cancelled. Faults of Redis are waited out, never raised."""
+        """Scrape, publish and subscribe until cancelled. Redis faults are retried, never raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("scraper", self._scraper.run), name="scraper")
@@ -223,7 +222,7 @@ class ScrapingTask:
                     await self._endpoints.after(version)
 
     def _assign(self) -> None:
-        """Scrape the endpoints that are this replica's by what it knows now."""
+        """Assign the current endpoints to the present replicas, and scrape those of this replica."""
         now_s = self._clock()
         snapshot = self._endpoints.current
         present = self._scrapers.among(self._live(), scrapers_wanted(len(snapshot.endpoints)), now_s)
@@ -237,14 +236,14 @@ class ScrapingTask:
         self._meter.scrape_ages(len(self._scraper.targets), self.readings.ages_s)
 
     async def _forget_gone(self) -> None:
-        """Forget endpoints that left; the replica that would scrape one removes its reading from Redis
-        too."""
+        """Forget endpoints that have left; the replica that would scrape such an endpoint also removes its
+        reading from Redis."""
         snapshot = self._endpoints.current
         addresses = frozenset(endpoint.address for endpoint in snapshot.endpoints)
         gone = self.readings.addresses - addresses
         if not snapshot.version or not gone:
             return
-        # They are forgotten only when Redis has removed them, so that a fault is retried.
+        # Forget endpoints only after Redis has removed their readings, so that a Redis fault is retried.
         mine = Assignment(self._assignment.replicas).of(self._replica, gone)
         with contextlib.suppress(StateUnavailable):
             await self._channel.remove(mine)

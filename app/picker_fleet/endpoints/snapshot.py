@@ -1,4 +1,4 @@
-"""The pool's endpoints as every replica reads them, who waits for the next change, and what Envoys have."""
+"""Holds the pool's endpoints, wakes waiters on a change, and tracks the version that each Envoy has."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,27 +9,27 @@ from picker_fleet.request import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The fleet's endpoints at one moment; `version` changes whenever they do."""
+    """The fleet's endpoints at one moment; `version` changes whenever the endpoints change."""
 
     version: str
     endpoints: tuple[Endpoint, ...]
 
 
 class SnapshotCell:
-    """Holds the newest snapshot; many may wait for the next one. One event loop.
+    """Holds the newest snapshot; many tasks may wait for the next snapshot. One event loop.
 
-    `on_acknowledged` is called when `acknowledged` has changed.
+    `on_acknowledged` is called after each change of `acknowledged`.
     """
 
     def __init__(self) -> None:
         self.current = Snapshot(version="", endpoints=())  # set by `publish` alone
         self._changed = asyncio.Event()
-        self._acknowledged: dict[object, str] = {}  # by the Envoys that follow this replica
+        self._acknowledged: dict[object, str] = {}  # Envoy that follows this replica -> its version
         self.on_acknowledged: Callable[[], object] = lambda: None
 
     def acknowledge(self, envoy: object, version: str | None) -> None:
-        """`envoy` follows this replica and has the endpoints of `version`, '' if none yet; None: it has
-        left."""
+        """Note that `envoy`, which follows this replica, has the endpoints of `version` ('': none yet); with
+        None, that it has left."""
         before = self.acknowledged
         if version is None:
             self._acknowledged.pop(envoy, None)
@@ -40,13 +40,13 @@ class SnapshotCell:
 
     @property
     def acknowledged(self) -> str | None:
-        """The version, without marks, that all Envoys of this replica have; '' if some have another, None if
-        no Envoy follows it."""
+        """The version, without marks, that all Envoys of this replica have; '' if their versions differ; None
+        if no Envoy follows this replica."""
         versions = set(self._acknowledged.values())
         return "" if len(versions) > 1 else next(iter(versions), None)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Make `snapshot` current; wakes the waiters if its version is new."""
+        """Make `snapshot` current and wake the waiters, if its version is new."""
         if snapshot.version == self.current.version:
             return
         self.current = snapshot
@@ -54,12 +54,12 @@ class SnapshotCell:
         self._changed = asyncio.Event()
 
     async def after(self, version: str) -> Snapshot:
-        """The first snapshot whose version is not `version`; waits without end for it."""
+        """Wait, without a timeout, for a snapshot with another version than `version`."""
         while self.current.version == version:
             await self._changed.wait()
         return self.current
 
 
 def unmarked(version: str) -> str:
-    """A version of endpoints without the marks made since."""
+    """A version of the endpoints without its suffix `+MARKS`."""
     return version.partition("+")[0]

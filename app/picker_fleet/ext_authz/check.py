@@ -1,9 +1,9 @@
 """One check of a request over HTTP, as Envoy's `ext_authz` filter asks for it.
 
 Envoy's request (mode `http`) has the client's method, path and body, and the headers that the picker reads.
-The answer is 200 with the endpoint and what the access log brings back (docs/protocol.md), or the refusal
-that the client gets. The body is read and dropped before the request waits, since Envoy keeps it: a waiting
-request costs this replica no bytes of its body.
+The answer is 200 with the endpoint and the fields that the access log returns (docs/protocol.md), or the
+refusal for the client. The body is parsed and dropped before the request waits, since Envoy keeps a copy: a
+waiting request holds no body bytes in this replica.
 """
 
 import logging
@@ -29,20 +29,18 @@ from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER
 
 MODE: Final = "http"
-# Envoy passes these on to the client: of a placement, and of a refusal.
+# Headers that Envoy passes on to the client, from a placement and from a refusal.
 CLIENT_HEADERS: Final = (SESSION_HEADER, codec.PRESSURE)
 REFUSAL_HEADERS: Final = ("content-type", "retry-after", codec.PRESSURE, codec.DROPPED_REASON)
-# Envoy takes a 5xx of its authorisation server for its failure, and tells the client nothing of it. So such a
-# refusal is carried by a 4xx that nobody else uses, which Envoy's configuration turns back.
+# Envoy takes a 5xx from its authorisation server as a failure of that server, and hides it from the client.
+# So a 5xx refusal is sent as an otherwise unused 4xx, which Envoy's configuration maps back.
 CARRIED: Final = {status: status - 40 for status in (500, 503, 504)}
 
 _log = logging.getLogger(__name__)
 
 
 class Answer:
-    """What Envoy is told: status, header `lines`, body. `withdraw` takes the placement back if it cannot be
-    sent.
-    """
+    """The answer to a check: status, header `lines`, body. Call `withdraw` if the answer cannot be sent."""
 
     __slots__ = ("_context", "_placement", "_request", "body", "lines", "status")
 
@@ -59,13 +57,13 @@ class Answer:
         self.status, self.lines, self.body = status, lines, body
 
     def withdraw(self) -> None:
-        """The answer cannot reach Envoy."""
+        """Withdraw the placement, since the answer cannot reach Envoy."""
         if self._request is not None and self._placement is not None:
             self._context.gate.withdraw(self._request.id, self._placement)
 
 
 class Check:
-    """One check: `decide` once, with the whole request. `url` is what Envoy asks."""
+    """One check; call `decide` once, with the whole request. `url` is the URL that Envoy requests."""
 
     __slots__ = ("_context", "_model", "_request", "_started_s", "_target_model", "_url")
 
@@ -76,7 +74,7 @@ class Check:
         self._model = self._target_model = ""
 
     async def decide(self, method: bytes, path: bytes, headers: dict[str, bytes], body: BodyBuffer) -> Answer:
-        """Admit and place the request; every refusal is an answer, too. `body` is released before a wait.
+        """Admit and place the request; a refusal is an answer, too. `body` is released before a wait.
 
         Raises:
             CancelledError: the client left while the request waited.
@@ -107,7 +105,7 @@ class Check:
                     if decoded is not None:
                         decoded.release()
                 del ask
-                body.release()  # a request that waits holds nothing of its body
+                body.release()  # a waiting request holds no body bytes
                 answer = await self._admit(request, forwarded_for)
         except RequestError as error:
             return self.refuse(error)
@@ -122,7 +120,7 @@ class Check:
         return answer
 
     def refuse(self, error: RequestError) -> Answer:
-        """The answer that the client gets in place of its request's."""
+        """Record a refusal. Returns the answer that the client gets."""
         context = self._context
         overload = context.settings.fair_request_queue.overload_status
         refusal = codec.refusal(error, overload, context.fill, self._url)
@@ -133,14 +131,14 @@ class Check:
         return Answer(context, CARRIED.get(refusal.status, refusal.status), lines, refusal.body)
 
     async def _route(self, way: Way, headers: Mapping[str, bytes]) -> Answer:
-        """Endpoints without admission, for a request that has no body."""
+        """Choose endpoints for a request that needs no admission."""
         context = self._context
         request_id, placement = await context.route(way, headers, _subset(headers))
         return self._placed(None, placement, codec.pressure(context.fill(), 0.0, 1.0), request_id)
 
     def _take(self, ask: Ask, headers: dict[str, bytes]) -> InferenceRequest:
         self._model = ask.model
-        headers.pop(ROUTE_TIMEOUT, None)  # Envoy's own, of its request to this replica
+        headers.pop(ROUTE_TIMEOUT, None)  # Envoy's timeout of this check, not of the client's request
         subset = _subset(headers)
         request = self._context.intake.request(ask, headers, subset=subset, trusted=True)
         self._model, self._target_model, self._request = request.model, request.target_model, request

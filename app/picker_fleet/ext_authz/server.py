@@ -3,12 +3,12 @@
     GET /healthz            200 while the replica takes requests, else 503; for health checks
     ANY /check/PATH         the check of a client's request for PATH, with its body (check.py)
 
-What a client asks for is behind `/check/`, so no client reaches another address.
+Envoy puts `/check` before each client's path, so clients cannot reach the server's other paths.
 
-A connection carries one request at a time. When a client leaves, Envoy closes the connection, and the request
-that waits is cancelled. One periodic task closes connections that stall amid a request or an answer, so a
-request costs no timer. Beyond the most connections the one that has been idle for longest makes room.
-docs/protocol.md has the names of headers.
+A connection carries one request at a time. When a client leaves, Envoy closes the connection, which cancels
+the waiting request. One periodic task closes connections that stall within a request or an answer, so a
+request needs no timer. At the limit of connections, a new one replaces the one idle for longest.
+docs/protocol.md lists the headers.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from picker_fleet.extproc import codec
 from picker_fleet.extproc.certificates import MAX_TLS_CONNECTIONS, Certificates, serve
 from picker_fleet.extproc.context import POOL_HEADER, STALLED_S, BodyBuffer, ByPool, ExchangeContext
 
-PREFIX: Final = b"/check"  # of the paths that Envoy asks about; what clients send can never lie outside it
+PREFIX: Final = b"/check"  # Envoy puts this before client paths, so clients reach no other path
 HEALTH_PATH: Final = b"/healthz"
-_MAX_NAMES, _LONGEST_NAME = 1000, 64  # of headers that are remembered, and bytes of one
+_MAX_NAMES, _LONGEST_NAME = 1000, 64  # cached header names, and the longest in bytes
 _MAX_HEAD_BYTES = 64 * 1024  # request line, headers and trailers
 _VERSIONS = ("1.0", "1.1")
-_WARNING_S = 1.0  # between two of its kind
-_IDLE_S = 300.0  # of a connection without a request
+_WARNING_S = 1.0  # minimum time between two warnings
+_IDLE_S = 300.0  # a connection without a request is closed after this time
 _KEEPALIVE_S = 20
-_CHECKS = 6  # of stalled connections, within STALLED_S
+_CHECKS = 6  # checks for stalled connections per STALLED_S
 _REASONS = {200: "OK", 503: "Service Unavailable"}
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class CheckServer:
         self._certificates = certificates
         self._listen = listen
         self._connections: set[_Connection] = set()
-        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # without a request, the first ones first
+        self._idle: OrderedDict[_Connection, None] = OrderedDict()  # without a request, longest idle first
         self._warned_s, self._left_out = float("-inf"), 0
         self._server: asyncio.Server | None = None
         self._ready = False
@@ -72,7 +72,7 @@ class CheckServer:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been ready, and so can decide."""
+        """Whether the server can decide: it is ready, or was before it drained."""
         return self._ready
 
     async def start(self) -> int:
@@ -88,23 +88,23 @@ class CheckServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def run(self) -> None:
-        """Close connections that stall, until cancelled."""
+        """Close stalled and long-idle connections, until cancelled."""
         while True:
             await asyncio.sleep(STALLED_S / _CHECKS)
             self.close_stalled()
 
     def close_stalled(self) -> None:
-        """Close each connection whose request does not come, or that has been idle for long."""
+        """Close each connection that has stalled or has been idle for too long."""
         now_s = self.context.clock()
         for connection in list(self._connections):
             connection.close_if_stalled(now_s)
 
     def set_ready(self, ready: bool) -> None:
-        """Tell Envoy's health checks; a draining server stays not ready."""
+        """Set the state that Envoy's health checks see; a draining server stays not ready."""
         self._ready = ready
 
     def drain(self) -> None:
-        """Tell health checks that no request may come, and end each connection with its next answer."""
+        """Fail health checks from now on, and close each connection after its next answer."""
         self.draining = True
 
     async def stop(self) -> None:
@@ -115,7 +115,7 @@ class CheckServer:
             connection.close()
 
     def opened(self, connection: "_Connection") -> bool:
-        """Whether one more connection may stay; one without a request makes room for it."""
+        """Add a connection; at the limit it replaces an idle one. Returns False if none is idle."""
         if len(self._connections) >= self._max_connections:
             self._warn_of_full()
             if not self._idle:
@@ -126,16 +126,16 @@ class CheckServer:
         return True
 
     def closed(self, connection: "_Connection") -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._connections.discard(connection)
         self._idle.pop(connection, None)
 
     def began(self, connection: "_Connection") -> None:
-        """A request has begun."""
+        """Mark a connection as busy: a request has begun."""
         self._idle.pop(connection, None)
 
     def ended(self, connection: "_Connection") -> None:
-        """A request has its answer."""
+        """Mark a connection as idle: its request has been answered."""
         if connection in self._connections:
             self._idle[connection] = None
 
@@ -153,9 +153,9 @@ class CheckServer:
 
 
 class _Wanted(dict[bytes, str]):
-    """The name, in lower case, of each header that is read, by the name as it came; '' for any other.
+    """Maps a received header name to its lower-case name if the picker reads that header, else to ''.
 
-    Names that come are remembered, as far as they are few and short: Envoy sends the same ones again.
+    Caches a limited number of short names, since Envoy sends the same ones again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -169,7 +169,7 @@ class _Wanted(dict[bytes, str]):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: parses a request, has it checked, writes the answer, and begins anew."""
+    """One connection: parses a request, has it checked, writes the answer, and reads the next request."""
 
     def __init__(self, server: CheckServer) -> None:
         self._server = server
@@ -181,18 +181,17 @@ class _Connection(asyncio.Protocol):
         self._body = self._new_body()
         self._headers: dict[str, bytes] = {}
         self._url = b""
-        self._head_bytes = 0  # of all but the body, as far as it has been parsed
-        self._rest_bytes = 0  # of the same, as it came
+        self._head_bytes = 0  # parsed bytes outside the body
+        self._rest_bytes = 0  # received bytes outside the body
         self._in_head = self._arriving = False
-        self._unread_s = 0.0  # since when the peer reads no answer; 0: it does
+        self._unread_s = 0.0  # since when the peer reads no answers; 0 while it reads
         self._began_s = self._last_byte_s = self._context.clock()
         self._failed: RequestError | None = None
-        self._refused: RequestError | None = None  # what the request is answered when it has come whole
+        self._refused: RequestError | None = None  # to send once the whole request has arrived
         self._dropped_bytes = 0
 
     def close_if_stalled(self, now_s: float) -> None:
-        """Close a connection whose request does not come, whose answers are not read, or that has been idle
-        for long."""
+        """Close the connection if its request stalls, its answers are unread, or it is idle for too long."""
         if self._unread_s and now_s - self._unread_s > STALLED_S:
             self.abort()
         if self._task is not None:
@@ -213,7 +212,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -222,7 +221,7 @@ class _Connection(asyncio.Protocol):
             return
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an Envoy that vanished
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a vanished Envoy
             if hasattr(socket, "TCP_KEEPIDLE"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
 
@@ -231,7 +230,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._task is not None:
-            self.close()  # Envoy sends the next request after the answer to this one
+            self.close()  # Envoy sends a request only after the previous answer
             return
         self._rest_bytes += len(data)
         try:
@@ -241,12 +240,12 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as fault:
             self._refuse(self._failed or BadRequest(f"no HTTP/1.1 request: {fault}"))
         else:
-            # A header of any length that has not ended, or chunks of a body that are small.
+            # Catches an unfinished header of any length, and a body in tiny chunks.
             if self._arriving and self._rest_bytes > _MAX_HEAD_BYTES + self._body.size_bytes:
                 self._refuse(_head_too_large())
 
     def pause_writing(self) -> None:
-        """The peer does not read its answers: no further request is read until it does."""
+        """Read no further request while the peer does not read its answers."""
         self._unread_s = self._context.clock()
         if self._transport is not None:
             self._transport.pause_reading()
@@ -266,7 +265,7 @@ class _Connection(asyncio.Protocol):
             self._context.open_requests.ended()
         self._arriving = False
 
-    # What the parser calls. What is raised here ends `feed_data` with an HttpParserCallbackError.
+    # Called by the parser. An exception here ends `feed_data` with an HttpParserCallbackError.
 
     def on_message_begin(self) -> None:
         if self._task is not None:
@@ -284,7 +283,7 @@ class _Connection(asyncio.Protocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; of trailers nothing is read."""
+        """Keep a header that the picker reads; trailers are ignored."""
         self._count_head(len(name) + len(value) + 4)
         known = self._wanted[name]
         if known and self._in_head:
@@ -339,10 +338,10 @@ class _Connection(asyncio.Protocol):
             self._refuse(BadRequest("no check: its path does not begin with /check/"))
         elif self._context.drain_gate.closed or not self._server.is_open:
             self._context.open_requests.ended()
-            self.close()  # no answer says that nothing was done, so Envoy asks another replica
+            self.close()  # without an answer Envoy knows that nothing was done, and asks another replica
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer(method, url, keep))
-            self._task.add_done_callback(self._checked)  # which may be cancelled before it begins
+            self._task.add_done_callback(self._checked)  # the task may be cancelled before it starts
 
     def _fail(self, error: RequestError) -> None:
         self._failed = error
@@ -371,12 +370,12 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer what is no request, or not whole, and close."""
+        """Refuse an invalid or incomplete request, and close the connection."""
         self._body.release()
         if self._arriving:
             self._arriving = False
             self._context.open_requests.ended()
-        if self._task is not None:  # the answer to the first request is not written yet: no other may be
+        if self._task is not None:  # an earlier request has no answer yet: write none before it
             self.close()
             return
         self._write_answer(Check(self._context, self._url).refuse(error), keep=False)
@@ -392,14 +391,14 @@ class _Connection(asyncio.Protocol):
         close = "" if keep else "connection: close\r\n"
         reason = _REASONS.get(status, "Refused")
         if self._parser.get_method() == b"HEAD":
-            body = b""  # Envoy asks with the client's method
+            body = b""  # a check has the client's method: HEAD gets no body
         head = f"HTTP/1.1 {status} {reason}\r\n{lines}{close}content-length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
         if not keep:
             self._transport.close()
 
     def _enter(self, pool: bytes) -> None:
-        """The request is one of `pool`, as Envoy names it."""
+        """Switch to the context of `pool`, which Envoy names for the request."""
         context = self._server.contexts.of(pool)
         if context is not self._context:
             self._context = context

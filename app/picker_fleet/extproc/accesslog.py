@@ -1,11 +1,11 @@
 """Envoy's gRPC access log: renewals and completions of requests, with usage and the endpoint that served.
 
-In `lean` and `http` the picker sees nothing of a request after its decision; the access log releases its
-stock (G6) and renews its lease. Each Envoy worker sends batches on one long stream to one replica; entries of
-one stream are handled in order. A malformed entry is counted and dropped, and the rest of its batch counts
-(G10). So is an entry without the fleet's signature for its request: others who reach this port can end, renew
-or restore nothing. One stream has the entries of all pools: each pool signs with keys of its own, so the
-signature says whose request it was. Served by the replica's gRPC server.
+In `lean` and `http` the picker sees nothing of a request after its decision; access-log entries release the
+request's stock (G6) and renew its lease. Each Envoy worker sends batches on one long stream to one replica,
+which handles a stream's entries in order. A malformed entry is counted and dropped; the rest of its batch
+counts (G10). Without the fleet's signature for its request, an entry cannot end, renew or restore a request,
+whoever reaches this port. A stream carries entries of all pools; each pool signs with its own keys, so the
+signature identifies the pool. Served by the replica's gRPC server.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from picker_fleet.telemetry.metrics import Metrics
 
 SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
-NAMESPACE: Final = "envoy.lb"  # of the metadata that has it, by default
+NAMESPACE: Final = "envoy.lb"  # default metadata namespace of `SERVED_KEY`
 
 _log = logging.getLogger(__name__)
 
 _NOT_SET = accesslog_pb2.NotSet
 _PERIODIC = accesslog_pb2.DownstreamPeriodic
 _END = accesslog_pb2.DownstreamEnd
-_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # Envoy tells of those that failed
-FAULT_TAG: Final = "picker.fault"  # marks an entry as one of those, of a request that its own stream settles
+_ATTEMPT_END = accesslog_pb2.UpstreamEnd  # this project's Envoy logs only failed attempts
+FAULT_TAG: Final = "picker.fault"  # marks a failed attempt of a request that its ext_proc stream settles
 
 _CLIENT_FLAGS = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
 _UPSTREAM_FLAGS = frozenset(
@@ -55,9 +55,9 @@ _UPSTREAM_FLAGS = frozenset(
         "upstream_protocol_error",
     }
 )
-# Of them, those by which an endpoint has failed a request that had reached it.
+# Upstream flags that show an endpoint failing a request that had reached it.
 _FAULT_FLAGS = ("upstream_remote_reset", "upstream_connection_termination", "upstream_protocol_error")
-_RESET = "reset"  # why
+_RESET = "reset"  # the reason of a fault: the answer was cut off
 RETRY_AFTER: Final = "retry-after"
 CONTENT_TYPE: Final = "content-type"
 _NOTHING: Mapping[str, Any] = {}
@@ -69,19 +69,19 @@ TOKEN_HEADER: Final = "x-picker-accounting-token"
 WAITED_HEADER: Final = "x-picker-waited"
 TARGET_HEADER: Final = "x-picker-target-model"
 METADATA_HEADERS: Final = (ID_HEADER, TOKEN_HEADER, WAITED_HEADER, TARGET_HEADER)
-TOKEN_MARK: Final = "="  # before names and tokens: a header's value loses blanks at its ends
+TOKEN_MARK: Final = "="  # prefix of names and tokens: a header value loses blanks at its ends
 _LONGEST_ID = 512
-# What Envoy notes of an answer in Anthropic's API: of its usage, and of the usage in a stream's first event.
+# Metadata keys of an Anthropic answer's prompt tokens: from its usage, or from a stream's first event.
 PROMPT_SOURCES: Final = tuple(
     tuple(f"{when}{what}" for what in ("prompt_tokens", "cache_read_tokens", "cache_creation_tokens"))
     for when in ("", "first_")
 )
-STATE_IDS: Final = ("response_id", "conversation_id")  # of the Responses API
+STATE_IDS: Final = ("response_id", "conversation_id")  # metadata keys of ids in the Responses API
 _MOST_TOKENS = 1e9
 
 
 class Account(NamedTuple):
-    """Where the ends of one pool's requests are accounted for."""
+    """The parts of one pool that access-log entries are reported to."""
 
     gate: Gate
     metrics: Metrics
@@ -90,32 +90,32 @@ class Account(NamedTuple):
 
 
 def handlers(accounts: Sequence[Account], namespace: str = NAMESPACE) -> Mapping[str, Handler]:
-    """The access-log service, by path. The metadata `namespace` says who served."""
+    """The access-log service, by path. Envoy names the endpoint that served in the metadata `namespace`."""
     return {f"/{SERVICE}/StreamAccessLogs": Collector(accounts, namespace).collect}
 
 
 class Collector:
-    """Reports what Envoy's streams bring, in order. One event loop."""
+    """Reports the entries of Envoy's access-log streams, in order. For use in one event loop."""
 
     def __init__(self, accounts: Sequence[Account], namespace: str = NAMESPACE) -> None:
         self._accounts, self._namespace = accounts, namespace
 
     async def collect(self, stream: Stream) -> bytes:
-        """Take the messages of one stream until it ends."""
+        """Handle the messages of one stream until the stream ends."""
         await stream.read_all(self.on_message)
         return b""  # StreamAccessLogsResponse has no fields
 
     def on_message(self, data: bytes) -> None:
-        """Take one StreamAccessLogsMessage."""
+        """Handle one StreamAccessLogsMessage."""
         message = _message(data)
         if message.HasField("http_logs"):
             take(message.http_logs.log_entry, self._accounts, self._namespace)
 
 
 def _owner(token: str, request_id: str, accounts: Sequence[Account]) -> tuple[Account, str]:
-    """Whose request it is that has this accounting token, and what is wrong with the token.
+    """The account of the pool that signed this accounting token, and the token's fault ('' if valid).
 
-    Of a token that no pool has signed the first account is the owner.
+    If no pool has signed the token, the first account is returned.
     """
     fault = UNKNOWN_KEY
     for account in accounts:
@@ -138,17 +138,17 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
             accounts[0].metrics.access_log("ignored")
             continue
         if isinstance(item, Fault) and not item.accounting_token:
-            for each in accounts:  # the one that has the request knows whose it is
+            for each in accounts:  # no token names the pool; the pool that has the request acts
                 each.gate.fault(item)
             accounts[0].metrics.access_log("failed")
             continue
         account, fault = accounts[0], NO_TOKEN
-        if item.accounting_token:  # else it still waits, or was refused
+        if item.accounting_token:  # without a token the request still waits, or was refused
             account, fault = _owner(item.accounting_token, item.id, accounts)
         if fault:
             account.metrics.access_log_rejected(fault)
             if fault is NO_TOKEN and isinstance(item, Completion) and item.outcome is Outcome.CLIENT_GONE:
-                # Its client left before Envoy had the token, or the entry is forged: only a suspicion.
+                # The client left before Envoy had the token, or the entry is forged: report a suspicion.
                 for each in accounts:
                     each.gate.suspect(item.id)
             account.metrics.access_log("ignored")
@@ -169,11 +169,11 @@ def take(entries: Any, accounts: Sequence[Account], namespace: str = NAMESPACE) 
 
 
 def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault | None:
-    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if it is none of them or
-    names no request.
+    """The renewal, completion or failed attempt in one HTTPAccessLogEntry; None if the entry is none of these
+    or names no request.
 
-    The id and the accounting token are what the picker wrote into the dynamic metadata `picker`, unchecked.
-    Before the decision there is none, and the id is Envoy's `x-request-id`.
+    The id and the accounting token come unchecked from the dynamic metadata that the picker wrote. An entry
+    from before the decision has no such metadata: its id is Envoy's `x-request-id`.
     """
     common = entry.common_properties
     kind = common.access_log_type
@@ -182,7 +182,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         if kind != _NOT_SET:
             return None
         intermediate = common.intermediate_log_entry
-    metadata = common.metadata.filter_metadata  # an attempt has none
+    metadata = common.metadata.filter_metadata  # an attempt's entry has none
     check = metadata.get(EXT_AUTHZ)
     if check is not None:
         fields = check.fields
@@ -209,7 +209,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
     service_s = _between(common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte)
     picked = accounting_token.endpoint_of(token)
     failed = _failed(flags, served, picked)
-    # With one attempt Envoy did not know the picked endpoint yet.
+    # If the only attempt went elsewhere, Envoy did not know the picked endpoint yet.
     passed_over = (
         picked if served not in (None, picked) and common.upstream_request_attempt_count != 1 else ""
     )
@@ -220,7 +220,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
         size = None if has_usage else entry.response.response_body_bytes
         content_type = entry.response.response_headers.get(CONTENT_TYPE, "")
         fault = _fault(flags, status, size, _tells_error(usage), content_type)
-    # By position: by name it takes three times as long.
+    # Arguments by position: keywords take three times as long.
     return Completion(
         request_id, outcome, status, served, prompt_tokens, completion_tokens, duration_s,
         first_byte_s, failed, token, service_s, waited_s, target_model, fault, 0.0, passed_over,
@@ -228,7 +228,7 @@ def read(entry: Any, namespace: str = NAMESPACE) -> Completion | Alive | Fault |
 
 
 def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token: str) -> Fault | None:
-    """What is wrong with the endpoint of one attempt."""
+    """The endpoint's fault in one attempt; None if the entry shows none."""
     endpoint = _address(entry.common_properties)
     if endpoint is None:
         return None
@@ -243,7 +243,7 @@ def _failed_attempt(entry: Any, flags: Any, status: int, request_id: str, token:
 
 
 def _fault(flags: Any, status: int, *about: Any) -> str:
-    """As `fault_of`, with Envoy's own word for an answer that was cut."""
+    """As `fault_of`, but 'reset' if Envoy's flags show that the endpoint cut the answer off."""
     why = fault_of(status, *about)
     if flags is not None and why != FULL and any(getattr(flags, name) for name in _FAULT_FLAGS):
         return _RESET
@@ -251,14 +251,14 @@ def _fault(flags: Any, status: int, *about: Any) -> str:
 
 
 def _tells_error(usage: Any) -> bool:
-    """Whether the answer's body says that the server has failed."""
+    """Whether the answer's body reports an error that is not the client's (4xx)."""
     if not usage or "error" not in usage:
         return False
     return not 400 <= usage["error_code"].number_value < 500 if "error_code" in usage else True
 
 
 def _ids(entry: Any) -> tuple[str, ...]:
-    """Ids of state that a good answer has, as far as Envoy has read it."""
+    """The ids of stored state that Envoy has read in a successful answer."""
     if not 200 <= entry.response.response_code.value < 300:
         return ()
     usage = _fields(entry.common_properties.metadata.filter_metadata, "picker.usage")
@@ -285,7 +285,7 @@ def _outcome(flags: Any, status: int) -> Outcome:
 
 
 def _failed(flags: Any, served: str | None, picked: str) -> str:
-    """The picked endpoint if Envoy says that it could not be connected to, and has tried no other."""
+    """The picked endpoint if Envoy could not connect to it and used no other; else ''."""
     is_last = served is None or served == picked
     return picked if is_last and flags is not None and flags.upstream_connection_failure else ""
 
@@ -303,7 +303,7 @@ def _text(fields: Any, key: str) -> str:
 
 
 def _wait_of_check(fields: Any) -> tuple[float | None, str]:
-    """Time in the queue and target model, from the headers of a check's answer; None, '' without a wait."""
+    """Queue time in seconds and target model, from the check's answer; (None, '') without a wait."""
     waited = fields.get(WAITED_HEADER)
     if waited is None:
         return None, ""
@@ -324,8 +324,8 @@ def _waited_s(fields: Any) -> float | None:
 
 
 def _counts(usage: Any) -> tuple[int | None, int | None]:
-    """The tokens of prompt and answer. Without a total it may be Anthropic's API, which tells a stream's
-    prompt at the beginning, without its cached part."""
+    """The tokens of prompt and answer. Without a total the API may be Anthropic's, which reports a stream's
+    prompt in the first event, and cached tokens separately."""
     prompt, answer = _tokens(usage, "prompt_tokens"), _tokens(usage, "completion_tokens")
     total = _tokens(usage, "total_tokens")
     if total is not None:
@@ -343,14 +343,14 @@ def _tokens(fields: Any, key: str) -> int | None:
     value = fields.get(key)
     if value is None:
         return None
-    number = value.number_value  # 0 also if it is no number
+    number = value.number_value  # 0 also if the value is no number
     if 0 < number <= _MOST_TOKENS:
         return int(number)
     return 0 if number == 0 and value.WhichOneof("kind") == "number_value" else None
 
 
 def _seconds(duration: Any) -> float | None:
-    """A protobuf Duration; None for one that is not set, and reads as 0, which no request takes."""
+    """A protobuf Duration in seconds; None for 0: no request takes 0 s, so the field is unset."""
     seconds = duration.seconds + duration.nanos / 1e9
     return seconds if seconds > 0 else None
 

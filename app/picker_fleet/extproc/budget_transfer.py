@@ -1,15 +1,15 @@
-"""Budget of other replicas while Redis is away: a small gRPC service beside Envoy's.
+"""Budget transfers between replicas while Redis is unavailable: a small gRPC service beside Envoy's.
 
-Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`; it counts only with
-the fleet's signature, for the called replica, and once: an `Ask` that is repeated because its response was
-late gets the same response. Amounts are in the stock's unit.
+Requests and responses are JSON objects. A request has `pool`, `nonce` and `signature`. It is accepted once,
+and only if the fleet's key has signed it for the called replica; an `Ask` that is repeated because its
+response was late gets the same response. Amounts are in the stock's unit.
 
     Ask    least, most  {"given"}: budget that the called replica gives up, 0 if it has none to spare
-    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if it has none
-    Ended  ids          {"ended"}: those of `ids` whose end it had received before its outage; {} without one
+    Count               {"live", "bound", "free", "running"} of `OutageCount`; {} if the replica cannot tell
+    Ended  ids          {"ended"}: the `ids` whose end the replica received before its outage; {} without one
 
-A request names its pool in metadata, too (`context.POOL_HEADER`), so that the handlers of that pool get it.
-`handlers` serves them; failover asks through `GrpcPeers`.
+A request also names its pool in metadata (`context.POOL_HEADER`), to reach the handlers of that pool.
+`handlers` serves the requests; failover sends them by `GrpcPeers`.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from picker_fleet.state.accounting_token import Keyring
 SERVICE: Final = "picker.fleet.Shares"
 _ASK, _COUNT, _ENDED = (f"/{SERVICE}/{name}" for name in ("Ask", "Count", "Ended"))
 _LONGEST_BYTES = 1024
-_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # of one request, whose other fields are short
+_IDS_BYTES = LONGEST_QUESTION - _LONGEST_BYTES  # for the ids of one request; its other fields are short
 _LONGEST_LIST_BYTES = 256 * 1024
 _PURPOSE = "share"
 _NONCES_KEPT = 10_000
-_ASKED_TIMES = 30  # for one transfer, while its response does not come
+_ASKED_TIMES = 30  # attempts for one transfer while no response arrives
 
 Fields = Mapping[str, Any]
 
 
 def _signed_text(pool: str, to: str, nonce: str, method: str, fields: Fields) -> str:
-    """What the signature of a request covers. That of `Ask` is older than the other methods."""
+    """The text that a request's signature covers. `Ask` keeps an older format than the other methods."""
     if method == _ASK:
         return f"{pool}\n{to}\n{float(fields['least'])!r}\n{float(fields['most'])!r}\n{nonce}"
     ids = hashlib.blake2b("\n".join(fields.get("ids", ())).encode(), digest_size=16).hexdigest()
@@ -73,7 +73,7 @@ def handlers(
     count: Callable[[], OutageCount | None] = lambda: None,
     ended_before: Callable[[Collection[str]], list[str] | None] = lambda ids: None,
 ) -> Mapping[str, Handler]:
-    """The service, by path; `transfer(least, most)` gives up to `most`.
+    """The service's handlers by path. `transfer(least, most)` gives up to `most` of the replica's budget.
 
     `own_address` is this replica's address as its peers know it, host:port.
     """
@@ -81,7 +81,7 @@ def handlers(
     transfers: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by nonce
 
     def checked(method: str, request: bytes) -> Fields | None:
-        """The fields of a request that counts."""
+        """The fields of a valid request; None for any other."""
         try:
             fields: dict[str, Any] = orjson.loads(
                 request[: _LONGEST_LIST_BYTES if method == _ENDED else _LONGEST_BYTES]
@@ -106,7 +106,7 @@ def handlers(
         if nonce not in transfers:
             least, most = float(fields["least"]), float(fields["most"])
             transfers[nonce] = asyncio.ensure_future(transfer(least, most))
-        # It goes on when the caller gives up, who will ask for its result again.
+        # The transfer goes on if the caller times out: the caller asks for its result again.
         return orjson.dumps({"given": await asyncio.shield(transfers[nonce])})
 
     async def answer_count(stream: Stream) -> bytes:
@@ -124,8 +124,8 @@ def handlers(
 class GrpcPeers:
     """`failover.peers.PeerClient` over gRPC; one channel an address, kept until `close`.
 
-    With `certificates` replicas speak TLS, and each call has a connection of its own. An answer may come
-    `margin_s` after the peer's own deadline for it.
+    With `certificates` replicas speak TLS, and each call has a connection of its own. A call waits for
+    `margin_s` longer than the peer's own deadline.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GrpcPeers:
             try:
                 answer = await self._answer(_ASK, address, request)
             except TimeoutError:
-                continue  # it may have given some, and says so when asked again
+                continue  # the peer may have given budget, and says so when asked again
             given = answer.get("given") if answer is not None else None
             if not isinstance(given, int | float):
                 return None
@@ -167,7 +167,7 @@ class GrpcPeers:
         return ended
 
     async def _call(self, method: str, address: str, fields: Fields) -> dict[str, Any] | None:
-        """The response to a question that changes nothing; None if none comes."""
+        """The response to a request that changes nothing; None if no response comes."""
         try:
             return await self._answer(method, address, self._request(method, address, fields))
         except TimeoutError:
@@ -180,10 +180,10 @@ class GrpcPeers:
         return orjson.dumps({"pool": self._pool, **fields, "nonce": nonce, "signature": signature})
 
     async def _answer(self, method: str, address: str, request: bytes) -> dict[str, Any] | None:
-        """The response; None if none came that is a JSON object.
+        """The response; None if the call failed or the response is no JSON object.
 
         Raises:
-            TimeoutError: whether the request arrived is not known.
+            TimeoutError: the peer may or may not have received the request.
         """
         try:
             answer = orjson.loads(await self._send(method, address, request))
@@ -211,7 +211,7 @@ class GrpcPeers:
         return response
 
     async def close(self) -> None:
-        """Close every channel; the next `ask` opens its own."""
+        """Close every channel; the next call opens a new one."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()

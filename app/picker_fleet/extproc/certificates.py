@@ -1,9 +1,9 @@
-"""The certificate of a port that speaks TLS, read again when its files change (`extproc.tls`, `http.tls`).
+"""The TLS certificate of a port (`extproc.tls`, `http.tls`), reloaded when its files change.
 
-`serve` makes one for each such port. Files are looked at every `RELOAD_S`: a Secret of Kubernetes is mounted
-by links that no notification follows. New connections get the new certificate, those that are open keep
-theirs. Files that cannot be used change nothing and are logged once. Without files the replica signs a
-certificate itself, which encrypts but proves nothing: clients have to accept any.
+`serve.py` makes a `Certificates` for each TLS port. Files are checked every `RELOAD_S`: Kubernetes mounts a
+Secret through symbolic links, which file notifications do not follow. New connections get the new
+certificate; open ones keep theirs. Unusable files change nothing and are logged once. Without files the
+replica signs its own certificate, which encrypts but proves nothing: clients must accept any certificate.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from picker_fleet.sections import Tls
 from picker_fleet.units import split_host_port
 
 RELOAD_S: Final = 2.0
-HANDSHAKE_S: Final = 10.0  # a client has so long for it
+HANDSHAKE_S: Final = 10.0  # time limit of a client's TLS handshake
 SHUTDOWN_S: Final = 5.0
-_HANDSHAKES = 256  # at once, of a port
-MAX_TLS_CONNECTIONS: Final = 1024  # of a port: each may take a quarter of a MiB
+_HANDSHAKES = 256  # concurrent handshakes on a port
+MAX_TLS_CONNECTIONS: Final = 1024  # on a port: each may take a quarter of a MiB
 _BACKLOG = 1024
 _OPENSSL_S = 30.0
 _DAYS = "3650"
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Files:
-    """What was read: PEM. `client_ca` is empty if clients need no certificate."""
+    """The files' contents, in PEM. `client_ca` is empty if clients need no certificate."""
 
     __slots__ = ("cert", "client_ca", "key")
 
@@ -56,7 +56,7 @@ class _Files:
 class Certificates:
     """The certificate and key that are in use, for asyncio's TLS (`context`) and gRPC's (`grpc_credentials`).
 
-    `name` is the section of the configuration, `protocol` what ALPN offers.
+    `name` is the section of the configuration, `protocol` the name that ALPN offers.
     """
 
     def __init__(self, tls: Tls, name: str, protocol: str) -> None:
@@ -74,13 +74,13 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a listener, once: each handshake uses the certificates of its time."""
+        """A new context for one listener, whose handshakes always use the current certificate."""
         listening = self._context_of(self._files)
         listening.sni_callback = self._use_current
         return listening
 
     def client_context(self) -> ssl.SSLContext:
-        """For calls of other replicas, which show any certificate and may want this one's."""
+        """A context for calls to other replicas: accepts any certificate and offers this replica's."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -90,13 +90,13 @@ class Certificates:
         return context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """The same for grpcio."""
+        """Credentials for grpcio, whose handshakes always use the current certificate."""
         fetched = 0
 
         def fetch() -> Any:  # called for each handshake, in one of gRPC's threads
             nonlocal fetched
             if fetched == self.version:
-                return None  # as before
+                return None  # unchanged
             fetched = self.version
             return self._grpc_configuration()
 
@@ -104,7 +104,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(first, fetch, self._tls.client_ca is not None)
 
     def reload(self) -> bool:
-        """Read the files if they have changed; whether new ones are in use."""
+        """Read the files if they have changed. Returns whether the new ones are in use."""
         if self._tls.cert is None and self._tls.client_ca is None:
             return False
         seen = self._look()
@@ -123,7 +123,7 @@ class Certificates:
         return True
 
     async def run(self) -> None:
-        """Reload what changes, until cancelled."""
+        """Reload changed files, until cancelled."""
         while True:
             await asyncio.sleep(RELOAD_S)
             self.reload()
@@ -132,7 +132,7 @@ class Certificates:
         connection.context = self._current
 
     def _look(self) -> tuple[object, ...]:
-        """What tells one version of the files from another."""
+        """The time, inode and size of each file, or its error, by which a change is noticed."""
         found: list[object] = []
         for path in (self._tls.cert, self._tls.key, self._tls.client_ca):
             try:
@@ -148,14 +148,14 @@ class Certificates:
         client_ca = tls.client_ca.read_bytes() if tls.client_ca is not None else b""
         if tls.cert is not None and tls.key is not None:
             return _Files(tls.cert.read_bytes(), tls.key.read_bytes(), client_ca)
-        if former is not None:  # a self-signed one stays
+        if former is not None:  # keep the self-signed certificate
             return _Files(former.cert, former.key, client_ca)
         return _Files(*_self_signed(), client_ca)
 
     def _context_of(self, files: _Files) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed session would not be checked against the authorities of now.
+        # A resumed session would not be checked against the current client CA.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
         context.set_alpn_protocols([self._protocol])
@@ -179,7 +179,7 @@ class Certificates:
 async def serve(
     protocol: Callable[[], asyncio.Protocol], listen: str, certificates: Certificates | None
 ) -> asyncio.Server:
-    """Serve `protocol` at `listen`, by TLS if there are certificates.
+    """Serve `protocol` at `listen`, with TLS if there are certificates.
 
     Raises:
         OSError: the address cannot be bound.
@@ -190,17 +190,17 @@ async def serve(
 
 
 def handshakes(certificates: Certificates) -> Callable[[Callable[[], asyncio.Protocol]], asyncio.Protocol]:
-    """A bounded set of handshakes. Call it for each new connection, with a factory of the protocol that takes
-    the connection once its TLS is agreed."""
+    """A bounded set of TLS handshakes. Call the result for each new connection, with a factory of the
+    protocol that takes over the connection after the handshake."""
     context, under_way = certificates.context, OrderedDict[_Handshake, None]()
     return lambda protocol: _Handshake(protocol, context, under_way)
 
 
 class _Handshake(asyncio.Protocol):
-    """A new connection until its TLS is agreed; then one of `protocol` takes it.
+    """A new connection during its TLS handshake; then the protocol made by `protocol` takes over.
 
-    A handshake takes memory before anyone has proven anything. Of more than `_HANDSHAKES`, which are in
-    `others`, the oldest ends.
+    A handshake takes memory before the client is authenticated. If `others`, the handshakes of the port, are
+    more than `_HANDSHAKES`, the oldest is aborted.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class _Handshake(asyncio.Protocol):
         others: "OrderedDict[_Handshake, None]",
     ) -> None:
         self._protocol, self._context, self._others = protocol, context, others
-        self._early = bytearray()  # what came before TLS read, and then what it has read early
+        self._early = bytearray()  # raw bytes before TLS reads, then decrypted bytes before the protocol
         self._came = asyncio.Event()
         self._lost = False
         self._transport: Any = None
@@ -242,7 +242,7 @@ class _Handshake(asyncio.Protocol):
             transport = None
         finally:
             self._others.pop(self, None)
-        if transport is None:  # it has ended
+        if transport is None:  # the handshake failed
             self._transport.abort()
             return
         protocol = self._protocol()
@@ -266,7 +266,7 @@ class _Handshake(asyncio.Protocol):
             )
         )
         try:
-            # In two steps of the event loop TLS reads the connection; what came before that it is given here.
+            # After two event-loop steps TLS reads the connection; give it the bytes that arrived before.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             reader = self._transport.get_protocol()
@@ -294,7 +294,7 @@ def _reason(fault: Exception) -> str:
 
 @contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path at which `text` can be read; in memory where the system can, since it is a key."""
+    """A path from which `text` can be read; in memory if the system can, since `text` has a key."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")
         try:

@@ -1,14 +1,14 @@
 """Reads and builds the ext_proc messages (docs/specification.md, 002). Called by an exchange.
 
-Answers are bytes. Those of the request path are written field by field from cached pieces (`_field`): that
-takes a fifth of the time of building and serialising a message. Tests read them back with protobuf.
+Answers are bytes. On the request path they are assembled field by field from cached pieces (`_field`), which
+takes a fifth of the time of building and serialising a message. Tests read the answers back with protobuf.
 
-The first message's `protocol_config` says how much of a request and its answer Envoy sends:
+The first message's `protocol_config` tells which parts of a request and its response Envoy sends:
 
 request body           response body          mode
 FULL_DUPLEX_STREAMED   FULL_DUPLEX_STREAMED   standard (also if Envoy says nothing)
 FULL_DUPLEX_STREAMED   NONE                   lean
-NONE                   NONE                   lean, of a session: only its headers
+NONE                   NONE                   lean, for session requests: headers only
 """
 
 import re
@@ -30,20 +30,20 @@ SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 TEST_SERVED = "x-conformance-test-served-endpoint"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
-LENGTH_HEADER: Final = "x-picker-content-length"  # from which our Envoy sets the content-length again
+LENGTH_HEADER: Final = "x-picker-content-length"  # this project's Envoy restores content-length from it
 PRESSURE: Final = "x-queue-pressure"  # docs/fairness.md, "Backpressure"
 
-SUBSET_HINT = "envoy.lb.subset_hint"  # metadata namespaces
-# {id, token}, and {waited, target} of a queued request, come back in the access log; {session, pressure} go
-# to the client
+SUBSET_HINT = "envoy.lb.subset_hint"  # the metadata namespace of `SUBSET`
+# Envoy returns {id, token}, and {waited, target} of a queued request, in the access log, and passes
+# {session, pressure} on to the client.
 PICKER = "picker"
 
-CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk of an answer
-WHOLE_BYTES = 512 * 1024  # of a body that goes back in one piece: half of what an Envoy buffers by default
+CHUNK_BYTES = 62_000  # Envoy's limit for one body chunk in an ext_proc answer
+WHOLE_BYTES = 512 * 1024  # largest body for one message in `lean`: half of Envoy's default buffer
 _RETRY_AFTER_S = 1
 _OVERWRITE = 2  # HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
-HEADERS_ALONE: Final = "headers alone"  # `lean`, of a session
+HEADERS_ALONE: Final = "headers alone"  # `lean`, for session requests
 _NONE = ProcessingMode.NONE
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _MODES = {(_DUPLEX, _DUPLEX): "standard", (_DUPLEX, _NONE): "lean", (_NONE, _NONE): HEADERS_ALONE}
@@ -58,10 +58,10 @@ RESPONSE_TRAILERS: Final = b"\x32\x00"  # an empty response_trailers
 
 
 def mode_of(message: ProcessingRequest) -> str:
-    """The mode that Envoy speaks.
+    """The mode that Envoy's `protocol_config` asks for.
 
     Raises:
-        Unsupported: it would send bodies in a way that is neither of the two modes.
+        Unsupported: the body modes fit neither `standard` nor `lean`.
     """
     if not message.HasField("protocol_config"):
         return "standard"
@@ -81,8 +81,8 @@ def mode_of(message: ProcessingRequest) -> str:
 def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
     """The value of `x-queue-pressure`, `0.00` to `1.00`: how near requests are to a refusal.
 
-    The greater of `fill`, the part of the queue that is taken, and the part of its time to live that the
-    request has waited. Both are known locally, so it costs no call to Redis.
+    The greater of `fill`, the used part of the queue, and the part of its TTL that the request has waited.
+    Both are known locally, so the value costs no call to Redis.
     """
     waited = waited_s / ttl_s
     greater = fill if fill > waited else waited
@@ -90,7 +90,7 @@ def pressure(fill: float, waited_s: float, ttl_s: float) -> str:
 
 
 def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
-    """Raw values of the headers in `wanted` (lower case) of an HttpHeaders; the first of each name."""
+    """Raw values of an HttpHeaders' headers that are in `wanted` (lower case); the first of each name."""
     found: dict[str, bytes] = {}
     for field in message.headers.headers:
         name = field.key
@@ -102,9 +102,9 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
 
 
 def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
-    """The fields of one namespace of a ProcessingRequest's filter metadata; None if it is not there.
+    """The fields of one namespace of a ProcessingRequest's filter metadata; None without that namespace.
 
-    Numbers are floats, lists are lists; nested structures are left out.
+    Numbers are floats, lists are lists; nested structures are None.
     """
     if not message.HasField("metadata_context"):
         return None
@@ -125,19 +125,19 @@ def _varint(number: int) -> bytes:
 
 
 def _field(tag: bytes, data: bytes) -> bytes:
-    """A field of protobuf's wire type LEN: a string, bytes or an embedded message. `tag` has its number."""
+    """Encode a protobuf field of wire type LEN: a string, bytes or embedded message; `tag` is encoded."""
     return tag + _varint(len(data)) + data
 
 
 def _entry(key: str, value: bytes) -> bytes:
-    """One field of a Struct: the map entry of `key` with the Value `value`."""
+    """Encode one field of a Struct: the map entry of `key` with the encoded Value `value`."""
     return _field(b"\x0a", _field(b"\x0a", key.encode()) + _field(b"\x12", value))
 
 
 def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
-    """What comes before `length` bytes of data that are in `fields` within each other, the innermost first.
+    """The bytes that precede `length` bytes of data in nested `fields`, the innermost first.
 
-    Of each field: the fields before it in its message, and its tag.
+    Each field is given as (encoded fields that precede it in its message, its tag).
     """
     head = b""
     for before, tag in fields:
@@ -146,7 +146,7 @@ def _opening(length: int, *fields: tuple[bytes, bytes]) -> bytes:
 
 
 def _text(key: str) -> Callable[[str], bytes]:
-    """What makes a Struct's field `key` with a string value."""
+    """Returns a function that encodes a Struct's field `key` with a string value."""
     name = _field(b"\x0a", key.encode())
 
     @lru_cache(maxsize=512)
@@ -163,12 +163,12 @@ def _text(key: str) -> Callable[[str], bytes]:
 _ID, _TOKEN, _SESSION, _TARGET = map(_text, ("id", "token", "session", "target"))
 _PRESSURE_ENTRIES: Final = {value: _text("pressure")(value) for value in _PRESSURES}
 _PICKER_KEY = _field(b"\x0a", PICKER.encode())
-_CLEAR_ROUTE_CACHE = b"\x28\x01"  # of a CommonResponse
+_CLEAR_ROUTE_CACHE = b"\x28\x01"  # CommonResponse.clear_route_cache: true
 _DOUBLE = struct.Struct("<d").pack
 
 
 class Placed(NamedTuple):
-    """The answer of a placed request: `set_headers` of its HeaderMutation, and its metadata."""
+    """The answer for a placed request: the encoded HeaderMutation and dynamic metadata."""
 
     set_headers: bytes
     metadata: bytes
@@ -177,9 +177,9 @@ class Placed(NamedTuple):
         return _headers_alone(self.set_headers) + self.metadata
 
     def with_body(self, body: bytes) -> bytes:
-        """The answer with the request's whole body (CONTINUE_AND_REPLACE): Envoy needs nothing else.
+        """The answer with the request's whole body (CONTINUE_AND_REPLACE): no other message is needed.
 
-        Envoy buffers it whole (`WHOLE_BYTES`), and sends it on without a content-length.
+        Envoy buffers the whole body (hence `WHOLE_BYTES`), and forwards it without a content-length.
         """
         before = b"\x0a" + _varint(len(body))  # BodyMutation.body
         mutation = b"\x1a" + _varint(len(before) + len(body)) + before
@@ -191,14 +191,14 @@ class Placed(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _headers_alone(set_headers: bytes) -> bytes:
-    """The answer to the request's headers that sets `set_headers`, and changes no body."""
+    """The answer to request headers with the mutation `set_headers`, and no body mutation."""
     return _field(b"\x0a", _field(b"\x0a", _field(b"\x12", set_headers) + _CLEAR_ROUTE_CACHE))
 
 
 def destinations(placement: Placement, tries: int = 0) -> str:
-    """Value of `x-gateway-destination-endpoint`, header and dynamic metadata alike.
+    """The value of `x-gateway-destination-endpoint`, both as header and as dynamic metadata.
 
-    It names endpoints again until there are `tries`: past its end, Envoy tries any of the pool.
+    Endpoints are repeated until the value names `tries`: after the last, Envoy tries any of the pool.
     """
     missing = tries - len(placement.endpoints)
     again = islice(cycle(placement.endpoints), missing) if missing > 0 else ()
@@ -217,12 +217,12 @@ def placed(
     removes: str = "",
     is_our_envoy: bool = False,
 ) -> Placed:
-    """The request-headers answer that sends a request to its endpoints, which metadata names in `namespace`.
+    """The answer to request headers that sends a request to its endpoints, named in metadata `namespace` too.
 
-    `request_id` is '' for a request without admission; `content_length` None for an unchanged body. `tries`
-    is how many endpoints to name at least, where the request may go to no other; `target_model` is what
-    it is sent as; `pressure` is the client's; `removes` is a header that the model server does not get.
-    `is_our_envoy`: it sets the content-length from a header of ours.
+    `request_id` is '' if the access log need not report the request; `content_length` is None to keep the
+    header. `tries` is the least number of endpoints to name, for a request that may go to no other;
+    `target_model` is the model name sent upstream; `pressure` is the client's x-queue-pressure; `removes` is
+    a header not sent upstream. `is_our_envoy`: Envoy restores the content-length from `LENGTH_HEADER`.
     """
     set_headers, destination = _towards(destinations(placement, tries), namespace)
     if content_length is not None:
@@ -245,37 +245,37 @@ def placed(
 
 @lru_cache(maxsize=1024)
 def _account_opening(length: int) -> bytes:
-    """What comes before the fields of the metadata namespace `picker`, which are of this length."""
+    """The bytes that precede `length` bytes of fields in the metadata namespace `picker`."""
     return _opening(length, (b"", b"\x2a"), (_PICKER_KEY, b"\x12"), (b"", b"\x0a"))
 
 
 @lru_cache(maxsize=1024)
 def _towards(destination: str, namespace: str) -> tuple[bytes, bytes]:
-    """The header and the metadata namespace that name one list of endpoints."""
+    """The header mutation and the metadata entry that name the endpoints in `destination`."""
     fields = _text(DESTINATION)(destination)
     return _set_header(DESTINATION, destination), _entry(namespace, _field(b"\x2a", fields))
 
 
 @lru_cache(maxsize=1024)
 def _set_header(key: str, value: str) -> bytes:
-    """The entry of a HeaderMutation by which header `key` becomes `value`, whatever it was."""
+    """A HeaderMutation entry that sets header `key` to `value`, replacing any former value."""
     header = _field(b"\x0a", key.encode()) + _field(b"\x1a", value.encode())
     return _field(b"\x0a", _field(b"\x0a", header) + bytes((0x18, _OVERWRITE)))
 
 
-# Of a HeaderMutation: a renamed request's answer comes uncompressed, so that its model can be renamed back.
+# Removes accept-encoding from a renamed request: the model can be renamed back only in a plain answer.
 _PLAIN_ANSWER = _field(b"\x12", b"accept-encoding")
 
 
 def _overwrite(mutation: Any, key: str, value: str) -> None:
-    """Add to a HeaderMutation: the header `key` becomes `value`, whatever it was."""
+    """Make a HeaderMutation set header `key` to `value`, replacing any former value."""
     option = mutation.set_headers.add(append_action=_OVERWRITE)
     option.header.key = key
     option.header.raw_value = value.encode()
 
 
 def request_body(body: bytes) -> Iterator[bytes]:
-    """`body` in chunks, each made when it is asked for; the last one ends the request."""
+    """The request body in chunks, built lazily; the last chunk ends the request."""
     last = max(len(body) - 1, 0) // CHUNK_BYTES * CHUNK_BYTES
     for start in range(0, last + 1, CHUNK_BYTES):
         chunk = body[start : start + CHUNK_BYTES] if last else body
@@ -283,12 +283,12 @@ def request_body(body: bytes) -> Iterator[bytes]:
 
 
 def streamed_request(body: bytes, *, ended: bool) -> bytes:
-    """One chunk of a request whose end nobody waits for, passed on."""
+    """Pass on one chunk of a session request, which was placed by its headers alone."""
     return _streamed(b"\x1a", body, ended)
 
 
 def response_body(body: bytes, *, ended: bool) -> bytes:
-    """One chunk of the model server's answer, passed on."""
+    """Pass on one chunk of the model server's response."""
     return _streamed(b"\x22", body, ended)
 
 
@@ -299,7 +299,7 @@ def _streamed(part: bytes, chunk: bytes, ended: bool) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
-    """All that precedes a chunk of `length` bytes: the tags and lengths of the messages around it."""
+    """The bytes that precede a chunk of `length` bytes: tags and lengths of the enclosing messages."""
     head = b"\x0a" + _varint(length)
     for tag in (b"\x1a", b"\x1a", b"\x0a", part):
         head = tag + _varint(len(head) + length + (2 if ended else 0)) + head
@@ -307,9 +307,9 @@ def _before_chunk(part: bytes, length: int, ended: bool) -> bytes:
 
 
 def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
-    """A model server's headers, passed on with those `added` for the client; an empty one is left out.
+    """Pass on a model server's response headers, with those `added` for the client unless empty.
 
-    Without `sized`, the body's length will change, so its header goes.
+    Without `sized`, the content-length is removed, since the body's length will change.
     """
     mutation = b"".join(_set_header(name, value) for name, value in added.items() if value)
     if not sized:
@@ -319,7 +319,7 @@ def response_headers(added: Mapping[str, str], *, sized: bool) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _passed_on(mutation: bytes) -> bytes:
-    """The answer to the response's headers with this HeaderMutation."""
+    """The answer to response headers, with the encoded HeaderMutation `mutation`."""
     return _field(b"\x12", _field(b"\x0a", _field(b"\x12", mutation) if mutation else b""))
 
 
@@ -328,7 +328,7 @@ _ANTHROPIC_KINDS: Final = {404: "not_found_error", 413: "request_too_large", 429
 
 
 class Refusal(NamedTuple):
-    """The picker's own answer to a client, whatever transport carries it."""
+    """The picker's own answer to a client, for any transport."""
 
     status: int
     headers: dict[str, str]
@@ -338,10 +338,10 @@ class Refusal(NamedTuple):
 def refusal(
     error: RequestError, overload_status: int, fill: Callable[[], float], path: bytes = b""
 ) -> Refusal:
-    """The status, headers and body that say why a request is refused: the body in the form of the API that
-    `path` belongs to, Anthropic's or OpenAI's.
+    """The status, headers and body of a refusal. The body has the error format of the API that `path`
+    belongs to, Anthropic's or OpenAI's.
 
-    `overload_status` is that of requests dropped for overload; `fill` the part of the queue that is taken.
+    `overload_status` is the status for requests dropped for overload; `fill` returns the queue's used part.
     """
     dropped = isinstance(error, Dropped)
     status = overload_status if dropped else error.status
@@ -363,7 +363,7 @@ def refusal(
 
 
 def refused(refusal: Refusal, code: str) -> bytes:
-    """The ext_proc message that carries `refusal`; `code` is its error's."""
+    """The ext_proc message that carries `refusal`; `code` is the error's code."""
     answer = ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = refusal.status

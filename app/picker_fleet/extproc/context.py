@@ -1,6 +1,6 @@
-"""What all requests of a pool share, in every mode: limits of what clients take, the gate of a drain, and
-`ExchangeContext`, which has them all. An exchange (exchange.py) and a check (ext_authz/check.py) get one.
-`ByPool` has one for each pool of the replica.
+"""State that all requests of a pool share, in every mode: client limits, the drain gate, and
+`ExchangeContext`, which holds them for exchanges (exchange.py) and checks (ext_authz/check.py).
+`ByPool` keeps one object for each pool of the replica.
 """
 
 import asyncio
@@ -36,23 +36,23 @@ from picker_fleet.telemetry.logs import DecisionLines
 from picker_fleet.telemetry.metrics import Metrics
 
 SMALL_BYTES = 64 * 1024  # a body up to this size may use the whole budget
-_RESERVED_PART = 32  # one part in so many is kept for small bodies: a few slow large ones must not block them
+_RESERVED_PART = 32  # 1/32 of the budget is for small bodies only: slow large uploads must not block them
 
-STALLED_S = 30.0  # without a byte
-MAX_UPLOADS = 2048  # that wait for more of their request
-_CHECKS = 6  # within that time
+STALLED_S = 30.0  # the longest silence within an upload
+MAX_UPLOADS = 2048  # uploads that may wait for more of their request
+_CHECKS = 6  # checks of upload deadlines per STALLED_S
 
 _MAX_SOURCES = 10_000
-_MAX_PATHS = 4096  # remembered
-_MAX_FLOWS = 16_384  # remembered; a forgotten flow counts as new again
-_NETWORK_BITS = 64  # of an IPv6 address: what one customer has at least
+_MAX_PATHS = 4096  # cached path lookups
+_MAX_FLOWS = 16_384  # known flows kept; a flow dropped from them counts as new again
+_NETWORK_BITS = 64  # IPv6 prefix that counts as one source: a customer has at least a /64
 _MINUTE_S = 60.0
-_READ_BURST_S = 2.0  # unused reads are kept for this time
+_READ_BURST_S = 2.0  # burst of reads, in seconds of `extproc.read_rate`
 
-# By it a proxy names the pool of a request: metadata of a gRPC stream, or a header of a check over HTTP. Only
-# the proxy's configuration can set it (docs/protocol.md).
+# A proxy names a request's pool in this gRPC metadata key, or in this header of an HTTP check. Only the
+# proxy's configuration can set it (docs/protocol.md).
 POOL_HEADER: Final = "x-picker-pool"
-_TOLD_POOLS = 100  # unknown ones that are logged
+_TOLD_POOLS = 100  # unknown pool names to log at most
 
 _log = logging.getLogger(__name__)
 _Each = TypeVar("_Each")
@@ -60,7 +60,7 @@ _Other = TypeVar("_Other")
 
 
 class ByPool(Generic[_Each]):
-    """One thing for each pool: `each` by its name, that of `default` where none is named, else `unknown`."""
+    """Maps pool names to the objects in `each`; no name means `default`, any other name gives `unknown`."""
 
     def __init__(self, each: Mapping[str, _Each], default: str, unknown: _Each) -> None:
         self._each = {**{name.encode(): thing for name, thing in each.items()}, b"": each[default]}
@@ -68,7 +68,7 @@ class ByPool(Generic[_Each]):
         self._told: set[bytes] = set()
 
     def of(self, name: bytes) -> _Each:
-        """That of the pool which a proxy has named."""
+        """The object of the pool `name`; logs unknown names."""
         found = self._each.get(name)
         if found is not None:
             return found
@@ -78,38 +78,38 @@ class ByPool(Generic[_Each]):
         return self._unknown
 
     def where(self, default: str) -> "ByPool[_Each]":
-        """The same, with `default` as the pool of requests that name none; '' keeps the present one."""
+        """A copy with `default` as the pool of requests that name none; '' keeps the current default."""
         each = {name.decode(): thing for name, thing in self._each.items()}
         return ByPool(each, default, self._unknown)
 
     def each(self, of: "Callable[[_Each], _Other]") -> "ByPool[_Other]":
-        """What `of` makes of each."""
+        """A copy with each object replaced by `of(object)`."""
         made = {name.decode(): of(thing) for name, thing in self._each.items()}
         return ByPool(made, "", of(self._unknown))
 
     @property
     def all(self) -> tuple[_Each, ...]:
-        """Each of them, that of the default pool first."""
+        """All distinct objects, the default pool's first, `unknown` included."""
         things = (self._each[b""], *self._each.values(), self._unknown)
         return tuple({id(thing): thing for thing in things}.values())
 
 
 class BodyBudget:
-    """The bytes of request bodies in this replica, `limit_bytes` at most.
+    """Limits the bytes of request bodies that this replica holds to `limit_bytes`.
 
-    A body counts from its first byte until its answer is sent, the wait in the queue included.
+    A body counts from its first byte until its answer is sent, including the wait in the queue.
     """
 
     __slots__ = ("_for_large_bytes", "_limit_bytes", "decoding", "held_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
-        self.decoding = asyncio.Lock()  # held by the body that is being decoded
+        self.decoding = asyncio.Lock()  # allows one body to be decoded at a time
         self._limit_bytes = limit_bytes
         self._for_large_bytes = limit_bytes - limit_bytes // _RESERVED_PART
         self.held_bytes = 0
 
     def take(self, size_bytes: int, body_bytes: int) -> None:
-        """Count `size_bytes` more of a body that has `body_bytes` with them.
+        """Count `size_bytes` more of a body that then has `body_bytes` in all.
 
         Raises:
             BufferFull: the budget is used up; nothing is counted.
@@ -124,8 +124,8 @@ class BodyBudget:
 
 
 class _PoolBudget(BodyBudget):
-    """The budget of one of several pools. `own_bytes` are its own; what it holds beyond them it borrows of
-    the `shared_bytes`, as far as the others in `pools` have left some.
+    """The budget of one of several pools: `own_bytes` are reserved for this pool; further bytes are borrowed
+    from `shared_bytes`, from which all budgets in `pools` borrow.
     """
 
     __slots__ = ("_own_bytes", "_pools", "_shared_bytes")
@@ -146,13 +146,13 @@ class _PoolBudget(BodyBudget):
 
     @property
     def borrowed_bytes(self) -> int:
-        """What it holds beyond its own."""
+        """Bytes held beyond the reserved ones."""
         return max(self.held_bytes - self._own_bytes, 0)
 
 
 def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyBudget]:
-    """What each of `pools` may hold: of several, half of `limit_bytes` in equal parts of their own, and what
-    the others leave of the rest. So no pool can take what another one needs to go on.
+    """A body budget for each of `pools`. Several pools get half of `limit_bytes` reserved in equal parts and
+    borrow from the other half, so no pool can take the bytes that another needs to make progress.
     """
     if len(pools) == 1:
         return {name: BodyBudget(limit_bytes) for name in pools}
@@ -164,9 +164,9 @@ def body_budgets(limit_bytes: int, pools: Collection[str]) -> Mapping[str, BodyB
 
 
 class BodyBuffer:
-    """The chunks of one request's body, counted in `budget`; `limit_bytes` is the most that a body may have.
+    """The chunks of one request's body, charged to `budget`; a body may have at most `limit_bytes`.
 
-    `content_length` is what its header says, -1 if it says nothing.
+    `content_length` is the header's value, -1 without a valid header.
     """
 
     __slots__ = ("_budget", "_chunks", "_counted_bytes", "_limit_bytes", "content_length", "size_bytes")
@@ -180,23 +180,23 @@ class BodyBuffer:
         self.content_length = -1
 
     def expect(self, length: bytes) -> None:
-        """Take the body's length from its header.
+        """Record the content-length header and check it.
 
         Raises:
-            PayloadTooLarge: it is above the limit.
+            PayloadTooLarge: the content-length is above the limit.
         """
         self.announce(length)
         if self.content_length > self._limit_bytes:
             raise self._too_large()
 
     def announce(self, length: bytes) -> None:
-        """Take the body's length from its header, whatever it is: an earlier filter may have changed the
+        """Record the content-length header without checking it: an earlier filter may have changed the
         body."""
         if length.isdigit():
             self.content_length = int(length[:20])
 
     def keep(self, body: bytes) -> None:
-        """Keep what `join` gave away, which is still counted."""
+        """Put back the body that `join` returned; its bytes are still counted."""
         self._chunks = [body]
 
     def add(self, chunk: bytes) -> None:
@@ -215,12 +215,12 @@ class BodyBuffer:
         self._chunks.append(chunk)
 
     def join(self) -> bytes:
-        """The whole body, which is kept here no longer but counted until `release`."""
+        """Return the whole body and keep no copy; its bytes stay counted until `release`."""
         chunks, self._chunks = self._chunks, []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def release(self) -> None:
-        """Drop the body and count it no longer; may be called twice."""
+        """Drop the body and give its bytes back to the budget; may be called twice."""
         if self._counted_bytes:
             self._budget.give_back(self._counted_bytes)
             self._counted_bytes = 0
@@ -245,14 +245,14 @@ class Upload(Protocol):
 
 
 class UploadDeadlines:
-    """Uploads that wait for more of their request, each with the task that reads it.
+    """Ends uploads that stall or take too long, by cancelling the tasks that read them.
 
-    A client that vanishes during its upload leaves no trace, and Envoy's own deadline would include the wait
-    in the queue. Without a deadline here such an upload would keep its part of `extproc.max_buffered_bytes`
-    for ever and delay every drain.
+    Envoy does not report a client that vanishes during its upload, and a deadline in Envoy would include the
+    wait in the queue. Without a deadline here such an upload would keep its part of
+    `extproc.max_buffered_bytes` for ever and delay every drain.
 
-    `clock` is in seconds. A wait ends after `stalled_s` without a byte, and when the upload has taken
-    `whole_s` in all. Of more than `most` that wait, the one that has waited longest ends.
+    `clock` is in seconds. An upload ends after `stalled_s` without a message, or when it has taken `whole_s`
+    in all. If more than `most` uploads wait, the one that has waited longest ends.
     """
 
     def __init__(
@@ -270,23 +270,23 @@ class UploadDeadlines:
         self._ended: set[Upload] = set()
 
     def wait(self, upload: Upload, task: asyncio.Task[Any]) -> None:
-        """`task` is about to read more of the request; it may be cancelled from now on."""
+        """Watch an upload whose `task` is about to read more of the request, and may cancel `task`."""
         self._waiting[upload] = self._clock(), task
         if len(self._waiting) > self._most:
             self._end(*self._waiting.popitem(last=False))
 
     def received(self, upload: Upload) -> None:
-        """It has received a message, or has ended."""
+        """Stop watching an upload that has received a message, or has ended."""
         self._waiting.pop(upload, None)
 
     def has_ended(self, upload: Upload) -> bool:
-        """Whether its task was cancelled because the upload took too long; true once."""
+        """Whether a deadline or the limit cancelled the upload's task; true for one call only."""
         ended = upload in self._ended
         self._ended.discard(upload)
         return ended
 
     async def run(self) -> None:
-        """End waits that are too long, until cancelled."""
+        """End overdue uploads, until cancelled."""
         while True:
             await asyncio.sleep(self._stalled_s / _CHECKS)
             now_s = self._clock()
@@ -302,7 +302,7 @@ class UploadDeadlines:
 
 
 class AllowedPaths:
-    """Says how a request is served, by its method and path. A lookup in a dictionary once it is known."""
+    """Finds how a request is served by its method and path, and caches the result in a dictionary."""
 
     def __init__(self, configured: Iterable[Api] = (), *, passes: bool = False) -> None:
         self._paths = Paths(configured, passes=passes)
@@ -312,7 +312,7 @@ class AllowedPaths:
         """How a request with these `:method` and `:path` is served; None if no model server may see it.
 
         Raises:
-            BadRequest: its query, which names its model, has too many fields.
+            BadRequest: the query, which names the model, has too many fields.
         """
         bare, _, query = path.partition(b"?")
         way = self._ways.get((method, bare))
@@ -332,7 +332,7 @@ class AllowedPaths:
 
 
 class _NoPaths(AllowedPaths):
-    """Those of a pool that is not served here."""
+    """The paths of a pool that is not served here: every request is refused."""
 
     def way(self, method: bytes, path: bytes) -> Way | None:
         raise UnknownPool("the proxy names a pool that is not served here")
@@ -341,9 +341,9 @@ class _NoPaths(AllowedPaths):
 class NewFlowLimit:
     """Lets each source begin `per_minute` new flows a minute (docs/fairness.md).
 
-    Each flow has its own fair part of the stock, so a client that invents names could take more. A known flow
-    costs one dictionary lookup; those of `configured` are never new. `hops` is how many proxies
-    between clients and Envoy append to x-forwarded-for. `clock` is in seconds.
+    Each flow gets its own fair share of the stock, so a client that invents flows could take more. A known
+    flow costs one dictionary lookup; flows in `configured` are never new. `hops` is the number of proxies
+    between clients and Envoy that append to x-forwarded-for. `clock` is in seconds.
     """
 
     def __init__(
@@ -364,15 +364,15 @@ class NewFlowLimit:
         self._rates = Rates(per_minute / _MINUTE_S, per_minute, max_sources, clock)
 
     def check(self, flow: str, forwarded_for: bytes) -> None:
-        """Count `flow` if it is new; `forwarded_for` is the header as Envoy has it.
+        """Count `flow` if it is new; `forwarded_for` is Envoy's x-forwarded-for header.
 
         Raises:
-            TooManyFlows: it is new, and its source has begun as many as it may.
+            TooManyFlows: the flow is new, and its source has reached its limit.
         """
         if flow in self._seen or flow in self._configured:
             return
         source = self._source(forwarded_for)
-        if source:  # else one client cannot be told from another
+        if source:  # without an address clients cannot be told apart
             wait_s = self._rates.take(source)
             if wait_s:
                 raise TooManyFlows(
@@ -384,7 +384,7 @@ class NewFlowLimit:
             del self._seen[next(iter(self._seen))]
 
     def _source(self, forwarded_for: bytes) -> str:
-        """The address from which the first trusted proxy was called; of IPv6 its network."""
+        """The client's address as the first trusted proxy saw it (IPv6: its /64 network); '' if unknown."""
         if not forwarded_for:
             return ""
         entries = forwarded_for.split(b",")
@@ -412,7 +412,7 @@ _REFUSAL = "this replica is shutting down; try again"
 
 
 class DrainGate:
-    """Stands before the admission gate. `close` refuses new requests, `cancel_waiters` those that wait."""
+    """Guards the admission gate: `close` refuses new requests, `cancel_waiters` waiting ones too."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -430,18 +430,18 @@ class DrainGate:
         return self._closed
 
     def close(self) -> None:
-        """Refuse every request that is not waiting yet."""
+        """Refuse new requests; waiting ones go on waiting."""
         self._closed = True
 
     def cancel_waiters(self) -> None:
-        """Refuse all requests, those that wait included."""
+        """Refuse all requests, waiting ones included."""
         self._closed = True
         for task in self._waiting - self._cancelled:
             self._cancelled.add(task)
             task.cancel()
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """As `Gate.admit`; at most one at a time in a task.
+        """As `Gate.admit`; a task may make one call at a time.
 
         Raises:
             ShuttingDown: the gate is closed, or the replica stopped while the request waited.
@@ -492,9 +492,9 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeContext:
-    """Made once a pool. `reads` limits requests that go through without admission, `fill` is the part of the
-    queue that is taken, 0 to 1. `clock` is in seconds; only its differences count. `selected` reads the
-    conformance suite's choice of endpoints; None where clients have none."""
+    """Objects shared by a pool's requests, made once a pool. `reads` limits requests without admission;
+    `fill` returns the used part of the queue, 0 to 1. `clock` is in seconds; only its differences count.
+    `selected` parses the conformance suite's header of chosen endpoints; None if clients may not choose."""
 
     settings: Settings
     paths: AllowedPaths
@@ -513,18 +513,18 @@ class ExchangeContext:
     selected: Callable[[bytes], tuple[str, ...]] | None = None
 
     def way(self, method: bytes, path: bytes, *, has_body: bool) -> Way:
-        """How the request is served, by its method and path. Counts the reads.
+        """How a request with this method and path is served. Counts a read towards the read limit.
 
         Raises:
-            UnknownPath: no model server may be asked this.
-            BadRequest: it has no body where it must.
-            TooManyReads: there are more of them than the replica lets through.
+            UnknownPath: the path is not allowed.
+            BadRequest: the request lacks the body that its path needs.
+            TooManyReads: the replica's limit of reads a second is reached.
         """
         way = self.paths.way(method, path)
         if way is None:
             if not self.settings.extproc.conformance:
                 raise UnknownPath(NOT_LISTED)
-            return Way("inference" if has_body else "read")  # the suite asks for paths of its own
+            return Way("inference" if has_body else "read")  # the conformance suite uses unlisted paths
         if way.kind == "read":
             wait_s = self.reads.take()
             if wait_s:
@@ -537,18 +537,18 @@ class ExchangeContext:
         return way
 
     def new_body(self) -> BodyBuffer:
-        """For one body, or for another form of it, both of which count."""
+        """A buffer for one body, or for its decoded form; each is charged to the budget."""
         return BodyBuffer(self.bodies, self.settings.extproc.max_body_bytes)
 
     async def decoded_ask(
         self, body: bytes, headers: Mapping[str, bytes], way: Way
     ) -> tuple[Ask, BodyBuffer]:
-        """What the encoded body of a request asks for, and what counts its decoded form, to be released when
-        that is dropped.
+        """Decode and parse a request's encoded body. Returns the parsed request and the buffer that charges
+        the decoded body to the budget; release the buffer when the decoded body is dropped.
 
         Raises:
-            UnsupportedEncoding, PayloadTooLarge, BufferFull: it cannot be decoded, or is too large so.
-            BadRequest: it is malformed; the message names the fault.
+            UnsupportedEncoding, PayloadTooLarge, BufferFull: the body cannot be decoded, or grows too large.
+            BadRequest: the body is malformed; the message names the fault.
         """
         encodings, content_type = headers[CONTENT_ENCODING], headers.get(CONTENT_TYPE, b"")
         decoded, counted = await decode(body, encodings, self.new_body, self.bodies.decoding)
@@ -561,8 +561,8 @@ class ExchangeContext:
     async def admit(
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0
     ) -> tuple[InferenceRequest, Placement]:
-        """As `DrainGate.admit`. If another request has the id, this one is placed under a new id. One that
-        goes on with state goes to the endpoint that has it."""
+        """As `DrainGate.admit`. If another request has the id, this request gets a new id. A request that
+        refers to stored state goes to the endpoint that has the state."""
         if request.refers:
             origin = await self.origins.find(request.refers, request.ttl_s)
             request = request._replace(refers=(), origin=origin)
@@ -575,8 +575,8 @@ class ExchangeContext:
     async def route(
         self, way: Way, headers: Mapping[str, bytes], subset: tuple[str, ...] | None
     ) -> tuple[str, Placement]:
-        """Endpoints for a request that is not admitted: that which has the state it names, or its session's.
-        And the id under which the access log tells of ids in its answer, '' for none."""
+        """Choose endpoints for a request without admission, first the endpoint that has the named state, or
+        the session's. Also returns the id by which the access log reports the answer's state ids, else ''."""
         origin = await self.origins.find((way.ref,)) if way.ref else ""
         session = self.intake.session_of(headers)
         placement = await self.gate.route(subset, origin=origin, session=session)
@@ -586,19 +586,19 @@ class ExchangeContext:
         return request_id, placement._replace(accounting_token=self.origins.read_token(request_id))
 
     def tries(self, subset: tuple[str, ...] | None, request: InferenceRequest | None) -> int:
-        """How many endpoints an answer names: as many as Envoy tries if only some may serve it, else 0 for as
-        many as were chosen."""
+        """The least number of endpoints that an answer names: Envoy's number of attempts if only some
+        endpoints may serve the request, else 0 (no minimum)."""
         if subset is None and (request is None or not request.selector):
             return 0
         return 1 + self.settings.scheduling.fallbacks
 
     def client_left(self, request: InferenceRequest, mode: str, model: str, started_s: float) -> None:
-        """Count a request whose client left before the decision; `model` is what it asked for."""
+        """Count and log a request whose client left before the decision; `model` is the requested model."""
         seconds = self.clock() - started_s
         self.metrics.client_gone(mode, model, seconds, request.target_model)
         self.lines.refused(request, ClientGone.code, ClientGone.status, mode, seconds)
 
 
 def of_unknown_pool(context: ExchangeContext) -> ExchangeContext:
-    """The context of requests whose pool is not served here: each is refused, and counted in `context`'s."""
+    """A context that refuses every request, for pools not served here; counts in `context`'s metrics."""
     return replace(context, paths=_NoPaths())

@@ -1,8 +1,8 @@
 """EDS: Envoy's pool cluster follows the fleet's endpoints (`override_host` picks only hosts Envoy knows).
 
-State of the world, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment from a
-replica that has just started would mean to Envoy that every model server is gone. Delta and fetch answer
-UNIMPLEMENTED. Served by the replica's gRPC server.
+State-of-the-world xDS, one stream an Envoy. Nothing is sent before the first snapshot: an empty assignment
+from a replica that has just started would tell Envoy that every model server is gone. Delta and fetch calls
+get UNIMPLEMENTED. Served by the replica's gRPC server.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ TYPE_URL: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssig
 STREAM: Final = f"/{SERVICE}/StreamEndpoints"
 CLUSTER: Final = "pool"
 
-_WRITE_S = 10.0  # an Envoy that takes no update for so long gets a new stream
+_WRITE_S = 10.0  # the replica ends a stream that takes no update for so long
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
 
 
 def assignment(name: str, snapshot: Snapshot) -> Any:
-    """The ClusterLoadAssignment of cluster `name`: the snapshot's endpoints for `pool`, none for others.
+    """The ClusterLoadAssignment of cluster `name`: for cluster `pool` the snapshot's endpoints, else none.
 
     A draining endpoint stays listed as DRAINING: `override_host` still finds it for requests placed there
     before and for their retries (seen with Envoy 1.40), and no fallback chooses it. An endpoint that is down
@@ -78,7 +78,7 @@ class _Subscription:
     def __init__(self, cell: SnapshotCell, stream: Stream) -> None:
         self._cell = cell
         self._stream = stream
-        self._names: tuple[str, ...] | None = None  # None: nothing asked yet
+        self._names: tuple[str, ...] | None = None  # None before the first request
         self._nonce = 0
         self._sent_version = ""
 
@@ -108,11 +108,11 @@ class _Subscription:
             await asyncio.wait((read, change), timeout=1)
 
     def _on_request(self, request: Any) -> bool:
-        """Record a request; whether it needs an answer of its own."""
+        """Record a request. Returns whether it changes the subscribed names, and so needs an answer."""
         if request.type_url and request.type_url != TYPE_URL:
             raise RpcError(Status.INVALID_ARGUMENT, f"only {TYPE_URL} is served here")
         if self._nonce and request.response_nonce and request.response_nonce != str(self._nonce):
-            return False  # for an older response; Envoy acknowledges the newer one as well
+            return False  # an older response is acknowledged; Envoy will acknowledge the newer too
         if request.HasField("error_detail"):
             # A resend would be refused again; the next snapshot is sent as usual.
             _log.warning(

@@ -1,18 +1,18 @@
-"""One ext_proc exchange as a state machine, Envoy's messages in and answers out, and the service that runs
-one for each stream.
+"""One ext_proc exchange as a state machine that takes Envoy's messages and returns answers, and the service
+that runs an exchange for each stream.
 
     OPEN ── headers ──► BODY ── whole body ──► PLACED ── sent, standard ──► RESPONSE ──► DONE
       └─ header-only request ────────────────────▲  └─── sent, lean ──────────────────────▲
 
-A body is whole when Envoy says so, or when all bytes of its content-length have come and the end stays away
-for `END_S`. Its bytes count, not the header: an earlier filter may have changed them.
+A body is complete when Envoy sets end_of_stream, or when all bytes of the content-length have arrived and no
+end follows within `END_S`. The content-length is only a hint: an earlier filter may have changed the body.
 
-The mode is what Envoy says it will send (`codec.mode_of`).
+The `protocol_config` of Envoy's first message sets the mode (`codec.mode_of`).
 
-No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry it
-at another replica (G7). A placed request is withdrawn if its whole answer cannot have reached Envoy. In
-`standard` the exchange settles the request exactly once at the end of the response (G6); else the access log
-does. `server.Server` has the service on a transport.
+No answer is sent before the whole body has arrived and the request is placed: until then Envoy can retry the
+request at another replica (G7). If Envoy cannot have received the whole answer, the placement is withdrawn.
+In `standard` the exchange settles the request exactly once at the end of the response (G6); in other modes
+the access log does. `server.Server` runs the service on a transport.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ from picker_fleet.intake import (
 from picker_fleet.request import InferenceRequest, Placement
 from picker_fleet.scheduling.chooser import SESSION_HEADER as SESSION
 
-END_S = 0.1  # for the end of a body that is whole by its content-length
-CONFIRM_AFTER_S = 1.0  # a placement older than this is confirmed before it is used; shorter than any lease
+END_S = 0.1  # to wait for end_of_stream once all bytes of the content-length have arrived
+CONFIRM_AFTER_S = 1.0  # an older placement is confirmed before Envoy is answered; shorter than any lease
 
 _log = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-_OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # looked up often; a member through its class costs double
+_OPEN, _BODY, _PLACED, _RESPONSE, _DONE = Step  # reading a member through its class takes twice as long
 
 
 class _PlacedBody(NamedTuple):
-    """A placed request with its body. `length` is the body's, where the header says another one;
-    `is_decoded`: its encoding was taken away. `request` is None where none was admitted.
+    """A placed request with its body. `length` is the new content-length, None to keep the header;
+    `is_decoded`: `body` is sent without its content-encoding. `request` is None for a request not admitted.
     """
 
     answer: codec.Placed
@@ -91,10 +91,10 @@ class _PlacedBody(NamedTuple):
 
 
 class Exchange:
-    """One request of Envoy: `receive` a message, write its answers, at the end `close`.
+    """One ext_proc stream: call `receive` for each message, write its answers, and at the end `close`.
 
-    Call `before_last_write` before the last answer of a `receive` is written: Envoy ends the stream as soon
-    as it has that answer, often before the write returns, and its request would be withdrawn otherwise.
+    Call `before_last_write` before writing the last answer of a `receive`: Envoy may end the stream on that
+    answer before the write returns, and `close` would then withdraw the request.
     """
 
     __slots__ = (
@@ -132,8 +132,8 @@ class Exchange:
         self._subset: tuple[str, ...] | None = None
         self._way = _READ
         self._body = context.new_body()
-        self._decoded: BodyBuffer | None = None  # counts the decoded body
-        self._tried = False  # to place it before its end was signalled
+        self._decoded: BodyBuffer | None = None  # charges the decoded body to the budget
+        self._tried = False  # whether placement before end_of_stream was tried
         self._request: InferenceRequest | None = None
         self._model = ""
         self._path = b""
@@ -141,51 +141,51 @@ class Exchange:
         self._placed_body: _PlacedBody | None = None
         self._placed_s = 0.0
         self._unsent: tuple[str, Placement] | None = None  # a placement that Envoy does not have yet
-        self._pressure = ""  # as sent to the client once its request is placed
+        self._pressure = ""  # x-queue-pressure for the client, set on placement
         self._response: Response | None = None
-        self._code = ""  # of a decision that is not counted yet
+        self._code = ""  # "ok" or the error code of a decision that the metrics lack
         self._status = 200
 
     @property
     def done(self) -> bool:
-        """Nothing more is to be read; the last answers of `receive` may still have to be written."""
+        """Whether no more messages are to be read; the last answers of `receive` may be unwritten."""
         return self._step is _DONE
 
     @property
     def uploading(self) -> bool:
-        """More of the request is to come, and nothing else is awaited."""
+        """Whether the exchange waits for more of the request, and for nothing else."""
         return self._step is _BODY or self._step is _OPEN
 
     @property
     def upload_began_s(self) -> float:
-        """When the request began to arrive; once all its bytes have, when it was placed."""
+        """When the request began to arrive; after an early placement, when it was placed."""
         return self._started_s if self._placed_body is None else self._placed_body.placed_s
 
     @property
     def awaits_end(self) -> bool:
-        """All bytes of the content-length have come, and only the end of the body has not."""
+        """Whether all bytes of the content-length have arrived, but not the end of the body."""
         return self._step is _BODY and self._body.size_bytes == self._body.content_length
 
     async def end(self) -> Iterable[bytes]:
-        """Take the body for whole, since its end stays away; the answers, as those of `receive`."""
+        """Treat the body as complete although its end has not arrived. Returns answers as `receive` does."""
         return await self.receive(_END)
 
     @property
     def streaming(self) -> bool:
-        """The response comes in chunks; from now on messages may go to `pass_on`."""
+        """Whether response chunks are arriving; further messages may go to `pass_on`."""
         return self._response is not None and self._response.streaming
 
     def pass_on(self, data: bytes) -> tuple[Sequence[bytes], bool]:
-        """Take Envoy's next message of a streaming response; the answers, and whether it was the last.
+        """Answer Envoy's next message of a streaming response. Returns the answers, and whether that was all.
 
         Raises:
-            RpcError: it is no message.
+            RpcError: `data` is not a ProcessingRequest.
         """
         message = _read(data)
         return self._pass_on(message.WhichOneof("request"), message), self.done
 
     async def receive(self, message: ProcessingRequest) -> Iterable[bytes]:
-        """Take Envoy's next message; the answers to write now, in order, each made when it is asked for.
+        """Handle Envoy's next message. Returns the answers to write now, in order, built lazily.
 
         Raises:
             CancelledError: the client left while the request waited.
@@ -194,12 +194,12 @@ class Exchange:
             part = message.WhichOneof("request")
             if self._step is _BODY and part == "request_body":
                 ended = self._keep(message.request_body)
-                del message  # or a waiting request would keep the end of its body twice
+                del message  # free this copy of the body's last chunk before the request waits
                 if ended:
                     return await self._answer_body()
-                # Envoy signals the end of a body in a message of its own. By its content-length the body is
-                # complete before that, so its placement begins here. Where one message answers, it is sent
-                # at once; else the signal arrives while the request is being placed.
+                # Envoy signals the end of a body in a separate message. Once all bytes of the content-length
+                # have arrived, place the request without waiting for that message. A one-message answer is
+                # sent at once; a chunked one waits for the signal, which arrives during placement.
                 came = self._body
                 if came.size_bytes == came.content_length and not self._tried and await self._place_early():
                     return await self._answer_body()
@@ -215,13 +215,13 @@ class Exchange:
             return (self._refuse(error),)
         except Exception:
             if self._step is _RESPONSE:
-                raise  # too late for an answer
+                raise  # too late for a refusal: the response has begun
             _log.exception("an exchange failed", extra={"mode": self._mode, "model": self._model})
             self._release()
             return (self._refuse(RequestError("the picker failed on this request; its log says why")),)
 
     def before_last_write(self) -> None:
-        """The last answer of a `receive` is about to be written: from here on Envoy may have it."""
+        """Record the decision before the last answer of a `receive` is written: Envoy may have it then."""
         if self._code:
             context = self._context
             seconds = context.clock() - self._started_s
@@ -239,7 +239,7 @@ class Exchange:
             self._step = _DONE if self._response is None else _RESPONSE
 
     def close(self) -> None:
-        """The stream has ended, for any reason: release what is still taken."""
+        """Release everything that the exchange still holds; the stream has ended, for any reason."""
         if self._step is _DONE and self._unsent is None and self._response is None:
             return
         if self._request is not None and self._step in (_OPEN, _BODY, _PLACED):
@@ -248,7 +248,7 @@ class Exchange:
         self._release()
 
     def fail_upload(self) -> bytes:
-        """The rest of the request does not come: release everything; the answer to Envoy."""
+        """Refuse an upload that stalled, and release everything. Returns the answer to Envoy."""
         return self.abandon(BodyStalled("the rest of the body did not come"))
 
     def abandon(self, error: RequestError) -> bytes:
@@ -276,11 +276,11 @@ class Exchange:
     # Messages in.
 
     def _begin(self, message: ProcessingRequest) -> bool:
-        """Read the first message; whether a body follows it.
+        """Read the first message. Returns whether to wait for a body.
 
         Raises:
-            UnknownPath, TooManyReads: no model server may be asked this, or not now.
-            BadRequest: it has no body where it must.
+            UnknownPath, TooManyReads: the path is not allowed, or the read limit is reached.
+            BadRequest: the request lacks the body that its path needs.
         """
         self._mode = mode = codec.mode_of(message)
         if mode == codec.HEADERS_ALONE:
@@ -312,11 +312,11 @@ class Exchange:
         return True
 
     def _keep(self, part: HttpBody) -> bool:
-        """Keep a chunk; whether it is marked as the last."""
+        """Keep a chunk of the body. Returns whether Envoy marks it as the last."""
         chunk = part.body
         if chunk and self._placed_body is None:
             self._body.add(chunk)
-        elif chunk.strip(_SPACES):  # only the whole of a JSON object is placed before its end
+        elif chunk.strip(_SPACES):  # already placed, so the JSON object was complete
             raise BadRequest("the body goes on behind its JSON object")
         return bool(part.end_of_stream)
 
@@ -324,7 +324,7 @@ class Exchange:
         if self._step is _OPEN:
             self._mode = codec.mode_of(message)
         if part == "response_headers" and self._step in (_OPEN, _BODY) and self._mode == "standard":
-            # Envoy itself answers a request that is incomplete or has not begun: pass its answer on.
+            # Envoy sent a local reply before the request was complete: pass that reply on.
             self._step = _RESPONSE
             self._drop_body()
             self._response = self._own_response("", None)
@@ -346,7 +346,7 @@ class Exchange:
         return (self._placed(placed.answer.message()),)
 
     async def _place_read(self, body: bytes) -> _PlacedBody:
-        """Place a request that is not admitted."""
+        """Place a request that needs no admission."""
         request_id, placement = await self._context.route(self._way, self._headers, self._subset)
         self._pressure = codec.pressure(self._context.fill(), 0.0, 1.0)
         if self._mode == "standard":
@@ -356,9 +356,9 @@ class Exchange:
         return _PlacedBody(answer, body, None, placement, None, now_s, now_s)
 
     async def _place_early(self) -> bool:
-        """Place the request of a body whose end is not signalled yet; whether that is to be answered at once.
+        """Place a request before Envoy signals the end of its body. Returns whether to answer at once.
 
-        Only a JSON object tells by itself that it is whole.
+        Only JSON objects are placed early: their closing brace shows that the body is complete.
         """
         self._tried = True
         if self._way.source == "form" or self._way.kind == "read" or CONTENT_ENCODING in self._headers:
@@ -369,12 +369,12 @@ class Exchange:
                 await self._place_body(body)
                 return self._in_one_message(len(body))
             except BadRequest:
-                pass  # it may be cut: an earlier filter may have lengthened it
+                pass  # perhaps incomplete: an earlier filter may have lengthened the body
         self._body.keep(body)
         return False
 
     async def _place_body(self, body: bytes) -> None:
-        """Place the request of a whole body; the result is in `_placed_body`."""
+        """Place the request whose whole body is `body`; sets `_placed_body`."""
         if self._way.kind == "read":
             self._placed_body = await self._place_read(body)
             return
@@ -385,7 +385,7 @@ class Exchange:
         self._placed_body = await self._place_ask(ask, body)
 
     async def _place_ask(self, ask: Ask, body: bytes) -> _PlacedBody:
-        """Place the request of `ask`, which `body` is."""
+        """Place the request `ask`, which was parsed from `body`."""
         request = self._read_request(ask)
         sent_model = ask.model or self._context.intake.default_model
         length = rename = None
@@ -396,7 +396,7 @@ class Exchange:
             rename = ModelRename(request.target_model, ask.model) if ask.model else None
         elif self._decoded is not None:
             self._decoded.release()
-        del ask  # or a waiting request would keep the parsed body too
+        del ask  # free the parsed body before the request waits
         if length is None and self._body.content_length not in (-1, len(body)):
             length = len(body)
         arrived_s = self._context.clock()
@@ -409,11 +409,11 @@ class Exchange:
         )
 
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
-        """The answers to a complete body; `trailers` says that trailers followed it.
+        """Answer a complete body; `trailers` says that trailers follow the body.
 
-        With trailers the body goes back with the headers, in every mode, and Envoy forwards the trailers. In
-        chunks it would reach the model server twice wherever the route has retries: Envoy's router keeps a
-        copy and sends it when the answer to the trailers lets them pass (docs/decisions.md, 15).
+        With trailers, headers and body go back in one message, in every mode, and Envoy forwards the
+        trailers. In chunks, the body would reach the model server twice on routes with retries: Envoy's
+        router keeps a copy and sends that too once the trailers are answered (docs/decisions.md, 15).
         """
         if self._placed_body is None:
             await self._place_body(self._body.join())
@@ -429,9 +429,9 @@ class Exchange:
         return chain((self._placed(answer.message()),), codec.request_body(placed.body))
 
     async def _confirm(self, placed: _PlacedBody, age_s: float) -> codec.Placed:
-        """The answer of a request placed `age_s` ago.
+        """Confirm a placement made `age_s` seconds ago. Returns the request's answer.
 
-        Nothing renews its lease before Envoy has the answer, so the lease may have expired. Then the request
+        Nothing renews a lease before Envoy has the answer, so the lease may have expired. Then the request
         queues again with its original arrival time (G4).
         """
         request, gate = placed.request, self._context.gate
@@ -474,8 +474,8 @@ class Exchange:
         is_decoded: bool = False,
         read_id: str = "",
     ) -> codec.Placed:
-        """The answer that sends the request to `placement`; without `request`, one that was not admitted,
-        which the access log knows by `read_id`."""
+        """The answer that sends a request to `placement`. Without `request`, the request was not admitted,
+        and `read_id` is its id in the access log."""
         context = self._context
         return codec.placed(
             placement,
@@ -491,7 +491,7 @@ class Exchange:
 
     def _in_one_message(self, size_bytes: int) -> bool:
         """Whether headers and body go back in one message, so that neither is lost alone
-        (docs/decisions.md, 15). Only in `lean`, where the Envoy is configured by this project."""
+        (docs/decisions.md, 15). Only in `lean`, where this project configures Envoy."""
         return self._mode == "lean" and size_bytes <= codec.WHOLE_BYTES
 
     def _placed(self, answer: bytes) -> bytes:
@@ -504,9 +504,9 @@ class Exchange:
             chunk = message.request_body
             return [codec.streamed_request(chunk.body, ended=chunk.end_of_stream)]
         if part == "request_trailers":
-            return [codec.REQUEST_TRAILERS]  # of a request that was answered before they came
+            return [codec.REQUEST_TRAILERS]  # the request was answered before its trailers arrived
         if self._response is None or part is None or not part.startswith("response_"):
-            return ()  # the rest of a request that is answered already
+            return ()  # more of a request that is already answered
         answers = self._response.pass_on(part, message)
         if self._response.ended:
             self._step = _DONE
@@ -557,7 +557,7 @@ def _read(data: bytes) -> ProcessingRequest:
 
 
 class ExchangeService:
-    """Serves the streams of Envoy's `ext_proc` filter for one pool, an `Exchange` for each."""
+    """Serves one pool's `ext_proc` streams, each with its own `Exchange`."""
 
     def __init__(self, context: ExchangeContext, uploads: UploadDeadlines) -> None:
         self._context = context
@@ -575,12 +575,12 @@ class ExchangeService:
         await self._context.open_requests.none()
 
     async def process(self, stream: Stream) -> bytes | None:
-        """Serve one stream of Envoy's; the last answer, None if there is none."""
+        """Serve one of Envoy's streams. Returns the last answer, for the transport to send, or None."""
         exchange = Exchange(self._context)
         task = asyncio.current_task()
         assert task is not None
         self._context.open_requests.began()
-        reading: asyncio.Task[bytes | None] | None = None  # while the end of a body may stay away
+        reading: asyncio.Task[bytes | None] | None = None  # the read that waits for a body's end
         try:
             # Uploads have a deadline. Other waits have none: Envoy ends the stream when its request ends,
             # which cancels this task, and keepalive ends the streams of an Envoy that vanished.
@@ -621,7 +621,7 @@ class ExchangeService:
                 else:
                     message = _read(data)
                     work = exchange.receive(message)
-                    del message, data  # a request that waits must not hold the end of its body twice
+                    del message, data  # free this copy of the body's last chunk before a wait
                 answers = await work
                 last = None
                 for answer in answers:

@@ -1,17 +1,17 @@
-"""HTTP/2 (RFC 9113) as a gRPC server needs it: one connection of Envoy as an asyncio protocol.
+"""The part of HTTP/2 (RFC 9113) that a gRPC server needs: one peer's connection as an asyncio protocol.
 
 `native.NativeTransport` makes a `Connection` for each peer. The connection runs the handler of each request
 in a task of its own and gives it a `Stream`. Frames are parsed and written in the event loop's thread, so
 a reset cancels its handler in the same step and no message is copied between threads.
 
-Anyone who reaches the port may send anything. Damaged input ends in a reset of its stream or a GOAWAY. Memory
-is bounded: one frame and 32 KiB of headers a connection, `Limits` of all of them, and the replica's
-byte budget for all data that no handler has read yet. A stream's window opens again only when its handler has
-read every whole message.
+Input is untrusted. Malformed input ends its stream with a reset, or the connection with a GOAWAY. Memory is
+bounded: a connection keeps one frame and 32 KiB of headers, `Limits` bounds all connections together, and
+the replica's byte budget bounds the data that no handler has read yet. A stream's window reopens only after
+its handler has read every complete message.
 
-A gateway's connection carries many clients, so it never ends for what one of them can cause: resets, streams,
-half-sent requests. `Load` bounds their work instead. Frames that carry nothing come from the peer itself, and
-a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
+A gateway's connection carries many clients, so nothing that one client can cause ends the connection:
+resets, many streams, half-sent requests. `Load` bounds their work instead. Only the peer itself sends frames
+that carry nothing; a peer that sends too many loses its connection (docs/security.md, "Rapid resets").
 """
 
 import asyncio
@@ -28,33 +28,33 @@ import hpack
 from picker_fleet.extproc.context import POOL_HEADER, BodyBudget
 from picker_fleet.extproc.transport import Handler
 
-WINDOW_BYTES: Final = 512 * 1024  # of unread data a stream
+WINDOW_BYTES: Final = 512 * 1024  # receive window of a stream
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
-_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # given back as data arrives: only the streams' windows hold it
-FRAME_BYTES: Final = 16_384  # the largest frame of either side that RFC 9113 always allows
-_BLOCK_BYTES: Final = 32 * 1024  # of one request's headers, encoded
-_LIST_BYTES: Final = 64 * 1024  # the same, decoded
-_CACHED_BLOCKS: Final = 256  # an Envoy's have a few kinds of requests
-_CACHED_BYTES: Final = 1024  # of one
-_ENDED_IDS: Final = 4096  # remembered streams that this side ended first
+_CONNECTION_WINDOW: Final = 16 * 1024 * 1024  # reopens as data arrives: stream windows are the limit
+FRAME_BYTES: Final = 16_384  # largest frame that RFC 9113 lets either side send without a setting
+_BLOCK_BYTES: Final = 32 * 1024  # limit of one request's headers, encoded
+_LIST_BYTES: Final = 64 * 1024  # limit of one request's headers, decoded
+_CACHED_BLOCKS: Final = 256  # decoded header blocks in the cache; an Envoy sends few kinds
+_CACHED_BYTES: Final = 1024  # largest block in the cache
+_ENDED_IDS: Final = 4096  # ids to remember of streams that this side ended first
 _FLUSH_BYTES: Final = 64 * 1024
-_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes from which handlers wait
-_END_S: Final = 5.0  # for a closed connection's last bytes
-_STUCK_S: Final = 30.0  # for a peer that reads nothing
-_STUCK: Final = 64  # connections whose peers read nothing, `_WRITE_BUFFER` each
-_WARNING_S: Final = 1.0  # between two of its kind
+_WRITE_BUFFER: Final = 1024 * 1024  # unsent bytes above which handlers wait
+_END_S: Final = 5.0  # for a closing connection's handlers and last bytes
+_STUCK_S: Final = 30.0  # until a peer that reads nothing is cut off
+_STUCK: Final = 64  # connections whose peers read nothing; each holds up to `_WRITE_BUFFER`
+_WARNING_S: Final = 1.0  # minimum time between two warnings
 
-# What frames cost of `Limits.idle_frames`, and what adds to it.
-_SETTINGS_COST: Final = 20  # may take a step for each stream
-_RESIZE_COST: Final = 20  # of a header table
-_PER_STREAM: Final = 4
-_BYTES_SENT: Final = 1024  # for one more
-_PER_S: Final = 50
-_DECODE_COST: Final = 32  # frames of `Limits.step_frames`, for headers that are not in the cache
-_DECODE_BYTES: Final = 16  # of such headers, for one more
+# What frames cost, charged to `Limits.idle_frames`, and what raises a connection's allowance.
+_SETTINGS_COST: Final = 20  # a SETTINGS frame may update every stream
+_RESIZE_COST: Final = 20  # a resize of the HPACK table
+_PER_STREAM: Final = 4  # frames allowed for each stream opened
+_BYTES_SENT: Final = 1024  # bytes sent that allow one more frame
+_PER_S: Final = 50  # frames allowed for each second of age
+_DECODE_COST: Final = 32  # decoding uncached headers costs so many of `Limits.step_frames`
+_DECODE_BYTES: Final = 16  # encoded header bytes that cost one frame more
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream
+_HEADER = struct.Struct(">BHBBL")  # length in two parts, type, flags, stream id
 _PAIR = struct.Struct(">HL")
 _HEADER_BYTES = 9
 _MAX_WINDOW = 2**31 - 1
@@ -73,18 +73,18 @@ _log = logging.getLogger(__name__)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Encode one frame."""
     size = len(payload)
     return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id) + payload
 
 
 def start_of_frame(kind: int, flags: int, size: int) -> bytes:
-    """The first bytes of a frame, up to its stream's id."""
+    """Encode a frame's first five bytes, which precede its stream id."""
     return _HEADER.pack(size >> 16, size & 0xFFFF, kind, flags, 0)[:5]
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field that no table holds; HPACK's integers of a byte count to 126."""
+    """Encode a header field as an HPACK literal without indexing; lengths up to 126 take one byte."""
     return b"\0" + _string(name) + _string(value)
 
 
@@ -102,14 +102,14 @@ def _string(text: bytes) -> bytes:
 
 
 OK_BLOCK = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: `:status: 200`
-_BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status`, a literal: RFC 9113 has no gRPC error for another protocol
+_BAD_TYPE_BLOCK = b"\x08\x03415"  # `:status: 415`, a literal: an HTTP error for a peer without gRPC
 NO_ERROR_CODE = b"\0\0\0\0"
 
 _HOP_HEADERS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
 _POOL = POOL_HEADER.encode()
-# More changes of the header table's size than a block may begin with (RFC 7541, 4.2).
+# Three HPACK table resizes at the start of a block; RFC 7541, 4.2 allows two.
 _RESIZES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 
@@ -123,9 +123,9 @@ class ConnectionFault(Exception):
 
 
 class _Request(NamedTuple):
-    """What a block of request headers asks for: a handler, or `refusal`, all but its stream's id.
+    """A request's decoded headers: the handler to run, or the header block `refusal` to answer with.
 
-    `reset` is the code with which a malformed request's stream ends, None if it is well-formed.
+    `reset` is the error code that ends a malformed request's stream, None if the request is well-formed.
     """
 
     handler: Handler | None
@@ -136,7 +136,7 @@ class _Request(NamedTuple):
 
 
 class Stream(Protocol):
-    """What a connection needs of a stream; `native.GrpcStream` is the one."""
+    """The interface of streams to their connection; `native.GrpcStream` implements it."""
 
     began_s: float
     handler: Handler
@@ -160,32 +160,32 @@ class Stream(Protocol):
         ...
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Take what a DATA frame brought, `data[start:end]`."""
+        """Take the payload of a DATA frame, `data[start:end]`."""
         ...
 
     def end_remote(self) -> bool:
-        """The client's side has ended; whether it sent as many bytes as its headers said."""
+        """End the client's side. Returns whether the bytes received match the content-length, if any."""
         ...
 
     def wake_writer(self) -> None:
-        """Some window has grown."""
+        """Resume a handler that waits to write: a window has grown."""
         ...
 
     def drop(self) -> None:
-        """The stream is over: keep nothing of it."""
+        """Free everything that the ended stream holds."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the peers of a transport may have and do.
+    """Limits on the peers of one transport.
 
-    `streams` are open at once, on all `connections` together, and `silent` of them without a first message,
-    `silent_here` on one connection and each for `silent_s`. Beyond that streams are refused. `unsent_replies`
-    to pings and settings are kept for a peer that does not read. `idle_frames` that carry nothing are taken
-    of a connection, and more with time, its streams and the bytes that it is sent.
+    All `connections` together may have `streams` open streams. At most `silent` of these may lack a first
+    message, `silent_here` on one connection, each for `silent_s`; other streams are refused. Up to
+    `unsent_replies` replies wait for a peer that does not read. A connection may send `idle_frames` frames
+    that carry nothing, and more as it ages, opens streams and is sent data.
 
-    In one step of the event loop `step_frames` are read and `step_starts` handlers started.
+    One step of the event loop reads `step_frames` frames and starts `step_starts` handlers at most.
     """
 
     streams: int = 20_000
@@ -214,15 +214,15 @@ class NewStream(Protocol):
 
 
 class Load:
-    """What the connections of a transport share: `limits`, the `count` of their streams, which handlers are
-    `refused`, and the work of a step of the event loop.
+    """State that a transport's connections share: `limits`, the `count` of open streams, the `refused`
+    handlers, and the work budget of one event-loop step.
 
-    A handler starts when the first message of its stream has come, at the end of what was read with it, as
-    far as the step's budget goes. So a request that is reset meanwhile costs neither a task nor a call of
-    Redis. Frames beyond the budget wait until those of the other connections have been read.
+    A handler starts once its stream's first message has arrived and all data read with that message has been
+    parsed, if the step's budget allows. A request reset before that costs neither a task nor a Redis call.
+    Frames beyond the budget wait until the other connections' frames have been read.
 
-    A connection without an open stream makes room for a new one: first one that never had a stream, then
-    the one that has been idle for longest.
+    At the limit, a new connection replaces one without an open stream: first the oldest that never had a
+    stream, then the one idle for longest.
     """
 
     __slots__ = (
@@ -249,20 +249,20 @@ class Load:
         self.connections: set[Connection] = set()
         self.count = 0
         self.refused: set[Handler] = set()
-        self.silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message, the oldest first
+        self.silent: OrderedDict[Stream, None] = OrderedDict()  # without a first message yet, oldest first
         self.frames_left, self._starts_left = limits.step_frames, limits.step_starts
         self._loop = asyncio.get_running_loop()
         self._starting: OrderedDict[Stream, None] = OrderedDict()
-        self._unread: deque[Connection] = deque()  # those with frames that wait
+        self._unread: deque[Connection] = deque()  # connections with frames for a later step
         self._refilling = False
         self._unused: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
-        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # since when nothing is read of it
+        self._stuck: OrderedDict[Connection, float] = OrderedDict()  # since when the peer reads nothing
         self._warned_s, self._left_out = -_WARNING_S, 0
 
     @property
     def full(self) -> str:
-        """Why no stream can be taken; empty if one can."""
+        """Why new streams are refused; empty while they are taken."""
         if self.count >= self.limits.streams:
             return f"all {self.limits.streams} streams are taken"
         if len(self.connections) >= self.limits.connections and not (self._unused or self._idle):
@@ -272,7 +272,7 @@ class Load:
     # Connections.
 
     def opened(self, connection: "Connection") -> bool:
-        """Count a new connection; whether there is room for it."""
+        """Add a new connection. Returns False if there is no room for it."""
         if len(self.connections) >= self.limits.connections:
             self._warn_of_full()
             spare = self._unused or self._idle
@@ -290,23 +290,23 @@ class Load:
         self._stuck.pop(connection, None)
 
     def busy(self, connection: "Connection") -> None:
-        """Its first stream has been opened."""
+        """Mark `connection` as in use, since it has an open stream."""
         if self._idle.pop(connection, self) is self:
             self._unused.pop(connection, None)
 
     def idle(self, connection: "Connection") -> None:
-        """Its last stream has ended."""
+        """Mark `connection` as idle, since its last stream has ended."""
         if connection in self.connections:
             self._idle[connection] = None
 
     def stuck(self, connection: "Connection") -> None:
-        """Its peer does not read. Of too many such connections the first one is cut."""
+        """Note that the peer does not read; if too many do not, cut the connection stuck for longest."""
         self._stuck[connection] = self._loop.time()
         if len(self._stuck) > _STUCK:
             self._stuck.popitem(last=False)[0].abort()
 
     def freed(self, connection: "Connection") -> None:
-        """Its peer reads again."""
+        """Note that the peer reads again."""
         self._stuck.pop(connection, None)
 
     def _warn_of_full(self) -> None:
@@ -322,7 +322,7 @@ class Load:
         self._warned_s, self._left_out = now_s, 0
 
     def end_overdue(self) -> None:
-        """End streams without a first message, and connections whose peers read nothing, after their time."""
+        """Refuse streams whose first message is overdue; cut connections whose peers have stopped reading."""
         before_s = self._loop.time() - self.limits.silent_s
         while self.silent and (stream := next(iter(self.silent))).began_s < before_s:
             stream.connection.refuse(stream.id)
@@ -333,7 +333,7 @@ class Load:
     # Work.
 
     def begin(self, stream: Stream) -> None:
-        """A stream has been opened; its first message is awaited."""
+        """Count a new stream without a first message; if too many such streams wait, refuse the oldest."""
         self.count += 1
         self.silent[stream] = None
         stream.connection.silent += 1
@@ -342,13 +342,13 @@ class Load:
             oldest.connection.refuse(oldest.id)
 
     def heard(self, stream: Stream) -> None:
-        """The first message of a stream has come, or its end."""
+        """Queue a stream's handler to start: the first message or the end of the stream has arrived."""
         if self.silent.pop(stream, self) is None:
             stream.connection.silent -= 1
             self._starting[stream] = None
 
     def end(self, stream: Stream) -> None:
-        """A stream is over."""
+        """Stop counting a stream that has ended."""
         self.count -= 1
         if stream.task is not None:
             return
@@ -358,7 +358,7 @@ class Load:
             self._starting.pop(stream, None)
 
     def start(self) -> None:
-        """Start what waits, as far as the budget goes."""
+        """Start queued handlers, as many as the step's budget allows."""
         starting = self._starting
         while starting and self._starts_left > 0:
             stream, _ = starting.popitem(last=False)
@@ -372,11 +372,11 @@ class Load:
             self._loop.call_soon(self._refill)
 
     def wait(self, connection: "Connection") -> None:
-        """`connection` has frames to read in a later step."""
+        """Queue `connection`, whose frames a later step is to read."""
         self._unread.append(connection)
 
     def _refill(self) -> None:
-        """The next step of the event loop has begun."""
+        """Renew the budget for a new event-loop step, and go on with queued frames and handlers."""
         self._refilling = False
         self.frames_left, self._starts_left = self.limits.step_frames, self.limits.step_starts
         self.start()
@@ -388,9 +388,9 @@ class Load:
 
 
 class Connection(asyncio.Protocol):
-    """One peer's connection; `load` is what those of a transport share.
+    """One peer's connection. All connections of a transport share `load`.
 
-    `find` gives the handler of a path and a pool, with the budget that counts data which it has not read yet.
+    `find` returns the handler of a path and a pool, and the byte budget for data that it has not read yet.
     """
 
     def __init__(
@@ -404,45 +404,45 @@ class Connection(asyncio.Protocol):
         self.silent = 0  # streams without a first message
         self.send_window = _DEFAULT_WINDOW
         self.paused = False
-        # Those whose handlers wait for the connection's window, in the order in which they began to.
+        # Streams whose handlers wait for the connection's window, in order of waiting.
         self.blocked: OrderedDict[int, Stream] = OrderedDict()
-        self.received = False  # anything since the transport last asked
-        self.settled = False  # the peer's preface and settings have come
+        self.received = False  # whether data has arrived since the transport last cleared this
+        self.settled = False  # whether the peer's preface and settings have arrived
         self._find = find
         self.loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._closed = False
-        self._waiting = False  # with frames in `_tail` that another step reads
+        self._waiting = False  # whether a later step is to read the frames in `_tail`
         self._tail = b""
         self._streams: dict[int, Stream] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._last_id = 0
         self._refuse_after = _ANY_STREAM
         self._initial_send_window = _DEFAULT_WINDOW
-        self._arrived_bytes = 0  # of data, since the connection's window was last opened
+        self._arrived_bytes = 0  # DATA bytes since the connection's window was last opened
         self._decoder = hpack.Decoder(max_header_list_size=_LIST_BYTES)
         self._blocks: dict[bytes, _Request] = {}
-        self._block: bytearray | None = None  # headers that CONTINUATION frames go on with
-        self._block_of = (0, 0)  # their stream and flags
+        self._block: bytearray | None = None  # headers that CONTINUATION frames have yet to complete
+        self._block_of = (0, 0)  # stream id and flags of `_block`
         self._unsent_replies = 0
         self._idle_frames = 0  # the cost of frames that carried nothing
         self._idle_allowed = self._limits.idle_frames
-        self._begun = 0  # streams
+        self._begun = 0  # streams opened so far
         self._began_s = self.loop.time()
         self._sent_bytes = 0
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._draining = False
-        self._cancelled: set[asyncio.Task[None]] = set()  # whose handlers have not ended yet
+        self._cancelled: set[asyncio.Task[None]] = set()  # handlers that have not ended yet
         self._cut: asyncio.TimerHandle | None = None
 
     @property
     def peer(self) -> tuple[str, int]:
-        """Its address, '' if unknown, and how many streams it has open."""
+        """The peer's address ('' if unknown) and its number of open streams."""
         peer = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(peer[0]) if isinstance(peer, tuple) else "", len(self._streams)
 
-    # asyncio's side.
+    # Called by asyncio.
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -461,7 +461,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         if self._cut is not None:
-            self._cut.cancel()  # it would keep the transport
+            self._cut.cancel()  # the timer would keep the transport alive
         self._unsent = []
         self._tail = b""
         for stream_id in list(self._streams):
@@ -485,14 +485,14 @@ class Connection(asyncio.Protocol):
         if self._tail:
             data = self._tail + data
             self._tail = b""
-        if self._waiting:  # what was on its way when reading was paused
+        if self._waiting:  # data that was in transit when reading was paused
             self._tail = data
             return
         self._read(data)
         self.load.start()
 
     def read_on(self) -> None:
-        """Read the frames that an earlier step has left."""
+        """Read the frames that an earlier step left unread."""
         self._waiting = False
         if self._closed:
             return
@@ -502,7 +502,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read(self, data: bytes) -> None:
-        """Read the frames of `data` as far as the step's budget goes."""
+        """Read the frames of `data`, as many as the step's budget allows."""
         load = self.load
         try:
             at = 0
@@ -549,11 +549,11 @@ class Connection(asyncio.Protocol):
             _log.exception("a connection failed")
             self.close(INTERNAL_ERROR, "the picker failed on this connection; its log says why")
 
-    # What handlers and the transport ask for.
+    # Called by handlers and the transport.
 
     @property
     def drained(self) -> bool:
-        """After `drain`: whether the peer knows of it and no stream is open."""
+        """After `drain`: whether the peer has read the GOAWAY and no stream is open."""
         return self._closed or (self._refuse_after != _ANY_STREAM and not self._streams)
 
     async def ended(self) -> None:
@@ -562,7 +562,7 @@ class Connection(asyncio.Protocol):
             await asyncio.wait(self._cancelled, timeout=_END_S)
 
     def write(self, data: bytes) -> None:
-        """Send `data`, together with all else of this step of the event loop: a system call costs most."""
+        """Send `data` with all other data of this event-loop step, since system calls cost most."""
         if self._closed:
             return
         if not self._unsent:
@@ -582,10 +582,10 @@ class Connection(asyncio.Protocol):
         self.write(frame(PING, 0, 0, b"picker\0\0"))
 
     def drain(self) -> None:
-        """Announce that this side soon takes no new streams; those in flight are still served.
+        """Announce by GOAWAY that new streams will soon be refused; open streams are still served.
 
-        The peer's answer to the ping says that it has read the GOAWAY. Later streams are refused, so that the
-        peer sends them elsewhere.
+        The peer's answer to the ping shows that it has read the GOAWAY. Streams opened after that are
+        refused, so that the peer sends them elsewhere.
         """
         self._draining = True
         self.write(frame(GOAWAY, 0, 0, _ANY_STREAM.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big")))
@@ -602,15 +602,15 @@ class Connection(asyncio.Protocol):
         for stream_id in list(self._streams):
             self._cancel(stream_id)
         self._transport.close()
-        self._cut = self.loop.call_later(_END_S, self._transport.abort)  # it may not read
+        self._cut = self.loop.call_later(_END_S, self._transport.abort)  # the peer may not read
 
     def abort(self) -> None:
-        """Cut the connection without a word."""
+        """Cut the connection without a GOAWAY."""
         self._closed = True
         self._transport.abort()
 
     def forget(self, stream_id: int, remote_ended: bool) -> None:
-        """This side has ended a stream."""
+        """Remove a stream that this side has ended."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -619,13 +619,13 @@ class Connection(asyncio.Protocol):
             self._remember(stream_id)
 
     def refuse(self, stream_id: int) -> None:
-        """End a stream for which nothing has been done: the peer may send it elsewhere."""
+        """Reset an unprocessed stream with REFUSED_STREAM: the peer may send the request elsewhere."""
         self.write(frame(RST_STREAM, 0, stream_id, REFUSED_STREAM.to_bytes(4, "big")))
         self._remember(stream_id)
         self._cancel(stream_id)
 
     def _remember(self, stream_id: int) -> None:
-        """The client may still send on a stream that this side has ended: that is no error."""
+        """Remember a stream that this side has ended: later frames of the client on it are no error."""
         self._ended[stream_id] = None
         if len(self._ended) > _ENDED_IDS:
             self._ended.popitem(last=False)
@@ -657,7 +657,7 @@ class Connection(asyncio.Protocol):
             self._count_idle(1)
 
     def _count_idle(self, cost: int) -> None:
-        """Count a frame that carries nothing: of such a gateway sends few, whatever its clients do."""
+        """Count a frame that carries nothing; a gateway sends few of these, whatever its clients do."""
         self._idle_frames += cost
         if self._idle_frames <= self._idle_allowed:
             return
@@ -696,7 +696,7 @@ class Connection(asyncio.Protocol):
             self._end_remote(stream_id, stream)
 
     def _on_late_data(self, stream_id: int) -> None:
-        """Data came for a stream that is not open, or whose client had ended it."""
+        """Handle data for a stream that is not open, or that its client had already ended."""
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(PROTOCOL_ERROR, "data of a stream that is not open")
         if stream_id not in self._ended:
@@ -704,7 +704,7 @@ class Connection(asyncio.Protocol):
             self.reset(stream_id, STREAM_CLOSED)
 
     def _open_window(self) -> None:
-        """Let the peer send as much as it has sent since the connection's window was last opened."""
+        """Reopen the connection's window by the bytes received since it was last opened."""
         self.write(frame(WINDOW_UPDATE, 0, 0, self._arrived_bytes.to_bytes(4, "big")))
         self._arrived_bytes = 0
 
@@ -756,7 +756,7 @@ class Connection(asyncio.Protocol):
             self.reset(stream_id, request.reset)
         elif (
             stream_id > self._refuse_after
-            # No connection has more than two thirds of the streams.
+            # One connection may take at most two thirds of all streams.
             or len(self._streams) >= 2 * (self._limits.streams - load.count)
             or self.silent >= self._limits.silent_here
             or request.handler in load.refused
@@ -864,7 +864,7 @@ class Connection(asyncio.Protocol):
             self.reset(stream_id, PROTOCOL_ERROR)
 
     def _reply(self, data: bytes) -> None:
-        """Send what a frame of the peer asks for; one that reads nothing must not fill the memory so."""
+        """Reply to a peer's frame. A peer that does not read may have only `unsent_replies` waiting."""
         if self.paused:
             self._unsent_replies += 1
             if self._unsent_replies > self._limits.unsent_replies:
@@ -872,13 +872,13 @@ class Connection(asyncio.Protocol):
         self.write(data)
 
     def reset(self, stream_id: int, code: int) -> None:
-        """End a stream with an error code; with CANCEL, if it is still open."""
+        """End a stream with an error code; CANCEL is sent only for a stream that is still open."""
         if code != CANCEL or stream_id in self._streams:
             self._reply(frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big")))
         self._cancel(stream_id)
 
     def _cancel(self, stream_id: int) -> None:
-        """A stream is over before its handler is: cancel that."""
+        """Remove a stream that ended before its handler did, and cancel the handler."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -889,25 +889,25 @@ class Connection(asyncio.Protocol):
             stream.task.add_done_callback(self._cancelled.discard)
 
     def _left(self, stream: Stream) -> None:
-        """A stream is not open any more."""
+        """Release a stream that is no longer open."""
         self.load.end(stream)
         stream.drop()
         if not (self._streams or self._closed):
             self.load.idle(self)
 
     def wake_next(self) -> None:
-        """If the window allows it, wake the first writer that waits for it. When that has written it wakes
-        the next one, so no update wakes more of them than it serves."""
+        """Wake the first writer that waits for the connection's window, if the window is open. Each writer
+        wakes the next one after writing, so a window update wakes no more writers than it serves."""
         if self.blocked and self.send_window > 0 and not self.paused:
             next(iter(self.blocked.values())).wake_writer()
 
     # Headers.
 
     def _read_block(self, block: bytes) -> _Request:
-        """Decode a request's headers; what they ask for.
+        """Decode a request's headers, and cache the result by the encoded block.
 
-        An Envoy's requests differ in nothing but their stream, so their blocks are the same bytes once its
-        headers are in the table. Such a block means the same for as long as the table does not change.
+        An Envoy's requests differ only in their stream id, so their blocks are identical once the headers are
+        in the HPACK table. A block keeps its meaning for as long as the table does not change.
         """
         self.load.frames_left -= _DECODE_COST + len(block) // _DECODE_BYTES
         if block[:1] and 0x20 <= block[0] < 0x40:
@@ -918,7 +918,7 @@ class Connection(asyncio.Protocol):
         before = (table.maxsize, len(table.dynamic_entries), *list(table.dynamic_entries)[:1])
         try:
             headers = self._decoder.decode(block, raw=True)
-        except Exception as fault:  # whatever a damaged block does to the decoder
+        except Exception as fault:  # a damaged block may raise anything in the decoder
             raise ConnectionFault(COMPRESSION_ERROR, "headers cannot be decoded") from fault
         after = (table.maxsize, len(table.dynamic_entries), *list(table.dynamic_entries)[:1])
         request = self._request(headers)

@@ -1,6 +1,6 @@
-"""`extproc.transport: native`: gRPC on an HTTP/2 layer of our own (`http2.py`), without other threads.
+"""`extproc.transport: native`: gRPC on this package's HTTP/2 layer (`http2.py`), without other threads.
 
-`server.Server` makes the transport, and each connection a `GrpcStream` for each request.
+`server.Server` makes the transport; each connection makes a `GrpcStream` for each request.
 """
 
 import asyncio
@@ -37,27 +37,27 @@ from picker_fleet.extproc.http2 import (
 )
 from picker_fleet.extproc.transport import Handler, Relay, RpcError, Status
 
-FREE_BYTES = 4096  # unread ones of a stream that no budget counts: about what the stream itself takes
-MESSAGE_COST = 64  # bytes that a message takes besides its own, its frame's included
-_CREDIT_BELOW = WINDOW_BYTES // 2  # a window that is no larger is opened again
-_OTHERS_BYTES = 64 * 1024 * 1024  # unread, of all streams that have no budget
+FREE_BYTES = 4096  # unread bytes per stream not charged to the budget: about the stream's own size
+MESSAGE_COST = 64  # bytes of overhead that a queued message and its frame take in memory
+_CREDIT_BELOW = WINDOW_BYTES // 2  # a stream's window is reopened at or below this size
+_OTHERS_BYTES = 64 * 1024 * 1024  # limit of unread bytes of all streams without a budget of their own
 _STEP_S = 0.01
 _CLOSE_S = 0.25
-_WRITE_S = 60.0  # for a peer to open its window
-_OVERDUE_S = 1.0  # between two looks
+_WRITE_S = 60.0  # time limit for a peer to open its window
+_OVERDUE_S = 1.0  # between two checks for overdue streams
 
 _END_BLOCK = literal(b"grpc-status", b"0")
 _OK = start_of_frame(HEADERS, END_HEADERS, len(OK_BLOCK))
 _END = start_of_frame(HEADERS, END_HEADERS | END_STREAM, len(_END_BLOCK))
 _STOP = start_of_frame(RST_STREAM, 0, 4)
-_DATA = bytes((DATA, 0))  # what follows the size of a DATA frame: type and flags
+_DATA = bytes((DATA, 0))  # type and flags of a DATA frame, which follow its size
 _CREDIT = start_of_frame(WINDOW_UPDATE, 0, 4)
 
 _log = logging.getLogger(__name__)
 
 
 class GrpcStream:
-    """One request's stream as its handler sees it (`transport.Stream`), and its gRPC framing.
+    """One request's stream, for its handler (`transport.Stream`) and its connection; does the gRPC framing.
 
     `message_bytes` is the largest message that a client may send.
     """
@@ -103,38 +103,38 @@ class GrpcStream:
         self.id = stream_id
         self.handler = handler
         self.sid = stream_id.to_bytes(4, "big")
-        self._shifted_id = stream_id << 40  # where it is in what precedes a message
+        self._shifted_id = stream_id << 40  # the id at its place in the 14 bytes before a message
         self._budget = budget
         self._message_bytes = message_bytes
         self._content_length = content_length
         self._messages: deque[bytes] = deque()
         self._partial = bytearray()
-        self._reader: asyncio.Future[bytes | None] | None = None  # a message, or None: look again
-        self._take: Callable[[bytes], None] | None = None  # of a handler that takes all as it comes
+        self._reader: asyncio.Future[bytes | None] | None = None  # gets a message, or None: look again
+        self._take: Callable[[bytes], None] | None = None  # called with each message on arrival
         self._writer: asyncio.Future[None] | None = None
         self.remote_ended = False
         self._started = False  # the response's headers have been sent
         self._fault: Exception | None = None
         self._unread_bytes = 0
-        self._counted_bytes = 0  # of the unread, in the replica's budget
+        self._counted_bytes = 0  # unread bytes charged to the budget
         self._received_bytes = 0
         self.began_s = connection.loop.time()
         self.receive_window = WINDOW_BYTES
         self.send_window = send_window
         self.task: asyncio.Task[None] | None = None
 
-    # The handler's side.
+    # Called by the handler.
 
     @property
     def has_message(self) -> bool:
         return bool(self._messages)
 
     async def read(self) -> bytes | None:
-        """The next message; None at the end of the client's side.
+        """The next message; None once the client has ended its side.
 
         Raises:
             BufferFull: the replica's byte budget is used up; no more of the request is kept.
-            RpcError: what came is not a gRPC message, or it is too large.
+            RpcError: the data is not a gRPC message, or the message is too large.
         """
         while not self._messages:
             if self._fault is not None:
@@ -158,8 +158,8 @@ class GrpcStream:
         return message
 
     async def read_all(self, take: Callable[[bytes], None]) -> None:
-        """As `Stream.read_all`, without a task that wakes for each message. Raises as `read`, and what `take`
-        raises."""
+        """As `Stream.read_all`, without waking a task for each message. Raises as `read`, and any error of
+        `take`."""
         self._take = take
         try:
             while (message := await self.read()) is not None:
@@ -168,12 +168,12 @@ class GrpcStream:
             self._take = None
 
     async def write(self, message: bytes) -> None:
-        """Send one message; returns when all of it is on its way."""
+        """Send one message; returns when the connection has all of its frames."""
         if not self._write_now(message):
             await self._write_parts(message)
 
     def _write_now(self, message: bytes) -> bool:
-        """Send one message; False if the peer's windows do not allow it now."""
+        """Send a message as one frame. Returns False if the message is too large or cannot be sent now."""
         frames = self._in_one_frame(message)
         if not frames:
             return False
@@ -185,8 +185,8 @@ class GrpcStream:
         return True
 
     async def relay(self, answer: Relay) -> bytes | None:
-        """As `Stream.relay`, without a task that wakes for each message. Raises as `read`, and what `answer`
-        raises."""
+        """As `Stream.relay`, without waking a task for each message. Raises as `read`, and any error of
+        `answer`."""
         unsent: deque[bytes] = deque()
         is_last = False
 
@@ -201,7 +201,7 @@ class GrpcStream:
             if is_last:
                 unsent.extend(answers[-1:])
             if unsent or is_last:
-                self._take = None  # what comes now is kept until the task has sent the rest
+                self._take = None  # queue further messages until the task has sent the rest
                 self._wake_reader()
 
         while True:
@@ -247,7 +247,7 @@ class GrpcStream:
         if self.remote_ended:
             connection.write(b"".join((frames, _END, sid, _END_BLOCK)))
         else:
-            # As gRPC's own servers do: nothing more is wanted of the client.
+            # As gRPC's own servers do: RST_STREAM with NO_ERROR tells the client to stop sending.
             connection.write(b"".join((frames, _END, sid, _END_BLOCK, _STOP, sid, NO_ERROR_CODE)))
         connection.forget(self.id, self.remote_ended)
 
@@ -261,7 +261,7 @@ class GrpcStream:
         self.connection.forget(self.id, self.remote_ended)
 
     def _in_one_frame(self, message: bytes) -> bytes:
-        """The frame of a whole message, counted as sent; empty if it does not fit in one, or not now."""
+        """A message as one frame, deducted from the windows; empty if too large or not to be sent now."""
         connection = self.connection
         size = len(message) + 5
         window = connection.send_window
@@ -269,11 +269,11 @@ class GrpcStream:
             return b""
         connection.send_window = window - size
         self.send_window -= size
-        # The frame's size, DATA and its flags (0), the stream; the message's compression (0) and its size.
+        # Frame size, DATA (0), flags (0) and stream id, then the message's compression flag (0) and size.
         return (size << 88 | self._shifted_id | size - 5).to_bytes(14, "big") + message
 
     async def _write_parts(self, message: bytes) -> None:
-        """Send a message in frames, as the peer's windows allow."""
+        """Send a message in several frames, as the peer's windows allow."""
         connection = self.connection
         rest = memoryview(b"".join((b"\0", len(message).to_bytes(4, "big"), message)))
         if not self._started:
@@ -284,7 +284,7 @@ class GrpcStream:
             if room <= 0 or connection.paused:
                 await self._until_writable(len(rest))
                 continue
-            # One write for several frames; not so much that a slow connection's buffer grows past its limit.
+            # Write several frames at once, but at most 64 KiB: a slow connection's buffer has a limit.
             now, rest = rest[: min(room, 64 * 1024)], rest[min(room, 64 * 1024) :]
             self.send_window -= len(now)
             connection.send_window -= len(now)
@@ -296,7 +296,7 @@ class GrpcStream:
             connection.wake_next()
 
     async def _until_writable(self, unsent_bytes: int) -> None:
-        """Wait for the peer's windows; `unsent_bytes` count in the replica's budget meanwhile.
+        """Wait until the peer's windows open; `unsent_bytes` are charged to the budget meanwhile.
 
         Raises:
             RpcError: the budget is used up, or the windows stay closed.
@@ -315,7 +315,7 @@ class GrpcStream:
                 await self._writer
         except BaseException as fault:
             connection.blocked.pop(self.id, None)
-            connection.wake_next()  # the window that this stream leaves
+            connection.wake_next()  # another stream may use the window
             if isinstance(fault, TimeoutError):
                 raise RpcError(Status.UNAVAILABLE, "the answer is not read") from None
             raise
@@ -330,14 +330,14 @@ class GrpcStream:
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
-    # The connection's side.
+    # Called by the connection.
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Take what a DATA frame brought, `data[start:end]`."""
+        """Take the payload of a DATA frame, `data[start:end]`."""
         size = end - start
         self._received_bytes += size
         if self._fault is not None:
-            return  # and the window stays closed
+            return  # without reopening the window
         if (
             5 <= size <= self._message_bytes
             and not self._partial
@@ -350,7 +350,7 @@ class GrpcStream:
             self._give_credit()
 
     def _take_frame(self, data: bytes, start: int, end: int) -> None:
-        """Take a frame that has more or less than one message."""
+        """Take a frame that is not exactly one message."""
         if self._partial:
             self._keep_part(data[start:end])
             if not self._is_decided():
@@ -365,21 +365,21 @@ class GrpcStream:
             self._keep_part(data[start:end])
 
     def _keep_part(self, part: bytes) -> None:
-        """Keep what is not a whole message yet."""
+        """Keep part of a message until the rest arrives."""
         self._partial += part
         self._unread_bytes += len(part)
         if self._unread_bytes > FREE_BYTES:
             self._count()
 
     def _is_decided(self) -> bool:
-        """Whether the partial message is whole, or wrong."""
+        """Whether the partial message is complete, or known to be invalid."""
         if len(self._partial) < 5:
             return False
         whole = 5 + int.from_bytes(self._partial[1:5], "big")
         return len(self._partial) >= whole or bool(self._partial[0]) or whole > self._message_bytes
 
     def _take_messages(self, data: bytes, start: int, end: int) -> int:
-        """Give the handler the whole messages of `data[start:end]`, or queue them; where the rest begins."""
+        """Deliver or queue the complete messages of `data[start:end]`. Returns where the rest begins."""
         while end - start >= 5:
             length = int.from_bytes(data[start + 1 : start + 5], "big")
             if data[start]:
@@ -400,7 +400,7 @@ class GrpcStream:
         return start
 
     def _hand_over(self, message: bytes) -> None:
-        """Give the handler a message, or keep it until it reads."""
+        """Give the handler a message, or queue the message until the handler reads."""
         if self._take is not None:
             try:
                 self._take(message)
@@ -416,10 +416,10 @@ class GrpcStream:
             if self._unread_bytes > FREE_BYTES:
                 self._count()
         else:
-            reader.set_result(message)  # the handler waits for it, so it is never unread
+            reader.set_result(message)  # the handler waits for the message: none of it counts as unread
 
     def end_remote(self) -> bool:
-        """The client's side has ended; whether it had as many bytes as its headers said."""
+        """End the client's side. Returns whether the bytes received match the content-length, if any."""
         self.remote_ended = True
         if self._partial:
             self._fail_reads(RpcError(Status.INTERNAL, "the stream ended within a message"))
@@ -427,21 +427,21 @@ class GrpcStream:
         return self._content_length in (-1, self._received_bytes)
 
     def drop(self) -> None:
-        """The stream is over: keep nothing of it."""
+        """Free everything that the ended stream holds."""
         self._messages.clear()
         self._partial = bytearray()
         self._unread_bytes = 0
         self._count()
 
     def _give_credit(self) -> None:
-        """Open the window again: the handler has read all whole messages, so the rest of one may come."""
+        """Reopen the window: the handler has read every complete message, so more data may come."""
         if not self.remote_ended and self._fault is None:
             used = WINDOW_BYTES - self.receive_window
             self.connection.write(_CREDIT + self.sid + used.to_bytes(4, "big"))
             self.receive_window = WINDOW_BYTES
 
     def _count(self) -> None:
-        """Count the unread bytes in the replica's budget, but for a few that each stream may have."""
+        """Charge the unread bytes to the budget, except for `FREE_BYTES` per stream."""
         more = max(self._unread_bytes - FREE_BYTES, 0) - self._counted_bytes
         try:
             if more > 0:
@@ -467,8 +467,8 @@ class GrpcStream:
 
 
 class Keepalive(NamedTuple):
-    """A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If waiting for that
-    takes `pause_s` longer, this process stood still and has read nothing."""
+    """A peer that sent nothing for `silence_s` is pinged and has `answer_s` to answer. If the wait takes
+    `pause_s` longer than that, this process was paused, and the peer is not cut off."""
 
     silence_s: float = 20.0
     answer_s: float = 10.0
@@ -476,10 +476,10 @@ class Keepalive(NamedTuple):
 
 
 class NativeTransport:
-    """`handlers` are by path; `budgets`, by handler, count data that those have not read yet.
+    """Serves gRPC. `handlers` are by path; `budgets`, by handler, limit the data not read yet.
 
-    Handlers without a budget share one, so that large bodies delay no access log. `message_bytes` is the
-    largest message that a client may send.
+    Handlers without a budget share a separate one, so that large bodies delay no access log. `message_bytes`
+    is the largest message that a client may send.
     """
 
     def __init__(
@@ -524,7 +524,7 @@ class NativeTransport:
         return found
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """As `Transport.refuse`: with REFUSED_STREAM, which says that nothing was done."""
+        """As `Transport.refuse`, with REFUSED_STREAM: the peer learns that nothing was processed."""
         handler, refused = self._handlers[path.encode()], self.load.refused
         handlers = handler.all if isinstance(handler, ByPool) else (handler,)
         (refused.update if wanted else refused.difference_update)(handlers)
@@ -545,7 +545,7 @@ class NativeTransport:
             connection.close()
         for connection in list(self._connections):
             await connection.ended()
-        with contextlib.suppress(TimeoutError):  # last bytes, and the end of TLS
+        with contextlib.suppress(TimeoutError):  # send the last bytes and close TLS
             async with asyncio.timeout(_CLOSE_S):
                 while self._connections:  # noqa: ASYNC110
                     await asyncio.sleep(_STEP_S)
@@ -563,7 +563,7 @@ class NativeTransport:
             self.load.end_overdue()
 
     def _find(self, path: bytes, pool: bytes) -> tuple[Handler, BodyBudget] | None:
-        """The handler of `path`, in the pool that the peer names, and its budget; None if there is none."""
+        """The handler of `path` in `pool`, and its byte budget; None for an unknown path."""
         found = self._handlers.get(path)
         if found is None:
             return None
@@ -571,7 +571,7 @@ class NativeTransport:
         return handler, self._budgets.get(handler, self._others)
 
     async def _ping_silent_peers(self) -> None:
-        """Find peers that vanished without a word, whose streams would stay open for ever."""
+        """Cut off peers that answer no ping: streams of a vanished peer would stay open for ever."""
         silence_s, answer_s, pause_s = self._keepalive
         while True:
             for connection in self._connections:
@@ -586,14 +586,14 @@ class NativeTransport:
             pinged_s = clock()
             await asyncio.sleep(answer_s)
             if clock() - pinged_s > answer_s + pause_s:
-                continue  # their answers may have come and not been read
+                continue  # answers may have arrived during the pause, unread
             for connection in silent:
                 if not connection.received:
                     connection.abort()
 
 
 def _escaped(text: str) -> bytes:
-    """A status message as gRPC has it in a header: visible ASCII, all else percent-encoded."""
+    """A status message for the grpc-message header: printable ASCII, all else percent-encoded."""
     return b"".join(
         bytes((byte,)) if 32 <= byte < 127 and byte != 37 else f"%{byte:02X}".encode()
         for byte in text.encode()[:400]

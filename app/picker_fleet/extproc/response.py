@@ -1,4 +1,4 @@
-"""The response phases of `standard` mode: each message is passed on and read for usage."""
+"""Passes on a model server's response in `standard` mode, and reads the token usage in it."""
 
 import json
 import re
@@ -20,31 +20,31 @@ _CONTENT_TYPE = "content-type"
 _WANTED = frozenset((_STATUS, _ENCODING, _RETRY_AFTER, _CONTENT_TYPE))
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 16_384  # of a stream
-_WHOLE_BYTES = 65_536  # of an answer that is JSON alone
-_USAGE_BYTES = 4096  # of a usage whose answer is not read as a whole
-_FEW = 8  # places that may have a usage, from the end
-_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; what grows more is no longer read
-_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is not a count and must not be charged
+_TAIL_BYTES = 16_384  # kept of the end of a streamed answer
+_WHOLE_BYTES = 65_536  # kept of the end of a plain JSON answer
+_USAGE_BYTES = 4096  # read of a usage object if the answer is not parsed as a whole
+_FEW = 8  # places to search for usage, from the end
+_MOST_INFLATED_BYTES = 2 * 1024 * 1024  # of one chunk; if it yields more, the rest is not read
+_MAX_TOKENS, _MOST_DIGITS = 1e9, 10  # a higher number is no token count and must not be charged
 
-# A string, without group 1 if it is cut off; brackets; the blank line after an event.
+# A string (group 1: its closing quote, unset if cut off), brackets, or the blank line after an event.
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?|[{\[]++|[}\]]++|\n(?:\r?\n)++')
 _NO_BRACKETS = re.compile(rb'(?:[^"{}\[\]\n]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+")*+')
 _REST_OF_STRING = re.compile(rb'[^"\\\n]*+(?:\\.[^"\\\n]*+)*+(")?')
-_CUT = (b"", b"\\")  # what may follow a string that goes on in the next chunk; in a string is no line break
+_CUT = (b"", b"\\")  # what follows a string cut off by the chunk's end: nothing, or half an escape
 _MODEL = b'"model"'
-_INNER = (b'"message"', b'"response"')  # events of Anthropic's API and of Responses have the model in these
-# In place of an answer; quotes in a JSON string are escaped. With the code, if there is one.
+_INNER = (b'"message"', b'"response"')  # events of Anthropic's and the Responses API nest the model in these
+# An error object and its code, if any. Texts never match: quotes in a JSON string are escaped.
 _ERROR = re.compile(r'"error"\s*:\s*(?:"|\{(?:[^{}]*?"code"\s*:\s*"?(\d{3})\b)?)')
 
 
 class ModelRename:
-    """Replaces the model `target` by the client's name in an answer that comes in chunks.
+    """Replaces the model name `target` with the client's name `mine` in an answer that comes in chunks.
 
-    Only the member `model` of an answer changes, of an event, or of an event's `message` or `response`, and
-    only if it is `target`; nothing that is nested deeper, and no text. The bytes around it stay as they are.
-    A chunk's end that may be the beginning of that member is kept back for the next one; an event ends with
-    a line break, so whole events are never delayed.
+    Only the member `model` of an answer, of an event, or of an event's `message` or `response` changes, and
+    only if its value is `target`. Deeper members, texts and all other bytes stay as they are. If a chunk ends
+    in what may be the start of that member, those bytes wait for the next chunk. Events end with a line
+    break, so complete events are never delayed.
     """
 
     __slots__ = (
@@ -57,13 +57,13 @@ class ModelRename:
         self._mine = json.dumps(mine).encode()
         self._kept_back = b""
         self._depth = 0
-        self._outer = self._inner = False  # the container at depth 1 or 2 may have the model
-        self._key, self._is_value = b"", False  # the last key there, and whether its value comes next
+        self._outer = self._inner = False  # whether the container at depth 1 or 2 may have the model
+        self._key, self._is_value = b"", False  # the last key in it, and whether the key's value comes next
         self._in_string = self._line_ended = False
-        self._events: bool | None = None  # else JSON alone, which may have blank lines
+        self._events: bool | None = None  # False: plain JSON, which may have blank lines
 
     def push(self, chunk: bytes, *, ended: bool) -> bytes:
-        """The bytes to send on after `chunk`; with `ended`, all that is left."""
+        """Take a chunk. Returns the bytes to send on; with `ended`, all that are left."""
         data, copied, at = self._kept_back + chunk, 0, 0
         sent: list[bytes] = []
         if self._events is None and (begun := data.lstrip()):
@@ -119,11 +119,11 @@ class ModelRename:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether the members here may be the model, or have it."""
+        """Whether a member of the current container may be the model, or may contain the model."""
         return (self._depth == 1 and self._outer) or (self._depth == 2 and self._inner)
 
     def _bracket(self, text: bytes) -> None:
-        """Containers begin or end; or, by a blank line, an event."""
+        """Track the depth: brackets begin or end containers, and a blank line ends an event."""
         if text[:1] in b"{[":
             if self._depth == 0:
                 self._outer = text[:1] == b"{"
@@ -141,8 +141,8 @@ class ModelRename:
 
 
 class _Members(TypedDict, total=False):
-    """Members of an answer, and of these, that say how many tokens it took: in the APIs of OpenAI, Anthropic,
-    Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp.
+    """Members of an answer, at any depth, that report token counts or contain them, in the APIs of OpenAI,
+    Anthropic, Cohere, Gemini, Bedrock, TGI, SGLang, Ollama and llama.cpp.
     """
 
     usage: msgspec.Raw
@@ -177,7 +177,7 @@ class _Members(TypedDict, total=False):
     cacheWriteInputTokens: msgspec.Raw
 
 
-# The names above, in their order: 9 of what holds counts, then of the counts of each kind.
+# The kinds of the names above, in order: 9 containers of counts, then the counts of each kind.
 _HOLDS, _PROMPT, _COMPLETION, _TOTAL, _CACHED = range(5)
 _KINDS: Final = dict(
     zip(
@@ -187,7 +187,7 @@ _KINDS: Final = dict(
     )
 )
 _MOST_NESTED = 3  # Cohere: {"usage": {"tokens": {…}}}; Responses: {"response": {"usage": {…}}}
-# Where in a text a usage may be: by these names, the most frequent first.
+# Member names by which usage is found in a text, the most frequent first.
 _MARKS: Final = tuple(b'"%s"' % name.encode() for name in (
     "usage", "usageMetadata", "meta_info", "details", "meta", "eval_count", "tokens_predicted",
 ))  # fmt: skip
@@ -195,24 +195,24 @@ _members: msgspec.json.Decoder[Mapping[str, msgspec.Raw]] = msgspec.json.Decoder
 _list_of_members: msgspec.json.Decoder[list[Mapping[str, msgspec.Raw]]] = msgspec.json.Decoder(list[_Members])
 _PREFIX = json.JSONDecoder()
 
-Counts = tuple[int | None, int | None]  # prompt and completion tokens; None for what is unknown
+Counts = tuple[int | None, int | None]  # prompt and completion tokens; None if unknown
 _UNKNOWN: Final[Counts] = (None, None)
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class UsageReader:
-    """Reads the tokens that an answer says it took.
+    """Reads the token counts that an answer reports.
 
-    Keeps its last part (and at most one chunk more), where its usage usually is, and its first 4 KiB, for
-    servers that say it before a long text. Of JSON alone it also keeps the last usage between. Nothing is
-    parsed before the end: that costs the same for one token as for ten thousand. What is parsed is at most
-    what is kept, once; in an answer that is not kept whole, a few places of a few KiB.
+    Keeps the answer's end (and at most one chunk more), which usually has the usage, and its first 4 KiB, for
+    servers that report usage before a long text. Of plain JSON it also keeps the last usage in between. It
+    parses only at the end, so that one token costs the same as ten thousand. It parses the kept bytes at most
+    once; of an answer that was not kept whole, it parses a few places of a few KiB.
     """
 
     __slots__ = ("_between", "_chunks", "_head", "_inflate", "_is_json", "_most", "_size", "total")
 
     def __init__(self) -> None:
-        self.total = 0  # bytes that came
+        self.total = 0  # bytes received
         self._head = self._between = b""
         self._chunks: deque[bytes] = deque()
         self._size, self._most = 0, 0
@@ -220,12 +220,12 @@ class UsageReader:
         self._inflate: Any = None
 
     def encoded(self, encoding: bytes) -> None:
-        """Take the answer's content-encoding. What cannot be decoded is not read."""
+        """Set the answer's content-encoding: gzip and deflate are decoded; others yield no usage."""
         if encoding.strip().lower() in (b"gzip", b"x-gzip", b"deflate"):
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
 
     def add(self, chunk: bytes) -> bytes:
-        """Take the next chunk; returns it decoded."""
+        """Take the next chunk. Returns the decoded chunk."""
         self.total += len(chunk)
         if self._inflate is not None:
             chunk = self._inflated(chunk)
@@ -246,18 +246,18 @@ class UsageReader:
         return chunk
 
     def tells_error(self) -> bool:
-        """Whether an answer without usage says that the server, not its client, has failed."""
+        """Whether an answer without usage reports an error that is not the client's (4xx)."""
         tail = b"".join(self._chunks)[-_TAIL_BYTES:].decode(errors="replace")
         errors = list(_ERROR.finditer(tail))
         return bool(errors) and not (errors[-1][1] or "").startswith("4")
 
     def tokens(self) -> Counts:
-        """(prompt, completion) tokens of the answer, of a stream of them the most that it says anywhere."""
+        """(prompt, completion) tokens of the answer; of a stream, the highest counts in its events."""
         kept = b"".join(self._chunks)
         if self._is_json and (found := _of_answer(kept)) != _UNKNOWN:
             return found
         found = _last_in(kept)
-        if b'"message_start"' in self._head:  # Anthropic's: the prompt is told at the beginning
+        if b'"message_start"' in self._head:  # Anthropic's API reports the prompt first
             found = _most(found, _last_in(self._head))
         for text in (self._between, self._head):
             if found == _UNKNOWN:
@@ -277,7 +277,7 @@ class UsageReader:
 
 
 class _Nothing:
-    """In place of a decoder: the rest is not read."""
+    """Stands in for a decoder after a fault or an oversized chunk, and discards the rest."""
 
     unconsumed_tail = b""
 
@@ -287,11 +287,11 @@ class _Nothing:
 
 
 def _last_in(text: bytes) -> Counts:
-    """What the last events or lines of `text` with a usage say, or the text there if they are cut off."""
+    """Token counts in the last events or lines of `text` that have usage, even if they are cut off."""
     found = _UNKNOWN
     for mark in _MARKS:
         if mark is not _MARKS[0]:
-            text = text[-_USAGE_BYTES:]  # where servers with such names have them
+            text = text[-_USAGE_BYTES:]  # servers that use these names put them last
         at, unreadable = len(text), -1
         for _ in range(_FEW):
             at = text.rfind(mark, 0, at)
@@ -317,7 +317,7 @@ def _last_in(text: bytes) -> Counts:
 
 
 def _of_answer(text: bytes) -> Counts:
-    """What a whole JSON answer says: an object, or a list of them, whose tokens are added."""
+    """Token counts of a whole JSON answer: an object, or a list of objects, whose tokens are added."""
     if text.lstrip()[:1] != b"[":
         return _of_members(text) or _UNKNOWN
     try:
@@ -330,7 +330,7 @@ def _of_answer(text: bytes) -> Counts:
 
 
 def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
-    """What the JSON object `text` says; None if it is none."""
+    """Token counts in the JSON object `text`; None if `text` is no JSON object."""
     try:
         return _of_object(_members.decode(text), nested)
     except _MALFORMED:
@@ -351,13 +351,13 @@ def _of_object(members: Mapping[str, msgspec.Raw], nested: int = 0) -> Counts:
     if total is not None:
         prompt = max(total - (completion or 0), 0) if prompt is None else prompt
         completion = max(total - prompt, 0) if completion is None else completion
-    elif cached is not None:  # Anthropic's and Bedrock's prompt is without its cached part
+    elif cached is not None:  # Anthropic and Bedrock exclude cached tokens from the prompt
         prompt = (prompt or 0) + cached
     return _most(found, (prompt, completion))
 
 
 def _of_place(text: bytes) -> Counts:
-    """What the member at the beginning of `text` says; more may follow it."""
+    """Token counts in the JSON member at the beginning of `text`; other text may follow."""
     name, _, value = text.partition(b":")
     try:
         decoded, _ = _PREFIX.raw_decode(value.decode(errors="replace").lstrip())
@@ -404,22 +404,22 @@ class _State(msgspec.Struct):
 
 
 _state = msgspec.json.Decoder(_State)
-_MOST_STATE_BYTES = 1024 * 1024  # of a whole answer, or of its first events
+_MOST_STATE_BYTES = 1024 * 1024  # read of an answer, or of its first events, to find ids
 _FIRST_EVENTS = 8
 
 
 class StateIds:
-    """Reads the ids of state that an answer has: of JSON at its end, of events in one of the first."""
+    """Reads the ids of stored state in an answer: JSON once it has ended, a stream in its first events."""
 
     __slots__ = ("_events", "_is_json", "_kept", "_size")
 
     def __init__(self) -> None:
-        self._kept: list[bytes] | None = []  # None: nothing more is read
+        self._kept: list[bytes] | None = []  # None once no more is to be read
         self._is_json: bool | None = None
         self._size = self._events = 0
 
     def add(self, chunk: bytes, *, ended: bool) -> tuple[str, ...]:
-        """Take the next chunk; the ids, once they are known."""
+        """Take the next chunk. Returns the ids once they are known, else ()."""
         if self._kept is None:
             return ()
         self._kept.append(chunk)
@@ -452,13 +452,13 @@ def _ids_of(text: bytes) -> tuple[str, ...]:
 
 
 class Response:
-    """A model server's answer on its way back; settles its request exactly once (G6).
+    """Passes on one model server's response and settles its request exactly once (G6).
 
-    `request_id` is '' if nothing was admitted, and then nothing is settled. `rename` restores the client's
-    model name; None if it was not changed. `client_headers` are added for the client. Times are counted
-    from `started_s`. The metadata `namespace` says who served; `tells_served` passes it on to the client, as
-    the conformance suite wants it. `waited_s` and `target_model` are the completion's; `picked` is the
-    endpoint that was chosen. `note_ids` gets the ids of state in the answer, and the endpoint that served.
+    `request_id` is '' for a request without admission, which is not settled. `rename` restores the client's
+    model name; None if the name was not changed. `client_headers` are added for the client. Times are counted
+    from `started_s`. Envoy names the endpoint that served in the metadata `namespace`; `tells_served` passes
+    it on to the client, for the conformance suite. `waited_s` and `target_model` go into the completion;
+    `picked` is the chosen endpoint. `note_ids` gets the answer's state ids and the endpoint that served.
     """
 
     __slots__ = (
@@ -526,7 +526,7 @@ class Response:
         self._ids = StateIds() if note_ids is not None else None
 
     def pass_on(self, part: str, message: Any) -> list[bytes]:
-        """What goes back for one message of the response; `part` says which it is."""
+        """Answer one message of the response; `part` names its kind, e.g. `response_body`."""
         if part == "response_body":
             return self._chunk(message.response_body)
         if part == "response_headers":
@@ -537,7 +537,7 @@ class Response:
         return [codec.response_body(rest, ended=False), *trailers] if rest else trailers
 
     def cut(self) -> None:
-        """The stream ended before the answer did: its client is gone, or Envoy gave it up."""
+        """Settle a response whose stream ended early: the client left, or Envoy gave up."""
         self._end(Outcome.CLIENT_GONE)
 
     def _headers(self, message: Any) -> list[bytes]:
@@ -556,7 +556,7 @@ class Response:
             missing = "envoy lb metadata" if about is None else "destination endpoint served metadata"
             added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
         if _ENCODING in found:
-            self._rename = None  # names can't be found in compressed text
+            self._rename = None  # model names cannot be found in compressed text
             self._usage.encoded(found[_ENCODING])
         if headers.end_of_stream:
             self._end(Outcome.COMPLETED)

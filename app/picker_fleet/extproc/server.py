@@ -1,6 +1,6 @@
 """The replica's gRPC server: it serves exchanges, health and Envoy's other services, and drains.
 
-Made and run by `serve`, on the transport that `extproc.transport` names.
+`serve.py` makes and runs the server, on the transport that `extproc.transport` names.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from picker_fleet.sections import ExtProc
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{SERVICE}/Process"
 
-# The last is what charts ask for of a picker that runs alone.
+# Helm charts of standalone pickers check the last name.
 _READY = ("", SERVICE, "readiness", "inference-extension")
 _ALIVE = ("liveness",)
 
 _MESSAGE_MARGIN_BYTES = 1024 * 1024  # headers and framing around the largest body
-_FLUSH_S = 1.0  # for answers that are decided; then streams without end (access logs, EDS) are cut
+_FLUSH_S = 1.0  # to send decided answers before endless streams (access logs, EDS) are cut
 _STOP_S = 0.25
 
 
 class Server:
     """Serves exchanges, health and the handlers of `services` on `settings.listen`.
 
-    `own_listeners` are further addresses, by the name of the pool that is meant there if none is named. Not
+    `own_listeners` are further addresses by pool: requests there that name no pool belong to that pool. Not
     ready until `set_ready(True)`.
     """
 
@@ -86,13 +86,13 @@ class Server:
 
     @property
     def full(self) -> str:
-        """Why no stream can be taken; empty if one can."""
+        """Why new streams are refused; empty while they are taken."""
         return self._transports[0][1].full
 
     def set_ready(self, ready: bool) -> None:
-        """Tell Envoy's health checks; a draining server stays not ready. Until it is ready a server refuses
-        exchanges and access logs, so that Envoy asks another replica: ends that an unready one reads release
-        no budget (G8)."""
+        """Report readiness to Envoy's health checks; a draining server stays not ready. A server that is not
+        ready refuses exchanges and access logs, so that Envoy uses another replica: completions that an
+        unready replica reads release no budget (G8)."""
         self._health.set(_READY, ready and not self._draining)
         if not self._draining:
             for _, transport in self._transports:
@@ -100,13 +100,13 @@ class Server:
                     transport.refuse(path, wanted=not ready)
 
     def streams_by_peer(self) -> Counter[str]:
-        """How many streams each address has open, on all listeners."""
+        """The number of open streams by peer address, on all listeners."""
         return sum((transport.streams_by_peer() for _, transport in self._transports), Counter())
 
     async def drain(self) -> None:
-        """Stop without an error for any client: announce it, wait for health checks, finish what waits.
+        """Stop gracefully: report not ready, wait for health checks to notice, let waiting requests finish.
 
-        Takes at most `drain_grace` + `drain_timeout` and about a second; what waits past that is refused.
+        Takes at most `drain_grace` + `drain_timeout` and about a second; requests still waiting are refused.
         """
         self._draining = True
         self.set_ready(False)
@@ -129,4 +129,4 @@ class Server:
     async def _quiet(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._exchanges[0].quiet()  # they all count in one place
+                await self._exchanges[0].quiet()  # all pools share one count of open requests

@@ -1,8 +1,8 @@
-"""One gRPC call to another replica over TLS, whatever certificate that shows.
+"""One gRPC call to another replica over TLS, without a check of the replica's certificate.
 
-Budget transfers use it: their questions are signed, and self-signed certificates prove nothing anyway, which
-grpcio's client always checks. A connection carries one call. Its question fits into one frame, so no window
-limits it; its answer is limited by the window that is opened for it.
+Budget transfers use it: their requests are signed, and grpcio's client always checks certificates, although
+self-signed ones prove nothing. A connection carries one call. The request fits into one frame, so no window
+limits it; the receive window, opened once, limits the response.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from picker_fleet.extproc.http2 import (
 from picker_fleet.units import split_host_port
 
 _FRAME_HEADER_BYTES: Final = 9
-LONGEST_QUESTION: Final = 16 * 1024 - 5  # of one frame, as long as any peer takes (RFC 9113, 4.2)
-LONGEST_ANSWER: Final = 16 * 1024 * 1024  # a count names each request that runs
-_FIRST_WINDOW: Final = 65_535  # of a connection (RFC 9113, 6.9.2)
-# SETTINGS_INITIAL_WINDOW_SIZE, for the stream, and as much for the connection.
+LONGEST_QUESTION: Final = 16 * 1024 - 5  # fits in one frame that any peer takes (RFC 9113, 4.2)
+LONGEST_ANSWER: Final = 16 * 1024 * 1024  # the response to `Count` names each running request
+_FIRST_WINDOW: Final = 65_535  # initial window of a connection (RFC 9113, 6.9.2)
+# A window of `LONGEST_ANSWER`: for the stream by SETTINGS_INITIAL_WINDOW_SIZE, for the connection by _MORE.
 _WIDE_SETTINGS: Final = (4).to_bytes(2, "big") + LONGEST_ANSWER.to_bytes(4, "big")
 _MORE: Final = (LONGEST_ANSWER - _FIRST_WINDOW).to_bytes(4, "big")
 
@@ -45,8 +45,8 @@ async def call(
     timeout_s: float,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """The answer of `path` at `address` to `message`, of at most `LONGEST_QUESTION` bytes; empty if it is an
-    error.
+    """Call the method `path` at `address` with `message`, of at most `LONGEST_QUESTION` bytes. Returns the
+    response; empty if the method answers with an error.
 
     Raises:
         OSError: no answer, a TimeoutError included.

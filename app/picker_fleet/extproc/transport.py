@@ -1,7 +1,7 @@
-"""What carries gRPC streams to handlers: the interface, the health service, and the transport on grpcio.
+"""Transports, which carry gRPC streams to handlers: the interface, the health service, and one on grpcio.
 
-The replica's `Server` is the only caller. A handler serves one stream: it receives and sends bytes, and
-returns the last message, which leaves together with the stream's end. `native.NativeTransport` is the other
+The replica's `Server` is the only caller. A handler serves one stream: it receives and sends messages as
+bytes, and returns the last one, which is sent with the stream's end. `native.NativeTransport` is the other
 implementation.
 """
 
@@ -46,7 +46,7 @@ class Status(enum.IntEnum):
 
 
 class RpcError(Exception):
-    """A handler ends its stream with an error status."""
+    """Raised in a handler to end its stream with an error status."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -54,38 +54,38 @@ class RpcError(Exception):
 
 
 class Stream(Protocol):
-    """One stream, as its handler sees it. The handler is cancelled if the client resets it or is gone."""
+    """One gRPC stream, for its handler, which is cancelled if the client resets the stream or disconnects."""
 
     @property
     def has_message(self) -> bool:
-        """Whether a message is here for the next `read`, as far as is known."""
+        """Whether a message is known to be ready for the next `read`; always False with grpcio."""
         ...
 
     async def read(self) -> bytes | None:
-        """The next message; None at the end of the client's side."""
+        """The next message; None once the client has ended its side."""
         ...
 
     async def read_all(self, take: Callable[[bytes], None]) -> None:
-        """Give each message to `take` when it comes, until the end of the client's side."""
+        """Call `take` with each message on arrival, until the client ends its side."""
         ...
 
     async def write(self, message: bytes) -> None:
-        """Send a message; waits while the client takes none."""
+        """Send a message; waits while the client's flow control allows none."""
         ...
 
     async def relay(self, answer: "Relay") -> bytes | None:
-        """Send what `answer` makes of each message, until it says that this was the last one, or until the
-        end of the client's side. The last answer is returned and not sent; None if there is none."""
+        """Send the answers that `answer` returns for each message, until it reports the last message or the
+        client ends its side. The last message's last answer is returned instead of sent; None without one."""
         ...
 
 
-# The answers to a message, and whether it was the last.
+# Takes a message. Returns the answers, and whether this message was the last.
 Relay = Callable[[bytes], tuple[Sequence[bytes], bool]]
 Handler = Callable[[Stream], Awaitable[bytes | None]]
 
 
 class Streaming:
-    """A handler that returns no last message; grpcio has to know."""
+    """A handler that returns no last message; grpcio needs another kind of method for it."""
 
     def __init__(self, handler: Callable[[Stream], Awaitable[None]]) -> None:
         self._handler = handler
@@ -98,7 +98,7 @@ class Streaming:
 class Transport(Protocol):
     """Serves handlers on one address.
 
-    `full` says why no stream can be taken; empty if one can.
+    `full` says why new streams are refused; empty while they are taken.
     """
 
     @property
@@ -113,12 +113,12 @@ class Transport(Protocol):
         ...
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; unless `wanted`,
-        take them again."""
+        """Refuse new streams of `path` from now on, so that the peer sends them elsewhere; with `wanted`
+        False, take them again."""
         ...
 
     def streams_by_peer(self) -> Counter[str]:
-        """How many streams each address has open; none where that is unknown."""
+        """The number of open streams by peer address; empty if the transport does not know."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
@@ -201,14 +201,14 @@ class _GrpcioStream:
 
 
 class GrpcioTransport:
-    """grpc.aio; `handlers` are by path.
+    """A transport on grpc.aio; `handlers` are by path.
 
-    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Each is
-    registered as a method that answers once (`stream_unary`): gRPC then sends the last message together with
-    the stream's end, another 60 µs less. In such a method `write` serialises nothing, so it takes bytes.
+    A handler that calls `read` and `write` costs about 60 µs less a request than an async generator. Handlers
+    that return a last message are registered as `stream_unary`: gRPC then sends this message with the
+    stream's end, another 60 µs less. In a `stream_unary` method `write` serialises nothing: it takes bytes.
     """
 
-    full = ""  # gRPC does not say
+    full = ""  # grpcio does not expose this
 
     def __init__(
         self,
@@ -222,14 +222,14 @@ class GrpcioTransport:
                 ("grpc.so_reuseport", 0),  # two replicas on one port are a mistake, not a cluster
                 ("grpc.max_receive_message_length", message_bytes),
                 ("grpc.max_send_message_length", -1),
-                # Unread data counts nowhere, and by itself gRPC opens windows of megabytes for each stream
-                # where the network is fast. A small one costs a message for each 64 KB.
+                # No budget covers unread data in grpcio, which on a fast network would open windows of
+                # megabytes for each stream. A small window costs one message for each 64 KB.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
                 # Envoy pings idle connections; a strict server would answer with GOAWAY.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
-                # This side finds an Envoy that vanished, whose streams would stay open for ever.
+                # Ping silent peers: the streams of a vanished Envoy would stay open for ever.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
             )
@@ -260,7 +260,7 @@ class GrpcioTransport:
         return port
 
     def refuse(self, path: str, wanted: bool = True) -> None:
-        """As `Transport.refuse`: with UNAVAILABLE, since a handler has no say in HTTP/2."""
+        """As `Transport.refuse`, with UNAVAILABLE: a grpcio handler cannot choose an HTTP/2 error code."""
         (self._refused.add if wanted else self._refused.discard)(path)
 
     def streams_by_peer(self) -> Counter[str]:
@@ -277,7 +277,7 @@ class GrpcioTransport:
                 if path in self._refused:
                     raise RpcError(Status.UNAVAILABLE, "this replica is not ready")
                 handler = found.of(_pool(context)) if isinstance(found, ByPool) else found
-                # Without a last message the client has all its answers or is gone, and ignores an empty one.
+                # If there is no last message, the client has all answers or is gone: it ignores an empty one.
                 last = await handler(_GrpcioStream(context))
                 return last if last or isinstance(handler, Streaming) else b""
             except RpcError as fault:
@@ -295,11 +295,11 @@ def _pool(context: Any) -> bytes:
 
 
 def _let_loop_run() -> None:
-    """Have gRPC's threads not preempt the event loop's when they wake.
+    """Keep gRPC's threads from preempting the event loop's thread when they wake.
 
-    gRPC polls and reads in threads of its own, which wake ten times a request. As a batch class (sched(7))
-    they wait for a core, have as much of it as before, and find more to do at once; the loop keeps its
-    caches (docs/decisions.md, 18). Threads that they start inherit the class.
+    gRPC polls and reads in its own threads, which wake ten times a request. In the batch class (sched(7))
+    they wait for a core, get the same share of it, and find more work at once, while the event loop keeps its
+    CPU caches (docs/decisions.md, 18). Threads that they start inherit the class.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return  # not Linux
@@ -308,5 +308,5 @@ def _let_loop_run() -> None:
         threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
     for thread in threads:
         if thread != loop_thread:
-            with contextlib.suppress(OSError):  # it has ended, or a sandbox refuses
+            with contextlib.suppress(OSError):  # the thread has ended, or a sandbox refuses
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

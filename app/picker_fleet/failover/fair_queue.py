@@ -1,30 +1,29 @@
-"""Start-time fair queueing: bands, in each band flow queues, in each flow queue requests. Pure.
+"""Start-time fair queueing: a band has flow queues, and a flow queue has requests. Pure.
 
-`local_queue.py` serves an outage with it. The model that the scripts of `lua/` are compared with call by call
-(tests/model) extends it by what only the shared queue does: throttling, corrections, rebased tags. So that
-comparison proves the queue of an outage as well.
+`local_queue.py` uses it for the local queue of an outage. The reference model in tests/model, which tests
+compare with the Lua scripts call by call, extends it with features that only the shared queue has:
+throttling, corrections and rebased tags. So that comparison tests the local queue as well.
 
-The order: first the most overdue request of all, as often as the guard has credit; then the band (`strict`:
-the highest; `weighted`: the least tag); in it the flow queue with the least start tag, ties by name; in that
-the request by arrival, deadline or score.
+The order: while the guard has credit, the most overdue request comes first. Otherwise the band comes first
+(`strict`: the highest; `weighted`: the least tag), then its flow queue with the least start tag, ties by
+name, then that flow queue's first request by arrival, deadline or score.
 
 Why flows get their shares (G2; Goyal, Vin, Cheng 1996; on several servers: Jin, Chase, Kaur, SFQ(D), 2004).
-A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F where the flow
-queue was charged up to before. A turn takes the least S, sets v = S, and moves the tag on by the share c/w:
-cost over weight. While f is backlogged, v <= S_f <= v + s_f, s_f being its largest share: no tag is below v,
-since the turn takes the least and newcomers start at v or above; and S_f was at most v when f was last served
-or started, and v never falls. What f is served in an interval is the growth of S_f, so it differs from the
-growth of v by at most s_f, and what f and g are served for their weights differs by at most s_f + s_g.
-One tag a flow queue, not one a request: a request that leaves early leaves no gap.
+A flow queue that becomes backlogged starts at S = max(v, F): v is the band's virtual time, F the flow queue's
+tag when it drained. A turn takes the least S, sets v = S, and adds the share c/w (cost over weight) to the
+tag. While f is backlogged, v <= S_f <= v + s_f, s_f being its largest share: no tag is below v, because turns
+take the least tag and newcomers start at v or above; and S_f was at most v when f was last served or started,
+and v never falls. The service of f in an interval is the growth of S_f, which differs from the growth of v by
+at most s_f. So the services of f and g, each divided by its weight, differ by at most s_f + s_g.
+The tag belongs to the flow queue, not to a request, so a request that leaves early leaves no gap.
 
-A client with a new flow for each request would hold v where it is. So newcomers that are owed nothing are
-counted like one flow of weight 1; when they are NEWCOMERS shares ahead of v, the next one starts a share
-later.
+A client that uses a new flow for each request could keep v from growing. So all flow queues that start with
+F <= v together count like one flow of weight 1: once they are NEWCOMERS shares ahead of v, the next one
+starts a share later.
 
-Why nobody starves (G3). The guard's credit grows by `guard_share` with each grant, and a whole one serves the
-most overdue request. So of n grants at least the whole part of n * guard_share go to overdue requests, the
-longest overdue first, whatever band and flow they are of. What the guard serves is charged to its flow queue,
-and does not move v.
+Why no request starves (G3). Each grant adds `guard_share` to the guard's credit, and a credit of 1 serves the
+most overdue request. So of n grants at least floor(n * guard_share) go to overdue requests, the longest
+overdue first, in any band and flow. The guard's service charges the flow queue, but does not move v.
 """
 
 import heapq
@@ -35,15 +34,15 @@ from typing import Generic, Protocol, TypeVar
 from picker_fleet.bands import Bands
 
 NEWCOMERS = 100
-GUARD_LOOKS_AT = 16  # of the most overdue: the flow queues of those before may be throttled
-_WHOLE_CREDIT = 1 - 1e-9  # of 1: the sum of ten times 0.1 is slightly less
-_RELAXED = 0.9  # of the capacity; below it, preemptions are forgotten
+GUARD_LOOKS_AT = 16  # overdue requests that the guard examines, skipping those of throttled flow queues
+_WHOLE_CREDIT = 1 - 1e-9  # a credit of 1, less rounding: ten times 0.1 adds up to slightly less
+_RELAXED = 0.9  # part of the capacity below which the queue drops the preemption history
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The settings of docs/redis-schema.md that decide who waits and who is next. `starvation_ms` 0 stands
-    for half of a request's TTL."""
+    """The settings of docs/redis-schema.md that decide which requests may wait, and in which order.
+    `starvation_ms` 0 stands for half of a request's TTL."""
 
     total_capacity: int
     flow_capacity: int
@@ -65,8 +64,8 @@ class Policy:
 
 
 class Queueable(Protocol):
-    """A request. `workload` is '' if it is anonymous. The queue sets `due_ms`, when it becomes overdue, and
-    `flow_queue`, the name of the one it is in."""
+    """A request. `workload` is '' for an anonymous request. The queue sets `due_ms`, the time at which the
+    request becomes overdue, and `flow_queue`, the name of its flow queue."""
 
     due_ms: float
     flow_queue: str
@@ -83,7 +82,7 @@ class Queueable(Protocol):
 
 
 class WorkloadMetrics(Protocol):
-    """What a score needs of a registered workload in its flow: arrivals a second, the average wait in ms."""
+    """A registered workload's figures for scores, in one flow: arrivals a second, average wait in ms."""
 
     def rate_of(self, flow: str, workload: str) -> float: ...
     def wait_ms_of(self, flow: str, workload: str) -> float: ...
@@ -94,7 +93,7 @@ M = TypeVar("M")
 
 
 class QueueFull(Exception):
-    """A request may not wait; `reason` as `lua/admit.lua` names it."""
+    """The queue refuses a request. `reason` is a code of `lua/admit.lua`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -103,7 +102,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """What every decision depends on: the policy in force, the time (µs), and the workloads."""
+    """Inputs of every decision: the policy in force, the time (µs), and the workloads' figures."""
 
     policy: Policy
     now_us: Callable[[], float]
@@ -113,7 +112,7 @@ class Context:
 class ScoredSet(Generic[M]):
     """Members by score, ties by name, as a sorted set of Redis orders them.
 
-    The first takes O(log n): entries of members that have left or moved stay in the heap until they come up.
+    `first` takes O(log n) amortised: entries of removed or moved members stay in the heap until they surface.
     """
 
     def __init__(self) -> None:
@@ -140,7 +139,7 @@ class ScoredSet(Generic[M]):
             heapq.heappush(self._heap, entry)
 
     def remove(self, member: M) -> bool:
-        """Whether it was a member."""
+        """Remove `member`. Returns False if it was not in the set."""
         return self._entries.pop(member, None) is not None
 
     def score(self, member: M) -> float:
@@ -158,21 +157,21 @@ class ScoredSet(Generic[M]):
         return None
 
     def lowest(self, count: int) -> list[M]:
-        """The first `count` in order; takes O(n)."""
+        """The first `count` members in order; takes O(n)."""
         return [entry[3] for entry in heapq.nsmallest(count, self._entries.values())]
 
     def last(self) -> M:
-        """Takes O(n)."""
+        """The member with the highest score; takes O(n)."""
         return max(self._entries.values())[3]
 
 
 class FlowQueue(Generic[R]):
     """The waiting requests of one flow, or of a band under `fairness: none`. `tag` is its start tag.
 
-    `workload-aware` (spec 001): the score is wait_weight * min(wait / wait_cap, 1) + g, the highest first,
-    where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the oldest
-    request of each workload competes. Below the cap all scores grow at the same speed, so `growing` orders by
-    a key that time does not change: arrival less the time that g is worth. `static` has the others by -score.
+    Under `workload-aware` (spec 001) the highest score is served first: wait_weight * min(wait / wait_cap, 1)
+    + g, where g = criticality_weight * criticality / 5 - rate_weight * min(rate / rate_cap, 1). Only the
+    oldest request of each workload competes. Below the cap all scores grow at the same speed, so `growing`
+    sorts by a constant, arrival - g * wait_cap / wait_weight. `static` sorts the other requests by -score.
     """
 
     def __init__(self, context: Context) -> None:
@@ -181,7 +180,7 @@ class FlowQueue(Generic[R]):
         self.requests: ScoredSet[R] = ScoredSet()
         self.growing: ScoredSet[R] = ScoredSet()
         self.static: ScoredSet[R] = ScoredSet()
-        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> its requests by arrival
+        self._lines: dict[str, ScoredSet[R]] = {}  # workload -> requests by arrival
 
     @property
     def _by_score(self) -> bool:
@@ -214,18 +213,18 @@ class FlowQueue(Generic[R]):
         return self._best() if self._by_score else self.requests.first()
 
     def newest(self) -> R:
-        """The request that is preempted first: under `edf` the latest deadline."""
+        """The request to preempt first: the last arrival, or under `edf` the latest deadline."""
         return self.requests.last()
 
     def reorder(self) -> None:
-        """Order all requests by the policy in force."""
+        """Sort all requests again by the policy in force."""
         former = list(self.requests)
         self.requests, self.growing, self.static, self._lines = ScoredSet(), ScoredSet(), ScoredSet(), {}
         for r in former:
             self.insert(r)
 
     def refresh(self) -> None:
-        """Index the heads of workloads again: rates fall without arrivals too."""
+        """Update the score of each workload's oldest request: its rate falls even without arrivals."""
         for line in self._lines.values():
             self._index_first(line)
 
@@ -258,7 +257,7 @@ class FlowQueue(Generic[R]):
         policy, now_us = self._context.policy, self._context.now_us()
         cap_us = policy.wait_cap_ms * 1000
         while (growing := self.growing.first()) is not None and now_us - growing.arrived >= cap_us:
-            self._index(growing)  # its key overstates its score by now
+            self._index(growing)  # its wait has reached the cap: move it to `static`
         static = self.static.first()
         if growing is None or static is None:
             return growing or static
@@ -268,30 +267,30 @@ class FlowQueue(Generic[R]):
 
 @dataclass(slots=True)
 class BandQueue(Generic[R]):
-    """One band. `turns` has the backlogged flow queues by tag, without those that are throttled."""
+    """One band. `turns` has the backlogged flow queues by tag, without throttled ones."""
 
-    v: float = 0.0  # virtual time: the greatest start tag that was served by turn
-    newcomers: float = 0.0  # up to where those are charged that started at v
-    tag: float = 0.0  # of the band itself, where bands are weighted
-    queued: int = 0
-    bytes: int = 0  # of the bodies of those that wait
-    queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # the backlogged ones
+    v: float = 0.0  # virtual time: the greatest start tag served, not counting service by the guard
+    newcomers: float = 0.0  # common tag of the flow queues that started at v, charged as one flow
+    tag: float = 0.0  # the band's own tag, if bands are weighted
+    queued: int = 0  # requests
+    bytes: int = 0  # total size of the queued requests' bodies
+    queues: dict[str, FlowQueue[R]] = field(default_factory=dict)  # name -> backlogged flow queue
     turns: ScoredSet[str] = field(default_factory=ScoredSet)
     finish: dict[str, float] = field(default_factory=dict)  # flow queue -> its tag when it drained
-    preempted: dict[str, int] = field(default_factory=dict)  # flow queue -> when last, by number
+    preempted: dict[str, int] = field(default_factory=dict)  # flow queue -> number of its last preemption
 
 
 class FairQueue(Generic[R]):
-    """Who waits, and who is next. `next_number` counts up; preemptions are ordered by it."""
+    """The waiting requests of all bands, and their order. `next_number` numbers preemptions, ascending."""
 
     def __init__(self, context: Context, next_number: Callable[[], int]) -> None:
         self._context, self._next_number = context, next_number
         self.bands: dict[int, BandQueue[R]] = {}  # by priority, the highest first
         self.bv = 0.0  # virtual time across bands
-        self.credit = 1.0  # of the guard
+        self.credit = 1.0  # the guard's
         self.overdue: ScoredSet[R] = ScoredSet()
         self._queued = 0
-        self._preempts = False  # under pressure it is kept who was preempted when
+        self._preempts = False  # whether any band has a preemption history
 
     def __len__(self) -> int:
         return self._queued
@@ -306,7 +305,7 @@ class FairQueue(Generic[R]):
                 yield from queue.requests
 
     def band(self, priority: int) -> BandQueue[R]:
-        """The band of that priority, made when it is first asked for."""
+        """The band of that priority; the first call creates it."""
         if priority not in self.bands:
             self.bands[priority] = BandQueue()
             self.bands = dict(sorted(self.bands.items(), reverse=True))
@@ -321,7 +320,7 @@ class FairQueue(Generic[R]):
         return len(queue.requests) if queue is not None else 0
 
     def share(self, r: R) -> float:
-        """What serving r costs its flow queue."""
+        """By how much serving r moves the tag of its flow queue."""
         if self.policy.fairness == "round-robin":
             return 1.0
         if self.policy.fairness == "none":
@@ -329,8 +328,8 @@ class FairQueue(Generic[R]):
         return r.cost / self.policy.weights.get(r.flow, r.weight)
 
     def make_room(self, r: R) -> R | None:
-        """The request that has to leave if r is to wait, if any has to: the newest of the least recently
-        preempted flow queue of the lowest preemptible band below (spec 003).
+        """The request to preempt so that r can wait; None if there is room. It is the newest request of the
+        least recently preempted flow queue, in the lowest preemptible band below r's (spec 003).
 
         Raises:
             QueueFull: r may not wait.
@@ -358,20 +357,20 @@ class FairQueue(Generic[R]):
         raise QueueFull("total-capacity")
 
     def _preemptible_below(self, priority: int) -> Iterator[BandQueue[R]]:
-        """The lowest first."""
+        """The preemptible bands below `priority`, the lowest first."""
         for each in sorted(each for each in self.bands if each < priority):
             if self.policy.bands.of(each).preemptible:
                 yield self.bands[each]
 
     def forget_preemptions(self) -> None:
-        """Who was preempted when is forgotten once the pressure has ended."""
+        """Drop the preemption history once the queue is less than 90 % full."""
         if self._preempts and len(self) < _RELAXED * self.policy.total_capacity:
             self._preempts = False
             for band in self.bands.values():
                 band.preempted = {}
 
     def insert(self, r: R) -> None:
-        """Queue r at its place. It is overdue after half of its TTL, or after `starvation_ms`."""
+        """Queue r in order. It becomes overdue after `starvation_ms`, or half of its TTL if that is 0."""
         band, r.flow_queue = self.band(r.priority), self.name_of(r)
         arrived_ms = r.arrived // 1000
         patience_ms = self.policy.starvation_ms or (r.deadline_ms - arrived_ms) // 2
@@ -386,7 +385,7 @@ class FairQueue(Generic[R]):
         self._queued += 1
 
     def activate(self, band: BandQueue[R], name: str, tag: float) -> None:
-        """A flow queue takes turns from now on. A band that had none does not catch up on turns it missed."""
+        """Let a flow queue take turns. A band that was idle does not catch up on turns it missed."""
         if not band.turns:
             band.tag = max(band.tag, self.bv)
         band.queues[name].tag = tag
@@ -409,16 +408,16 @@ class FairQueue(Generic[R]):
             band.turns.put(name, queue.tag, name)
 
     def charge_band(self, r: R, cost: float) -> None:
-        """Charge r's band, where bands have shares; a negative cost refunds."""
+        """Charge r's band, if bands are weighted; a negative cost is a refund."""
         if self.policy.band_policy == "weighted":
             self.bands[r.priority].tag += cost / self.policy.bands.of(r.priority).weight
 
     def mark_overdue(self, r: R) -> None:
-        """From now on the guard may serve r; requests of one ms in the order of their arrival."""
+        """Let the guard serve r; requests due in the same ms are in the order of their arrival."""
         self.overdue.put(r, r.due_ms * 1000 + r.arrived % 1000, r.id)
 
     def next_turn(self) -> tuple[R, bool] | None:
-        """The request to serve next, and whether the guard says so; None if there is none to serve."""
+        """The request to serve next, and whether the guard selects it; None if no request can be served."""
         if self.policy.guard_share > 0 and self.credit >= _WHOLE_CREDIT:
             r = self._most_overdue()
             if r is not None:
@@ -437,7 +436,7 @@ class FairQueue(Generic[R]):
         return next(filter(self._takes_turns, self.overdue.lowest(GUARD_LOOKS_AT)), None)
 
     def _takes_turns(self, r: R) -> bool:
-        """Whether its flow queue is not throttled."""
+        """Whether the flow queue of r takes turns, that is, is not throttled."""
         return r.flow_queue in self.bands[r.priority].turns
 
     def bands_in_order(self) -> list[BandQueue[R]]:
@@ -445,7 +444,7 @@ class FairQueue(Generic[R]):
         return sorted(bands, key=lambda band: band.tag) if self.policy.band_policy == "weighted" else bands
 
     def serve(self, r: R, by_guard: bool) -> float:
-        """Take out r, which `next_turn` named, and charge its flow queue. Returns the start tag."""
+        """Remove r, which `next_turn` returned, and charge its flow queue. Returns the start tag."""
         band, guard_share = self.bands[r.priority], self.policy.guard_share
         start = band.queues[r.flow_queue].tag
         self.charge(band, r.flow_queue, self.share(r))
@@ -459,7 +458,7 @@ class FairQueue(Generic[R]):
         return start
 
     def remove(self, r: R) -> None:
-        """Take r out; the tag of its flow queue stays."""
+        """Remove r without charging its flow queue."""
         band = self.bands[r.priority]
         queue = band.queues[r.flow_queue]
         queue.remove(r)
@@ -473,7 +472,7 @@ class FairQueue(Generic[R]):
             del band.queues[r.flow_queue]
 
     def forget_finish_tags(self, at_rest: bool) -> None:
-        """Forget tags at or below v, which have no effect. `at_rest`: nothing runs, so none owes anything."""
+        """Drop tags at or below v, which have no effect. `at_rest`: no request runs, so drop all tags."""
         for band in self.bands.values():
             if at_rest:
                 band.v = max([band.v, *band.finish.values()])

@@ -1,5 +1,5 @@
-"""The gate that requests come to: admits through Redis, or within this replica's part of the bound while
-Redis is away (G8; docs/redis.md).
+"""The gate that receives every request: it admits through Redis, or, while Redis is unavailable, within this
+replica's share of the bound (G8; docs/redis.md).
 """
 
 import asyncio
@@ -46,18 +46,18 @@ from picker_fleet.state.store import HeartbeatReply, Store
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_JITTER_S = 0.1  # replicas whose Redis answers again do not all resync at the same moment
+_JITTER_S = 0.1  # longest random delay of a resync, so that replicas do not all resync at the same moment
 _TICK_S = 0.2
-_RECOVER_S = 1.0
-_CLOCK_MARGIN_MS = 1000  # by which replicas may differ in the clock of the shared state
+_RECOVER_S = 1.0  # pause before each attempt to recover lost budget
+_CLOCK_MARGIN_MS = 1000  # largest difference between two replicas' estimates of Redis's clock
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverTimes:
-    """Bounds in seconds. `newcomer_s`: the others may not know a replica younger than this, which therefore
-    begins an outage without budget. `peers_wait_s`: how long a resync waits for the others to publish the
-    ends they received. `max_resync_s`: how long it waits for them to resync; `straggler_s`: for one that
-    Redis lists.
+    """Time limits in seconds. `newcomer_s`: a replica that joined more recently starts an outage without
+    budget, because its peers may not know it. `peers_wait_s`: a resync waits this long for peers to publish
+    the ends they received. RESYNCING waits `max_resync_s` for all peers to resync, and `straggler_s` for a
+    late peer that is still live.
     """
 
     newcomer_s: float = 3.0
@@ -67,19 +67,19 @@ class FailoverTimes:
 
 
 class FailoverState(enum.Enum):
-    """Which side decides. The values are those of the API and the metrics.
+    """Whether Redis or this replica decides. The API and the metrics use the same values.
 
-    | state     | event         | next      | what is done                                                   |
+    | state     | event         | next      | action                                                         |
     |-----------|---------------|-----------|----------------------------------------------------------------|
     | SHARED    | REDIS_LOST    | LOCAL     | an `Outage` begins; waiting requests move to its queue         |
-    | LOCAL     | REDIS_ANSWERS | RESYNCING | the ends are reported to Redis; once the other replicas have   |
-    |           |               |           | reported theirs, the running requests are reported             |
-    | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's part                   |
+    | LOCAL     | REDIS_ANSWERS | RESYNCING | this replica, then its peers, report ends to Redis; then this  |
+    |           |               |           | replica reports its running requests                           |
+    | RESYNCING | REDIS_LOST    | LOCAL     | the budget is limited to this replica's share                  |
     | RESYNCING | ALL_RESYNCED  | SHARED    | waiting requests join the shared queue; the outage is dropped  |
 
-    LOCAL admits what the budget allows. RESYNCING needs both the budget and Redis for each request. Ends are
-    reported to Redis while RESYNCING and again at its end, because another replica may have restored a
-    request whose end it had not received. Any other event changes nothing.
+    LOCAL admits a request if the budget covers its cost. RESYNCING needs both the budget and Redis. The
+    replica reports ends to Redis while RESYNCING and again on the way to SHARED, because another replica may
+    have restored a request whose end it had not received. Any other event changes nothing.
     """
 
     SHARED = "shared"
@@ -88,9 +88,9 @@ class FailoverState(enum.Enum):
 
 
 class FailoverEvent(enum.Enum):
-    """REDIS_LOST: Redis refuses, its silence is proven (state/connection.py), or a decision failed.
-    REDIS_ANSWERS: enough heartbeats in a row were answered. ALL_RESYNCED: every replica that was live has
-    resynced, or 3.5 s have passed.
+    """REDIS_LOST: Redis refuses connections, probes prove its silence (state/connection.py), or a decision
+    failed. REDIS_ANSWERS: Redis answered enough heartbeats in a row. ALL_RESYNCED: every replica that was
+    live has resynced, or `FailoverTimes` ended the wait.
     """
 
     REDIS_LOST = enum.auto()
@@ -116,7 +116,7 @@ class Fleet(Protocol):
 
 @dataclass(slots=True)
 class _Stock:
-    """The stock as of the last heartbeat while Redis was in use, and what was `placed` through it since."""
+    """The last heartbeat's reply while Redis was in use, and the cost `placed` through Redis since then."""
 
     pulse: HeartbeatReply
     seen_s: float
@@ -124,10 +124,10 @@ class _Stock:
 
 
 class FailoverGate:
-    """`admission.gate.Gate`: delegates to `SharedGate`, or to the present `Outage`. One event loop.
+    """Implements `admission.gate.Gate` by the `SharedGate` or the current `Outage`. Uses one event loop.
 
-    `report_s` is how often the access log gives a sign of life; `heartbeat_now` sends a heartbeat, which is
-    the probe of Redis: with `full=False` only its own reply is read.
+    `report_s` is the access log's interval between entries of a running request. `heartbeat_now` sends a
+    heartbeat, which also probes Redis; with `full=False` the replica need not read the whole shared state.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class FailoverGate:
         self._times = times
         self._clock = clock or asyncio.get_running_loop().time
         self._peers = Peers(replica)
-        # Ends received lately: for longer than a sign of life counts.
+        # Ends received recently, kept longer than a sign of life counts.
         self._ends: Recent[str] = Recent(2 * unseen_s(report_s), self._clock)
-        # What was placed or seen alive lately, with its cost.
+        # Request id -> cost of each request placed or seen alive recently.
         self._recent: Recent[float] = Recent(unseen_s(report_s), self._clock)
         self.tombstones = Tombstones(
             store,
@@ -169,14 +169,14 @@ class FailoverGate:
             clock=self._clock,
         )
         self._state = _SHARED
-        self._outage: Outage | None = None  # exactly while the state is not SHARED
-        self._tasks: set[asyncio.Task[None]] = set()  # of the outage
+        self._outage: Outage | None = None  # set exactly while the state is not SHARED
+        self._tasks: set[asyncio.Task[None]] = set()  # tasks of the outage
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
-        self._ignored_s = -math.inf  # when a sign of life was last ignored
-        self._busy = False  # requests were placed or ended since the last tick
+        self._ignored_s = -math.inf  # when this replica last ignored a sign of life
+        self._busy = False  # whether requests were placed or ended since the last tick
         self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
-        self._prepaid = 0.0  # budget of requests that wait in the shared queue while RESYNCING, or since then
+        self._prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
         metrics.failover(self._state.value)
 
     @property
@@ -185,21 +185,21 @@ class FailoverGate:
 
     @property
     def outage(self) -> Outage | None:
-        """The present one; None while Redis decides."""
+        """The current outage; None while Redis decides."""
         return self._outage
 
     @property
     def degraded(self) -> bool:
-        """Whether this replica has state that is not in Redis."""
+        """Whether this replica has state that Redis lacks."""
         return self._outage is not None and not self._outage.resynced
 
     def status(self) -> OutageStatus | None:
-        """The present outage; None while Redis decides."""
+        """The current outage for the admin API; None while Redis decides."""
         return self._outage.status(self._state.value, self._report_s) if self._outage is not None else None
 
     def fill(self) -> float:
-        """The occupied part of the queue, 0 to 1: the fleet's as of the last heartbeat, or this replica's own
-        during an outage."""
+        """The occupied part of the queue, 0 to 1: of the fleet's queue as of the last heartbeat, or of this
+        replica's local queue during an outage."""
         if self._outage is not None:
             return self._outage.gate.fill
         if self._stock is None or not self._stock.pulse.queued:
@@ -210,7 +210,7 @@ class FailoverGate:
     # Requests
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        # A request with an age was placed before, and lost its place; it counts as waiting since it arrived.
+        # A request with an age has lost an earlier placement; count it as waiting since its arrival.
         wait = Wait(self._clock() - age_s, queued=age_s > 0)
         try:
             placement = None
@@ -221,7 +221,7 @@ class FailoverGate:
                 try:
                     placement = await self._shared.admit(request, stream_owned=stream_owned, wait=wait)
                 except StateUnavailable as fault:
-                    # After a pause of this process old calls are given up; the next one waits first.
+                    # After a pause of this process the store drops its pending calls: admit again.
                     if not self._shared.pause_detector.resumed_recently and not self.redis_lost(
                         "failed", str(fault)
                     ):
@@ -234,7 +234,7 @@ class FailoverGate:
                     self._busy = True
                     self._ends.pop(request.id, None)
         except (ClientGone, RequestIdTaken):
-            raise  # a newer stream of the request continues its wait, or the request waits under another id
+            raise  # do not count this wait: a newer stream continues it, or the client must use another id
         except BaseException:
             if wait.queued:
                 waited_s = self._clock() - wait.arrived_s
@@ -245,7 +245,7 @@ class FailoverGate:
     async def _admit_in_outage(
         self, outage: Outage, request: InferenceRequest, wait: Wait, stream_owned: bool
     ) -> Placement | None:
-        """None: the state has changed meanwhile, and the request is to be admitted again."""
+        """Admit within the local budget. Returns None if the state changed: the caller admits again."""
         if outage.has_another(request):
             raise RequestIdTaken()
         cost = outage.gate.charge(self._cost(request))
@@ -268,7 +268,7 @@ class FailoverGate:
         self._ends.pop(request.id, None)
         if self._outage is not None:
             self._outage.record_placement(request.id, placement, cost)
-        else:  # it ended meanwhile
+        else:  # the outage ended during the admission
             self._recent.note(request.id, cost)
         return placement
 
@@ -285,7 +285,7 @@ class FailoverGate:
         return placement
 
     def _release(self, cost: float) -> None:
-        """Release budget that a request had acquired, in this outage or an earlier one."""
+        """Release budget that a request acquired in this outage or an earlier one."""
         if self._outage is not None:
             self._outage.gate.release(cost)
 
@@ -295,8 +295,8 @@ class FailoverGate:
         return await self._shared.route(subset, origin=origin, session=session)
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
-        # No other replica can have the request before its lease has run out, nor where this replica's own
-        # budget covers it.
+        # No other replica can have the request before the request's lease expires, or while this replica's
+        # own budget covers its cost.
         outage = self._outage
         own = age_s < self._fleet.config.settings.leases.inflight or (
             outage is not None and bool(outage.journal.endpoint_of(request_id))
@@ -333,7 +333,7 @@ class FailoverGate:
         if self._state is _RESYNCING:
             self._shared.settle(completion)
         if not ran:
-            return  # Envoy logs refused requests, too
+            return  # the request never ran: Envoy also logs refused requests
         first = outage.end(completion, token)
         if self._state is _LOCAL:
             self._shared.ended(completion)
@@ -352,8 +352,8 @@ class FailoverGate:
 
     def renew(self, alive: Alive) -> None:
         if alive.id in self._ends:
-            alive = alive._replace(accounting_token="")  # late or repeated: it restores nothing
-        # What was written while this process was paused may have ended long ago.
+            alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
+        # A request in an entry written while this process was paused may have ended long ago.
         if self._shared.pause_detector.resumed_recently:
             self._ignored_s = self._clock()
         else:
@@ -362,7 +362,7 @@ class FailoverGate:
             self._shared.renew(alive)
 
     def _note_alive(self, alive: Alive) -> None:
-        """A request gave a sign of life."""
+        """Record that a request is alive, with its cost."""
         outage, token = self._outage, alive.accounting_token
         if outage is None:
             if token:
@@ -375,21 +375,22 @@ class FailoverGate:
 
     def _cost(self, request: InferenceRequest) -> float:
         if not self._fleet.config.settings.request_queue_controller.enabled:
-            return 0.0  # nothing takes of the stock
+            return 0.0  # without the controller requests take no stock
         return request.cost + self._shared.answer_tokens if request.learn else request.cost
 
     async def transfer_budget(self, minimum: float, maximum: float) -> float:
-        """Give a peer up to `maximum` of this replica's budget; 0 if it does not have `minimum` to spare."""
+        """Give a peer between `minimum` and `maximum` of this replica's budget; 0 if less is available."""
         if self._outage is None:
             return 0.0
         return await self._outage.gate.transfer_budget(minimum, maximum, TRANSFER_WAIT_S)
 
     def outage_count(self) -> OutageCount | None:
-        """For `lost_budget`; None unless this replica knows what ran when the outage began."""
+        """For `lost_budget`; None unless this replica knows which requests ran when the outage began."""
         outage = self._outage
         if outage is None or outage.resync_attempted or self._state is not _LOCAL:
             return None
-        # What a replica that left had, or gave an ignored sign of life, may not have given another one yet.
+        # Let each running request give a new sign of life: a replica that left, or an entry that this replica
+        # ignored, may have been the only source about a request.
         since_s = max(self._peers.left_s, self._joined_s, self._ignored_s)
         if self._clock() - since_s < unseen_s(self._report_s):
             return None
@@ -397,7 +398,7 @@ class FailoverGate:
         return OutageCount(len(self._peers.live), outage.bound, outage.initial_free, running)
 
     def ended_before(self, ids: Collection[str]) -> list[str] | None:
-        """Those of `ids` whose end was received before the outage; None without one."""
+        """Those of `ids` whose end this replica received before the outage; None if there is no outage."""
         if self._outage is None:
             return None
         return [request_id for request_id in ids if request_id in self._outage.ended_before]
@@ -421,7 +422,7 @@ class FailoverGate:
             self._transition(FailoverEvent.REDIS_ANSWERS, "answers")
 
     def heartbeat_missed(self, fault: StateFault) -> None:
-        """A heartbeat failed. Redis that answers two in a row with an error is lost to requests, too."""
+        """A heartbeat failed. After two errors in a row from Redis, go on without Redis."""
         self._answered_heartbeats = 0
         self._failed_heartbeats += 1
         is_answered = isinstance(fault, ScriptFailed | StateUnavailable)
@@ -429,8 +430,8 @@ class FailoverGate:
             self.redis_lost("failed", str(fault))
 
     def redis_lost(self, cause: str, reason: str) -> bool:
-        """Go on without Redis; False if this replica has not joined yet and cannot. `cause` is the metric's
-        label, `reason` goes to the log."""
+        """Go on without Redis. Returns False if this replica has not joined the pool, and so has no budget.
+        `cause` is the metric's label, `reason` goes to the log."""
         self._answered_heartbeats = 0
         if self._stock is None:
             return False
@@ -440,16 +441,16 @@ class FailoverGate:
         return True
 
     def update_peers(self, about: Mapping[str, Mapping[str, object]]) -> None:
-        """What each live replica says of itself, by id: the JSON objects of its heartbeats."""
+        """Take over the replica info of each live replica: id -> the JSON object of its heartbeat."""
         replicas = {name: PeerState.read(said) for name, said in about.items()}
         self._peers.update(replicas, shared=self._outage is None, now_s=self._clock())
         self.tombstones.update_peers(replicas)
 
-    # Failing over and back. `run` takes the public steps; tests/model/returns.py takes them in any order and
-    # goes back to what it has saved.
+    # Failing over and back. `run` calls the public steps below; tests/model/returns.py calls them in any
+    # order and restores saved states.
 
     def save(self) -> tuple[Any, ...]:
-        """All that decides what this gate does next, but for budget and queue; comparable."""
+        """A comparable copy of the state that decides the gate's next steps, without budget and queue."""
         outage = self._outage
         kept = (outage.journal.save(), outage.resynced) if outage is not None else ()
         return self._state, kept, self.tombstones.save()
@@ -485,7 +486,7 @@ class FailoverGate:
             if self._state is _RESYNCING and self._all_resynced(self._outage):
                 self._transition(FailoverEvent.ALL_RESYNCED, "all-told")
         elif self._busy:
-            # The known stock is never much older than what this replica has changed in it.
+            # Refresh the known stock soon after this replica has changed it.
             self._busy = False
             self._heartbeat_now(full=False)
 
@@ -511,8 +512,8 @@ class FailoverGate:
         pulse, config = stock.pulse, self._fleet.config
         live = self._peers.count(pulse)
         newcomer = now_s - self._joined_s < self._times.newcomer_s
-        # Requests that wait in the shared queue since an earlier outage have acquired their cost then; it is
-        # released when they come back.
+        # Requests still in the shared queue since an earlier outage acquired their cost then, and release
+        # it when they return to the local queue.
         free = (0.0 if newcomer else self._own_part(stock)) - self._prepaid
         gate = LocalGate(self._metrics, free, pulse.upper, rules_of(config, live), paused=pulse.paused)
         picker = LocalPicker(self._chooser, self._endpoints, self._fleet.in_flight, self._clock)
@@ -543,22 +544,22 @@ class FailoverGate:
         return max(part - stock.placed, 0.0)
 
     def abort_resync(self) -> None:
-        """Redis is lost again: budget that other replicas may have been given is not this one's any more."""
+        """Redis is lost again: give up any budget that Redis may have granted to other replicas meanwhile."""
         outage, stock = self._outage, self._stock
         assert outage is not None
         assert outage.resync is not None
         assert stock is not None
         resync, outage.resync = outage.resync, None
         if stock.seen_s > resync.began_s:
-            # The others may be back already. The stock counts what this replica's ends have released since.
+            # Other replicas may be SHARED already. The stock includes this replica's ends during the resync.
             outage.gate.limit_budget(self._own_part(stock) - self._prepaid)
         else:
             outage.gate.limit_budget(outage.gate.free - resync.released)
         self._go_local()
 
     async def _recover_budget(self, outage: Outage) -> None:
-        """Take back the part of the bound that was on its way to or from Redis when it was lost: the replica
-        of the least id does, once an outage."""
+        """Recover budget that calls in transit held when Redis was lost. Only the replica with the least id
+        does so, once in an outage."""
         while (others := self._peers.others()) is not None and not outage.resync_attempted:
             await asyncio.sleep(_RECOVER_S)
             own = self.outage_count()
@@ -568,7 +569,7 @@ class FailoverGate:
             if lost is None or self.outage_count() is None:
                 continue
             if self._fleet.config.settings.request_queue_controller.unit == "requests":
-                lost = float(math.floor(lost + RESIDUE))  # requests cannot use a part of a place
+                lost = float(math.floor(lost + RESIDUE))  # a fraction cannot pay for a request
             if lost > 0:
                 _log.info("%.3g of the bound was on its way when Redis was lost; it is in use again", lost)
                 outage.gate.release(lost)
@@ -589,26 +590,25 @@ class FailoverGate:
         return outage, outage.resync
 
     async def _resync(self, outage: Outage, resync: Resync) -> None:
-        """Tell Redis, which answers again, what has happened without it."""
+        """Report to Redis, which answers again, which requests run; `finish_resync` reports the ends."""
         if outage.resync is not resync:
-            return  # a further attempt after a failure, and Redis was lost meanwhile
+            return  # `keep` repeated this task after a failure, and Redis was lost meanwhile
         try:
             await asyncio.sleep(random.random() * _JITTER_S)
             await self.tombstones.publish()
-            self._heartbeat_now()  # which asks the others to publish theirs
+            self._heartbeat_now()  # asks the other replicas to publish their ends
             await self.tombstones.wait_for_peers(self._peers.live)
             running = await outage.restore_running(self._store, self._report_s)
         except (StateUnavailable, WritesRefused) as fault:
             if outage.resync is resync:
                 self.redis_lost("failed", f"it was lost again: {fault}")
             return
-        # Otherwise Redis was lost meanwhile, and this resync is not the present one.
-        if outage.resync is resync:
+        if outage.resync is resync:  # otherwise Redis was lost meanwhile, which ended this resync
             self.finish_resync(outage, resync)
             _log.info("the shared state is back; told it of %d requests in flight", running)
 
     def finish_resync(self, outage: Outage, resync: Resync) -> None:
-        """Redis now has every request in flight, so those that have ended can be settled."""
+        """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
         self._shared.renew_owned_streams()
         for completion in outage.journal.ends():
             self._shared.tell_end(completion)
@@ -617,21 +617,21 @@ class FailoverGate:
         self._heartbeat_now()
 
     def _all_resynced(self, outage: Outage) -> bool:
-        """Whether Redis has every request in flight, those of the other replicas included."""
+        """Whether every replica has reported its requests in flight to Redis, or the wait is over."""
         now_s, resync = self._clock(), outage.resync
         if resync is None or not resync.done:
             return False
         waited_s, straggles = now_s - resync.began_s, self._peers.live_ones(self._straggles)
         if waited_s >= self._times.max_resync_s:
-            # One that Redis lists may be late, and uses its part of the bound until it is back.
+            # A live but late replica may still be using its share of the bound: wait longer for it.
             return not straggles or waited_s >= self._times.straggler_s
         if now_s - outage.began_s < self._report_s:
-            return False  # a request from before may not have given a sign of life yet
+            return False  # a request placed before the outage may not have given a sign of life yet
         return not straggles and self._peers.all_resynced()
 
     def _straggles(self, replica: str, said: PeerState) -> bool:
-        """Whether a replica has state that is not in Redis, or has said nothing since Redis answers: what it
-        said before may be from before the outage."""
+        """Whether a replica has state that Redis lacks, or has not yet answered this replica's resync: its
+        stored info may date from before the outage."""
         return said.degraded or not self.tombstones.peers_answered((replica,))
 
     def end_outage(self) -> None:

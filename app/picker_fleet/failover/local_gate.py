@@ -1,9 +1,8 @@
-"""Admission and endpoint choice by one replica alone, while Redis is away (G8). One event loop.
+"""Admission and endpoint choice by one replica alone, while Redis is unavailable (G8). Uses one event loop.
 
-`Outage` makes one `LocalGate` and one `LocalPicker` and drops both when it ends. The gate admits within this
-replica's part of the bound, its `LocalBudget`: starting a request acquires its cost, and its end releases it
-at whichever replica receives the end. So nothing has to be exchanged: over all replicas, in flight + free
-never grows (docs/redis.md has the proof).
+An `Outage` owns one `LocalGate` and one `LocalPicker`. The gate admits within this replica's `LocalBudget`,
+its share of the bound: starting a request acquires its cost, and the replica that receives the end releases
+the cost. So the sum of costs in flight and free budgets over all replicas never grows (docs/redis.md).
 """
 
 import asyncio
@@ -22,19 +21,19 @@ from picker_fleet.scheduling.chooser import EndpointChooser
 from picker_fleet.scheduling.explain import live_load_addresses
 from picker_fleet.telemetry.metrics import Metrics
 
-RESIDUE = 1e-9  # of sums of fractions
-_FAILED_S = 10.0  # an endpoint that could not be connected to gets no request for so long
+RESIDUE = 1e-9  # tolerance for rounding in sums of fractions
+_FAILED_S = 10.0  # seconds without requests for an endpoint that refused a connection
 
 
 class LocalBudget:
-    """`free` is what may still be acquired, in the stock's unit. Below 0 it is a debt, which ends pay
-    first."""
+    """A budget of which `free` remains, in the stock's unit. A negative `free` is a debt, which released
+    amounts pay off first."""
 
     def __init__(self, free: float) -> None:
         self.free = free
 
     def acquire(self, amount: float) -> bool:
-        """Take `amount` if it is free; an amount of 0 is granted in debt, too."""
+        """Take `amount`; False if less is free. An amount of 0 is granted even in debt."""
         if amount > 0 and self.free + RESIDUE < amount:
             return False
         self.free -= amount
@@ -45,10 +44,10 @@ class LocalBudget:
 
 
 def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> float:
-    """The part of `free` of one of `live` replicas, of which `rank` have lesser ids.
+    """One replica's share of `free` among `live` replicas, `rank` of which have lesser ids.
 
-    A stock that `counts_requests` is divided into whole requests, the remainder going to the least ids, one
-    each; a stock of tokens into equal parts.
+    If the stock `counts_requests`, shares are whole requests, and the replicas with the least ids get one
+    more each until the remainder is used up. If it counts tokens, all shares are equal.
     """
     if free <= 0:
         return 0.0
@@ -60,7 +59,7 @@ def part_of(free: float, *, live: int, rank: int, counts_requests: bool) -> floa
 
 @dataclass(slots=True)
 class _TransferRequest:
-    """Another replica waits for `minimum`."""
+    """A peer's pending request for `minimum` of this replica's budget."""
 
     minimum: float
     granted: asyncio.Future[float]
@@ -69,9 +68,9 @@ class _TransferRequest:
 class LocalGate:
     """One replica's budget and queue. `has_waiting` is set while requests wait.
 
-    Begins with `free` to acquire. No request costs more than `bound`, and no more than that is ever kept.
-    While `paused`, no request is admitted. Released budget goes by turns to the own queue and to each replica
-    that waits for a transfer.
+    The budget starts at `free` and never exceeds `bound`, nor does the cost of a request. While `paused`, the
+    gate admits no request. Released budget goes in turn to the local queue and to each peer that waits for a
+    transfer.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class LocalGate:
         self._paused = paused
         self._queue = LocalQueue(rules)
         self._waiting: dict[str, Waiting] = {}  # by id
-        self._turns: deque[_TransferRequest | None] = deque([None])  # None: the own queue's turn
+        self._turns: deque[_TransferRequest | None] = deque([None])  # None: the local queue's turn
 
     @property
     def free(self) -> float:
@@ -97,31 +96,31 @@ class LocalGate:
 
     @property
     def fill(self) -> float:
-        """The occupied part of the queue, 0 to 1."""
+        """The occupied part of the local queue, 0 to 1."""
         return min(len(self._queue) / self._queue.capacity, 1.0)
 
     def lengths(self) -> dict[str, int]:
         return self._queue.lengths()
 
     def limit_budget(self, maximum: float) -> None:
-        """Keep no more than `maximum`, which may be a debt; the rest belongs to other replicas."""
+        """Reduce the free budget to at most `maximum`, which may be negative; peers may own the rest."""
         self._budget.release(min(maximum - self._budget.free, 0.0))
 
     def charge(self, cost: float) -> float:
-        """What a request of `cost` acquires, as in the scripts."""
+        """The amount that a request of `cost` acquires: at most the largest claim, as in the scripts."""
         return min(cost, self._largest_claim)
 
     async def admit(self, request: InferenceRequest, cost: float, wait: Wait, *, alone: bool = True) -> bool:
-        """True once `cost` is acquired; False if Redis is back and the shared gate decides.
+        """Acquire `cost`, after a wait if need be. Returns False if the shared gate must decide instead.
 
-        Unless this gate decides `alone`, the shared gate is asked as well, and counts the bypass.
-        `wait.queued` is set if the request is queued.
+        If `alone` is False, the caller then asks the shared gate as well, which counts the bypass. Sets
+        `wait.queued` if the request is queued.
 
         Raises:
-            Dropped: refused, preempted or expired.
+            Dropped: the request was refused or preempted, or it expired.
             DeadlineExceeded: the client's own deadline passed.
             ClientGone: a newer stream has taken the request over.
-            RequestIdTaken: another request that waits has its id.
+            RequestIdTaken: another waiting request has the same id.
         """
         former = self._waiting.get(request.id)
         if former is not None and not request.repeats(former.request):
@@ -169,12 +168,12 @@ class LocalGate:
             self._leave(waiting)
 
     def release(self, amount: float) -> None:
-        """Free `amount` for the next requests. What is kept never exceeds the bound."""
+        """Add `amount` to the budget, up to the bound, and dispatch."""
         self._budget.release(min(amount, max(self._bound - self._budget.free, 0.0)))
         self._dispatch()
 
     def shortage(self) -> tuple[float, float]:
-        """What the next request lacks, and the cost of all that wait; 0 if none waits."""
+        """The budget that the next request lacks, and the cost of all waiting requests; 0 if none waits."""
         turn = self._queue.turn(self._loop.time())
         if turn is None:
             return 0.0, 0.0
@@ -182,8 +181,8 @@ class LocalGate:
         return max(turn[0].cost - max(self._budget.free, 0.0), 0.0), total
 
     async def transfer_budget(self, minimum: float, maximum: float, wait_s: float) -> float:
-        """Give up to `maximum` of the free budget to a peer at once if no request here needs it; else
-        `minimum` when it is the peer's turn within `wait_s`; else 0."""
+        """Give budget to a peer. If no request or peer waits here, give up to `maximum` at once; otherwise
+        give `minimum` at the peer's turn. Returns the amount; 0 if the turn does not come within `wait_s`."""
         self._turns = deque(each for each in self._turns if each is None or not each.granted.done())
         if not self._waiting and len(self._turns) == 1 and self._budget.free >= minimum:
             granted = min(maximum, self._budget.free)
@@ -198,27 +197,27 @@ class LocalGate:
                 self.release(transfer.minimum)
             raise
         finally:
-            transfer.granted.cancel()  # its turn is skipped, unless it was granted already
+            transfer.granted.cancel()  # `_dispatch` skips it, unless it was granted already
             self._dispatch()
         return transfer.granted.result() if not transfer.granted.cancelled() else 0.0
 
     def hand_over_waiting(self) -> None:
-        """Send every request that waits to the shared gate, oldest first."""
+        """Send every waiting request to the shared gate, oldest first."""
         for waiting in self._queue.all():
             if not waiting.turn.done():
                 waiting.turn.set_result(False)
 
     def _dispatch(self) -> None:
-        """Use the free budget, by turns."""
+        """Give the free budget to the local queue and to waiting peers, in turn."""
         if self._paused:
             return
-        unused = 0  # turns in a row that needed nothing
+        unused = 0  # turns in a row that needed no budget
         while unused < len(self._turns):
             transfer = self._turns[0]
             if transfer is None:
                 served = self._serve_one()
                 if served is None:
-                    return  # the own queue's next request needs more than is free
+                    return  # the local queue's next request needs more than is free
                 self._turns.rotate(-1)
                 unused = 0 if served else unused + 1
             elif transfer.granted.done():
@@ -231,7 +230,7 @@ class LocalGate:
                 unused = 0
 
     def _serve_one(self) -> bool | None:
-        """Whether a request of the own queue was served; None if the next one needs more than is free."""
+        """Serve one queued request; False if none waits, None if the next one needs more than is free."""
         queue, now_s = self._queue, self._loop.time()
         while (turn := queue.turn(now_s)) is not None:
             waiting, by_guard = turn
@@ -249,7 +248,7 @@ class LocalGate:
         return False
 
     def _end_wait(self, waiting: Waiting, error: RequestError | None) -> None:
-        """End its wait with `error`; None: its time is up."""
+        """End a request's wait with `error`; None: with the error of an expired request."""
         self._queue.remove(waiting)
         if not waiting.turn.done():
             waiting.turn.set_exception(error or self._time_up(waiting.request))
@@ -272,9 +271,10 @@ def _acquired(turn: asyncio.Future[bool]) -> bool:
 
 
 class LocalPicker:
-    """Picks endpoints from the last snapshot and this replica's own counts, since no script can be asked.
+    """Picks endpoints by the last snapshot and this replica's own counts, because no script is available.
 
-    `load` is the fleet's requests in flight by endpoint as last known; changes at other replicas are unknown.
+    `load` has the fleet's requests in flight by endpoint, as last read from Redis; the picker adds only this
+    replica's changes.
     """
 
     def __init__(
@@ -286,13 +286,13 @@ class LocalPicker:
     ) -> None:
         self._chooser, self._endpoints, self._clock = chooser, endpoints, clock
         self._load = Counter(load)
-        self._failed: dict[str, float] = {}  # endpoint -> until when it gets no request
+        self._failed: dict[str, float] = {}  # endpoint -> time until which it gets no request
 
     def pick(self, request: InferenceRequest, *, most: int) -> tuple[str, ...]:
         """At most `most` endpoints for `request`, best first.
 
         Raises:
-            NoEndpoints: no ready endpoint may serve it.
+            NoEndpoints: no ready or ejected endpoint may serve the request.
         """
         now_s = self._clock()
         self._failed = {address: until_s for address, until_s in self._failed.items() if until_s > now_s}
@@ -342,10 +342,10 @@ def pick(
     most: int,
     chance: Callable[[], float],
 ) -> tuple[str, ...]:
-    """Up to `most` of `ready`, best first, ties in random order; empty if none may be picked. Pure.
+    """Pick up to `most` of `ready`, best first, ties in random order; none if no candidate is ready. Pure.
 
-    `candidates` are as `lua/lib/endpoints.lua` takes them: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
-    (scores, to which the load's part of `live_weight` is added). `load`: known requests in flight.
+    `candidates` has the format of `lua/lib/endpoints.lua`: '*', 'a,b' (the least loaded) or 'a=0.7,b=0.5'
+    (scores, minus `live_weight` times the endpoint's load over the largest). `load`: requests in flight.
     """
     scores: dict[str, float | None]
     if candidates == "*":

@@ -1,8 +1,8 @@
-"""One replica's own queue during an outage: `FairQueue` over its own requests and its part of the capacities.
+"""One replica's local queue during an outage: a `FairQueue` within its share of the capacities.
 
-`LocalGate` calls it. What it leaves out of the shared queue's rules: virtual times begin at 0 with each
-outage, a score has only the request's own wait and criticality (a workload's rate and average wait are not
-known here), and nothing is throttled (the choice of the endpoint keeps a flow's limit).
+`LocalGate` calls it. It differs from the shared queue: virtual times begin at 0 in each outage; a score uses
+only the request's own wait and criticality, because a workload's rate and average wait are unknown; and it
+throttles no flow queue, so it does not enforce a flow's limit per endpoint.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from picker_fleet.request import InferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules in force for one replica. No request claims more than `claim_share` of the bound."""
+    """The queueing policy of one replica, and the largest part of the bound that one request may take."""
 
     policy: Policy
     claim_share: float
 
 
 def rules_of(effective: EffectiveConfig, live: int) -> Rules:
-    """The rules in force, capacities and bytes divided among `live` replicas, with room for one at least."""
+    """The rules of one of `live` replicas: each capacity and byte limit is divided by `live`, at least 1."""
     queue, workloads = effective.settings.fair_request_queue, effective.settings.workloads
 
     def part(capacity: int) -> int:
@@ -69,8 +69,8 @@ class _UnknownWorkloads:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued request. `_s`: seconds of the caller's clock; what `Queueable` asks for is in its units.
-    `turn` is its gate's: True once its cost is acquired, False if the shared gate is to be asked."""
+    """A queued request. Times in `_s` are seconds of the caller's clock; fields of `Queueable` have the units
+    given there. The gate sets `turn`: True once the cost is acquired, False to admit by the shared gate."""
 
     request: InferenceRequest
     cost: float
@@ -101,13 +101,13 @@ class Waiting:
 
 
 class LocalQueue:
-    """Who waits, and who is next. `now_s` never goes back."""
+    """The waiting requests, and their order. The queue's time never goes back, even if `now_s` does."""
 
     def __init__(self, rules: Rules) -> None:
         self._now_us = 0.0
         context = Context(rules.policy, lambda: self._now_us, _UnknownWorkloads())
         self._queue: FairQueue[Waiting] = FairQueue(context, itertools.count(1).__next__)
-        self._due: ScoredSet[Waiting] = ScoredSet()  # not yet overdue, by when they will be
+        self._due: ScoredSet[Waiting] = ScoredSet()  # requests not yet overdue, by `due_ms`
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -125,7 +125,7 @@ class LocalQueue:
     def offer(
         self, request: InferenceRequest, cost: float, arrived_s: float
     ) -> tuple[Waiting, Waiting | None]:
-        """Queue `request`. Returns its entry, and the one that was preempted for it.
+        """Queue `request`. Returns its entry, and the entry preempted for it, if any.
 
         Raises:
             Saturated, InsufficientFlowCapacity, TooManyFlows, BandCapacity, BandBytes, TotalCapacity: as the
@@ -146,13 +146,13 @@ class LocalQueue:
         return waiting, preempted
 
     def remove(self, waiting: Waiting) -> None:
-        """Take it out unserved, if it is still in; its flow keeps its tag."""
+        """Remove a request unserved, if it is still queued; its flow queue is not charged."""
         if waiting.queued:
             self._queue.remove(waiting)
             self._left(waiting)
 
     def turn(self, now_s: float) -> tuple[Waiting, bool] | None:
-        """The request to serve next, and whether the guard says so; None if nobody waits."""
+        """The request to serve next, and whether the guard selects it; None if no request waits."""
         self._now_us = max(self._now_us, now_s * 1e6)
         while (due := self._due.first()) is not None and due.due_ms * 1000 <= self._now_us:
             self._due.remove(due)
@@ -160,12 +160,12 @@ class LocalQueue:
         return self._queue.next_turn()
 
     def serve(self, waiting: Waiting, by_guard: bool) -> None:
-        """Take out the request that `turn` named, and charge its flow."""
+        """Remove the request that `turn` returned, and charge its flow queue."""
         self._queue.serve(waiting, by_guard)
         self._left(waiting)
 
     def all(self) -> list[Waiting]:
-        """All that wait, oldest first."""
+        """All waiting requests, oldest first."""
         return sorted(self._queue.requests(), key=lambda each: each.arrived_s)
 
     def _left(self, waiting: Waiting) -> None:

@@ -1,7 +1,6 @@
-"""One outage: what a replica knows and owes while Redis is away (G8; docs/redis.md).
+"""One outage: the requests, budget and unreported ends of a replica without Redis (G8; docs/redis.md).
 
-`FailoverGate` makes an `Outage` when Redis is lost and drops it, with all that it owns, when every replica is
-back.
+`FailoverGate` makes an `Outage` when Redis is lost, and drops it once every replica uses Redis again.
 """
 
 import contextlib
@@ -20,14 +19,14 @@ from picker_fleet.state.store import Store
 
 T = TypeVar("T")
 
-MAX_ENTRIES = 50_000  # of each kind; the oldest are dropped, and their leases end them
-_REPORT_SLACK_S = 1.0  # by which the access log may be late with a sign of life
-_CHUNK = 512  # requests on their way at a time; the store sends 16 a call
+MAX_ENTRIES = 50_000  # of each kind; the journal drops the oldest requests, which end with their leases
+_REPORT_SLACK_S = 1.0  # how late an access-log entry of a running request may be
+_CHUNK = 512  # renewals in flight at a time; the store sends 16 in a call
 
 
 def unseen_s(report_s: float) -> float:
-    """A request without a sign of life for so long is not restored; the access log gives one each `report_s`.
-    If it runs, the replica that receives the next one restores it."""
+    """The silence, in seconds, after which a resync does not restore a request. The access log has an entry
+    of each running request every `report_s`, and the replica that receives the next one restores it."""
     return report_s + _REPORT_SLACK_S
 
 
@@ -43,8 +42,8 @@ class LocalPlacement:
 
 
 class Running(NamedTuple):
-    """A request that is believed to run, as it is reported to Redis. Only one that was placed here has
-    an attempt. `seen_s` is when it last gave a sign of life or, without one, was placed."""
+    """A request in flight, as a resync reports it to Redis. `attempt` is None unless this replica placed the
+    request. `seen_s` is the time of its last sign of life or, without one, of its placement."""
 
     id: str
     attempt: str | None
@@ -54,16 +53,16 @@ class Running(NamedTuple):
 
 
 class OutageJournal:
-    """Requests seen in flight, and their ends; each end counts once. `clock` is that of `placed_s`."""
+    """Requests seen in flight, and their ends; each end counts once. `placed_s` is in seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._placed: OrderedDict[str, LocalPlacement] = OrderedDict()
-        self._alive: OrderedDict[str, tuple[Alive, float]] = OrderedDict()  # with when it was seen
+        self._alive: OrderedDict[str, tuple[Alive, float]] = OrderedDict()  # with the time it was seen
         self._ended: OrderedDict[str, Completion | None] = OrderedDict()  # None: withdrawn
 
     def count_placed(self, since_s: float) -> int:
-        """Requests placed here that are believed to run. Other replicas may have received their ends."""
+        """Count the requests placed here and presumed running; peers may have received some of their ends."""
         return sum(each.attempt is not None for each in self.in_flight(since_s))
 
     def placed(self, request_id: str, placement: LocalPlacement) -> None:
@@ -71,7 +70,7 @@ class OutageJournal:
         _add(self._placed, request_id, placement)
 
     def withdrawn(self, request_id: str) -> float:
-        """The request never ran. Returns its cost; 0 if it was not placed here."""
+        """Remove a request that never ran. Returns its cost; 0 if it was not placed here."""
         placement = self._placed.pop(request_id, None)
         if placement is None:
             return 0.0
@@ -83,14 +82,14 @@ class OutageJournal:
             _add(self._alive, alive.id, (alive, self._clock()))
 
     def ended(self, completion: Completion, token: str) -> float | None:
-        """What the end of a request releases, in the stock's unit: 0 for one that never ran, None if the end
-        is known already or the request was withdrawn here, which released its cost.
+        """Record an end. Returns the cost to release, in the stock's unit: 0 if the request never ran, None
+        if the end is known already or the request was withdrawn here, which released its cost.
 
-        `token` is the accounting token, '' if none came with the end.
+        `token` is the accounting token; '' if none came with the end.
         """
         if self._ended.get(completion.id) is not None:
             return None
-        withdrawn = completion.id in self._ended  # then Envoy has sent it to another replica
+        withdrawn = completion.id in self._ended  # Envoy then sent the request to another replica
         _add(self._ended, completion.id, completion)
         self._alive.pop(completion.id, None)
         placement = self._placed.pop(completion.id, None)
@@ -102,22 +101,22 @@ class OutageJournal:
         return request_id in self._placed or request_id in self._alive
 
     def placement_of(self, request_id: str) -> LocalPlacement | None:
-        """None if the request was not placed here, or has ended."""
+        """The placement of a request; None if the request was not placed here, or has ended."""
         return self._placed.get(request_id)
 
     def has_ended(self, request_id: str) -> bool:
         return request_id in self._ended
 
     def endpoint_of(self, request_id: str) -> str:
-        """Where a request was placed, '' if it was not placed here."""
+        """The endpoint of a request placed here; '' for any other request."""
         placement = self._placed.get(request_id)
         return placement.endpoint if placement is not None else ""
 
     def in_flight(self, since_s: float) -> list[Running]:
-        """All requests believed to run: placed here or seen alive since `since_s`.
+        """All requests presumed running: placed here or seen alive since `since_s`.
 
-        Others may have ended at another replica; if they run, the replica that receives their next sign of
-        life restores them.
+        Longer-silent requests may have ended at another replica. If such a request runs, the replica that
+        receives its next sign of life restores it.
         """
         found = []
         for name, placement in self._placed.items():
@@ -142,7 +141,7 @@ class OutageJournal:
         return [each for each in self._ended.values() if each is not None]
 
     def save(self) -> tuple[Any, ...]:
-        """All that it holds, comparable."""
+        """A comparable copy of all entries."""
         return tuple(self._placed.items()), tuple(self._alive.items()), tuple(self._ended.items())
 
     def restore(self, saved: tuple[Any, ...]) -> None:
@@ -157,26 +156,26 @@ def _add(entries: OrderedDict[str, T], key: str, value: T) -> None:
 
 @dataclass(slots=True, eq=False)
 class Resync:
-    """One attempt to report to Redis, which answers again, what happened without it."""
+    """One attempt to report the requests and ends of an outage to Redis, which answers again."""
 
     began_s: float
-    released: float = 0.0  # by ends received since, which go to Redis as well
-    done: bool = False  # Redis has all that runs; other replicas may still resync
+    released: float = 0.0  # budget released by ends received since `began_s`, which Redis receives as well
+    done: bool = False  # Redis has all requests this replica saw in flight; peers may still resync
 
 
 @dataclass(eq=False)
 class Outage:
-    """What one replica knows and owes from the loss of Redis until all replicas are back.
+    """One replica's state from the loss of Redis until all replicas use Redis again.
 
-    gate: the requests that wait here, and the budget that this replica may still start requests with.
-    picker: chooses their endpoints, and counts what runs where.
+    gate: the requests that wait here, and the remaining budget for starting requests.
+    picker: chooses their endpoints, and counts requests by endpoint.
     transfer: gets budget from the other replicas while requests wait.
-    journal: requests started and ended meanwhile, which go to Redis on resync, each once.
-    bound, share: of the stock in the whole fleet, and this replica's part of it.
-    clock: in seconds; `began_ms` is when it began by the clock of the shared state.
-    resync: the present attempt; None while Redis is away.
-    before: cost by id of what ran when it began, as far as this replica knows; `ended_before` are ids of
-        requests whose end it had received by then. `initial_free` is what its budget began with.
+    journal: requests started and ended during the outage, each reported to Redis once on resync.
+    bound, share: the fleet's bound of the stock, and this replica's share of the bound.
+    clock: in seconds; `began_ms` is the start of the outage by the clock of the shared state.
+    resync: the current attempt; None while Redis is unavailable.
+    before: id -> cost of the requests known to run when the outage began; `ended_before` has the ids whose
+        end this replica had received by then. `initial_free` is the budget at the start.
     """
 
     gate: LocalGate
@@ -190,7 +189,7 @@ class Outage:
     began_ms: int
     resync: Resync | None = None
     resync_attempted: bool = False
-    placed: int = 0  # requests, in all
+    placed: int = 0  # requests placed during the outage
 
     def __post_init__(self) -> None:
         self.initial_free, self.began_s = self.gate.free, self.clock()
@@ -214,11 +213,11 @@ class Outage:
         )
 
     def has_another(self, request: InferenceRequest) -> bool:
-        """Whether another request that this replica knows to run has its id. Of one that ran before, Envoy
-        has the answer, and sends it no more."""
+        """Whether this replica knows another running request with the same id. A request that ran before the
+        outage counts as another: Envoy never repeats a request after it has received the placement."""
         placed = self.journal.placement_of(request.id)
         if not request.digest:
-            return False  # it cannot be told apart
+            return False  # without a digest two requests cannot be distinguished
         if placed is None:
             return request.id in self.before or self.journal.knows(request.id)
         fields = placed.accounting_token.split("\t")
@@ -241,7 +240,7 @@ class Outage:
     def end(self, completion: Completion, token: str) -> bool:
         """Account for an end and release its cost; False if the end is known already.
 
-        `token` is the accounting token, '' if none came with the end.
+        `token` is the accounting token; '' if none came with the end.
         """
         self.picker.ended(self.journal.endpoint_of(completion.id) or accounting_token.endpoint_of(token))
         if completion.failed:
@@ -256,13 +255,13 @@ class Outage:
         return True
 
     async def restore_running(self, store: Store, report_s: float) -> int:
-        """Tell the shared state of the requests that run; how many those are.
+        """Report the running requests to the shared state. Returns their number.
 
-        `report_s` is how often the access log gives a sign of life.
+        `report_s` is the access log's interval between entries of a running request.
 
         Raises:
             StateUnavailable: Redis is lost again.
-            WritesRefused: it takes no writes for now.
+            WritesRefused: Redis takes no writes for now.
         """
         running = self.journal.in_flight(self.clock() - unseen_s(report_s))
         for at in range(0, len(running), _CHUNK):
@@ -273,6 +272,6 @@ class Outage:
                 for each in running[at : at + _CHUNK]
             ]
             for answer in answers:
-                with contextlib.suppress(ScriptFailed):  # the request's next sign of life restores it
+                with contextlib.suppress(ScriptFailed):  # the next sign of life restores that request
                     await answer
         return len(running)

@@ -1,9 +1,9 @@
-"""The other replicas during an outage: which are live, what each says of itself, and budget from them.
+"""The other replicas during an outage: which are live, what each reports, and transfers of their budget.
 
-Envoy's access log goes to any replica, so freed budget gathers where the ends are received. A replica whose
-requests wait asks each of the others for some, one question at a time each. A question without a reply is
-repeated, and the peer repeats its reply, so that a pause of either loses no budget; that of a peer that dies
-is used by nobody until Redis is back, never by two replicas.
+Envoy's access log goes to any replica, so freed budget collects where ends are received. A replica with
+waiting requests asks every peer for budget, with one call at a time to each. A call without a reply is
+repeated, and the peer repeats its reply, so that a pause of either side loses no budget. The budget of a peer
+that dies stays unused until Redis is back; two replicas never use the same budget.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from typing import Protocol
 from picker_fleet.failover.local_gate import LocalGate, part_of
 from picker_fleet.state.store import HeartbeatReply
 
-_PAUSE_S = 0.2  # before a peer that had nothing is asked again
-_IDLE_S = 10.0  # without waiting requests, connections to peers are closed after so long
-_COMPARED = 30_000  # requests, at most
+_PAUSE_S = 0.2  # before asking a peer again that had no budget to give
+_IDLE_S = 10.0  # time without waiting requests after which connections to peers are closed
+_COMPARED = 30_000  # most running requests that `lost_budget` compares
 TRANSFER_WAIT_S = 0.5  # how long a peer without free budget waits before it answers
 
 
 @dataclass(frozen=True, slots=True)
 class OutageCount:
-    """What a replica knows of the moment at which its outage began: how many replicas were live, the bound,
-    its own free budget, and the cost by id of what may have been running."""
+    """A replica's figures at the start of its outage: the number of live replicas, the bound, its own free
+    budget, and id -> cost of the requests that may have been running."""
 
     live: int
     bound: float
@@ -34,18 +34,18 @@ class OutageCount:
 
 
 class PeerClient(Protocol):
-    """How another replica is asked (extproc/budget_transfer.py)."""
+    """Calls to other replicas (extproc/budget_transfer.py)."""
 
     async def count(self, address: str) -> OutageCount | None:
-        """The count of the replica at `address`; None if it has none or does not answer."""
+        """The `OutageCount` of the replica at `address`; None if the replica has none or does not answer."""
         ...
 
     async def ended_before(self, address: str, ids: Collection[str]) -> Collection[str] | None:
-        """Those of `ids` whose end it had received before its outage; None as for `count`."""
+        """Those of `ids` whose end the replica had received before its outage; None as for `count`."""
         ...
 
     async def ask(self, address: str, least: float, most: float) -> float | None:
-        """What the replica at `address` gives, 0 if nothing; None if it does not answer."""
+        """The budget that the replica at `address` gives, 0 if none; None if it does not answer."""
         ...
 
     async def close(self) -> None:
@@ -55,11 +55,11 @@ class PeerClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """What a replica says of itself with each heartbeat, as far as failover needs it.
+    """The fields of a replica's info, published with its heartbeats, that failover needs.
 
-    `degraded`: it has state that is not in Redis yet. `grpc`: where it is asked for budget, host:port, '' for
-    nowhere. `resyncs`: how often it has begun to resync. `answered`: resyncs of others before whose begin it
-    has published all ends.
+    `degraded`: the replica has state that Redis lacks. `grpc`: the host:port that takes calls for budget; ''
+    if there is none. `resyncs`: how often the replica has begun to resync. `answered`: the peers' resyncs for
+    which it has published all ends received before them.
     """
 
     degraded: bool = False
@@ -69,7 +69,7 @@ class PeerState:
 
     @classmethod
     def read(cls, about: Mapping[str, object]) -> "PeerState":
-        """From the JSON object of docs/redis-schema.md, `about`. What has another type counts as missing."""
+        """Read the JSON object `about` of docs/redis-schema.md. A field of a wrong type counts as missing."""
         grpc, resyncs, answered = about.get("grpc"), about.get("resyncs"), about.get("answered")
         return cls(
             bool(about.get("degraded")),
@@ -80,18 +80,18 @@ class PeerState:
 
 
 class Peers:
-    """The live replicas. `live` has their ids in order, as of the last time Redis was in use; this replica's
-    own, `replica`, is among them."""
+    """The live replicas. `live` has their sorted ids, including this replica's own id `replica`, as of the
+    last heartbeat while Redis was in use."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self.live: tuple[str, ...] = ()
-        self.left_s = -math.inf  # when a live replica was last found gone
+        self.left_s = -math.inf  # when this replica last found that a live replica had left
         self._states: Mapping[str, PeerState] = {}
         self._addresses: dict[str, str] = {}
 
     def update(self, replicas: Mapping[str, PeerState], *, shared: bool, now_s: float) -> None:
-        """Take over what each live replica says; `live` changes only while Redis is in use (`shared`)."""
+        """Take over the state of each live replica. `live` changes only while Redis is in use (`shared`)."""
         self._states = replicas
         if shared:
             if not replicas.keys() >= set(self.live):
@@ -102,31 +102,31 @@ class Peers:
                 self._addresses[name] = state.grpc
 
     def addresses(self) -> list[str]:
-        """Where each of the others is asked for budget (host:port)."""
+        """The addresses (host:port) of the peers that take calls for budget."""
         return [self._addresses[name] for name in self.live if name in self._addresses]
 
     def others(self) -> list[str] | None:
-        """Where each of the others is asked, for the replica of the least id; None for any other replica, or
-        if an address is not known."""
+        """The addresses (host:port) of all peers, if this replica has the least id; None if it does not, or
+        if an address is unknown."""
         others = [name for name in self.live if name != self._replica]
         if self.live[:1] != (self._replica,) or not self._addresses.keys() >= set(others):
             return None
         return [self._addresses[name] for name in others]
 
     def all_resynced(self) -> bool:
-        """Whether every replica that was live says that its state is in Redis."""
+        """Whether every replica of `live` reports that Redis has its state."""
         return all(name in self._states and not self._states[name].degraded for name in self.live)
 
     def live_ones(self, holds: Callable[[str, PeerState], bool]) -> bool:
-        """Whether it `holds` for any replica that was live and still is."""
+        """Whether `holds` is true for any replica of `live` that still sends heartbeats."""
         return any(name in self.live and holds(name, said) for name, said in self._states.items())
 
     def count(self, pulse: HeartbeatReply) -> int:
-        """How many replicas divide the bound."""
+        """The number of replicas among which the bound is divided."""
         return max(len(self.live), pulse.live_replicas, 1)
 
     def own_part(self, pulse: HeartbeatReply, *, counts_requests: bool) -> float:
-        """This replica's part of what was free at `pulse`; `counts_requests` as in `part_of`."""
+        """This replica's share of the stock that was free at `pulse`; `counts_requests` as in `part_of`."""
         live = self.count(pulse)
         rank = self.live.index(self._replica) if self._replica in self.live else live
         free = pulse.upper - pulse.stock
@@ -136,13 +136,13 @@ class Peers:
 async def lost_budget(
     own: OutageCount, ended_before: Collection[str], client: PeerClient, others: Collection[str]
 ) -> float | None:
-    """The part of the bound that no replica has and no running request takes: it belonged to ends and grants
-    that were on their way when Redis was lost. None if one of the `others` has no count, or knows of more or
-    fewer replicas.
+    """The part of the bound that is in no replica's budget and that no running request uses: ends and grants
+    in transit held it when Redis was lost. None if one of the `others` has no count, or counts another number
+    of live replicas.
 
-    When the outage began, the bound was the sum of the free budgets, of the costs of what ran, and of this
-    part. What ran is at most what any replica had placed or seen alive within an access-log interval and
-    whose end none had received. So the result is never too large (docs/redis.md).
+    When the outage began, the bound was the sum of the free budgets, the costs of the running requests, and
+    this part. A request can have been running only if some replica had placed it or seen it alive within an
+    access-log interval, and none had received its end. So the result is never too large (docs/redis.md).
     """
     counts = [own, *await asyncio.gather(*(client.count(address) for address in others))]
     running: dict[str, float] = {}
@@ -151,7 +151,7 @@ async def lost_budget(
             return None
         running.update(count.running)
     if len(running) > _COMPARED:
-        return 0.0  # of so large a bound little is lost
+        return 0.0  # the lost part of so large a bound is small
     asked = await asyncio.gather(*(client.ended_before(address, list(running)) for address in others))
     for ended in (ended_before, *asked):
         if ended is None:
@@ -164,7 +164,7 @@ async def lost_budget(
 
 
 class BudgetTransfer:
-    """Gets budget for `gate` from the replicas at `addresses()` while its requests wait."""
+    """Gets budget for `gate` from the replicas at `addresses()` while requests of `gate` wait."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class BudgetTransfer:
             await self._client.close()
 
     async def _needed(self) -> bool:
-        """Whether a request waits within the idle time."""
+        """Wait up to `idle_s` until a request waits in `gate`. Returns whether one waits."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._idle_s):
                 await self._gate.has_waiting.wait()
@@ -209,11 +209,11 @@ class BudgetTransfer:
     async def _ask(self, address: str) -> None:
         minimum, maximum = self._gate.shortage()
         if minimum <= 0:
-            await asyncio.sleep(_PAUSE_S)  # the fleet is paused: there is budget, but nothing is admitted
+            await asyncio.sleep(_PAUSE_S)  # the pool is paused: requests wait although there is budget
             return
         began_s = self._clock()
         granted = await self._client.ask(address, minimum, maximum)
         if granted:
             self._gate.release(granted)
         elif self._clock() - began_s < _PAUSE_S:
-            await asyncio.sleep(_PAUSE_S)  # the peer is away, or gave everything away already
+            await asyncio.sleep(_PAUSE_S)  # the peer is unreachable, or has no budget left

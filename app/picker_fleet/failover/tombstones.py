@@ -1,11 +1,11 @@
-"""The ends that a replica has received lately, in every state, and how they keep other replicas from
-restoring what has ended (G6, G8; docs/redis.md, "The way back").
+"""Tombstones of the ends that a replica received recently, which keep other replicas from restoring ended
+requests (G6, G8; docs/redis.md, "The way back").
 
-A replica that was without Redis restores, when it resyncs, the requests it saw running lately. Another
-replica may have received the end of one since. So every replica remembers each end for longer than a sign of
-life counts. When a heartbeat shows that another replica is degraded, it publishes these ends to Redis as
-tombstones, and each further end at once. The replica that resyncs waits until the others say that they have
-done so.
+A replica that was without Redis restores, when it resyncs, the requests it saw running recently. Another
+replica may have received the end of such a request since then. So every replica remembers each end for longer
+than a sign of life counts. When a heartbeat shows that a peer is degraded, the replica publishes these ends
+to Redis as tombstones, and each further end at once. The resyncing replica waits until its peers confirm in
+their heartbeats that they have published their ends.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
 from picker_fleet.state.store import Store
 
-_CHUNK = 512  # ends on their way at a time; the store sends 16 a call
+_CHUNK = 512  # tombstones in flight at a time; the store sends 16 in a call
 _UNPUBLISHED = ""
 
 
 class Tombstones:
-    """Publishes the ends received by `replica`. One event loop.
+    """Publishes the ends received by `replica`. Uses one event loop.
 
-    `ends` are those received lately, each with the epoch of the shared state that has its tombstone. The
-    gate, which has them too, takes out a request that it places again: the end received before belongs to an
-    earlier one of that id.
-    `may_publish` says whether Redis is in use. `may_settle` says whether Redis also has all that this replica
-    placed without it. `heartbeat_now` sends a heartbeat at once.
+    `ends` has the ends received recently, each with the epoch of the shared state that has its tombstone. The
+    gate shares `ends`, and removes the end of a request that it places again: that end belongs to an earlier
+    request of the same id.
+    `may_publish` returns whether Redis is in use; `may_settle`, whether Redis also has every request that
+    this replica placed during the outage. `heartbeat_now` sends a heartbeat at once.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Tombstones:
         self._store, self._replica, self._ends = store, replica, ends
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
-        self._restored: set[str] = set()  # those that another replica has restored after their end
+        self._restored: set[str] = set()  # ended requests that another replica restored
         self._peer_degraded = False
-        self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each of the others
-        self._answered: frozenset[str] = frozenset()  # those before which all ends are published
+        self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each peer
+        self._answered: frozenset[str] = frozenset()  # peers' resyncs for which all ends are published
         self._published_epoch = _UNPUBLISHED
         self._peers: Mapping[str, PeerState] = {}
         self._resyncs = 0
         self._due, self._peers_updated = asyncio.Event(), asyncio.Event()
 
     def save(self) -> tuple[Any, ...]:
-        """All that it remembers, comparable."""
+        """A comparable copy of the state."""
         return (
             tuple(self._ends.items()), frozenset(self._restored), tuple(self._peers.items()), self.is_due,
             self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
@@ -76,7 +76,7 @@ class Tombstones:
 
     @property
     def is_due(self) -> bool:
-        """Whether another replica waits for the ends."""
+        """Whether a peer waits until this replica has published its ends."""
         return self._due.is_set()
 
     def add(self, request_id: str) -> None:
@@ -85,8 +85,8 @@ class Tombstones:
             self._publish_end(request_id, now_s)
 
     def heartbeat_fields(self) -> dict[str, object]:
-        """For the other replicas: how often this one has begun to resync, and the resyncs of others before
-        whose begin it has published all ends."""
+        """Fields for peers: how often this replica has begun to resync, and the peers' resyncs for which it
+        has published all ends received before them."""
         return {"resyncs": self._resyncs, "answered": sorted(self._answered)}
 
     def update_peers(self, replicas: Mapping[str, PeerState]) -> None:
@@ -95,21 +95,21 @@ class Tombstones:
         self._peer_degraded = any(state.degraded for _, state in others)
         self._peer_resyncs = frozenset(_mark(name, state.resyncs) for name, state in others if state.resyncs)
         self._answered &= self._peer_resyncs
-        # A resync that is over counts too: it may have restored what ended meanwhile.
+        # A completed resync counts too: it may have restored requests that have ended.
         lost = self._published_epoch != self._epoch() and (self._peer_degraded or bool(self._peer_resyncs))
         if self._peer_resyncs - self._answered or lost:
             self._due.set()
         self._peers_updated.set()
 
     async def run(self) -> None:
-        """Publish the ends whenever another replica needs them, until cancelled."""
+        """Publish the ends whenever a peer needs them, until cancelled."""
         while True:
             await self._due.wait()
             with contextlib.suppress(StateFault):  # the next heartbeat asks again
                 await self.answer_peers()
 
     async def answer_peers(self) -> None:
-        """Publish the ends, so that replicas that resync can go on. Raises as `publish`."""
+        """Publish the ends, and confirm it to the peers that resync. Raises as `publish`."""
         self._due.clear()
         if not self._may_publish():
             return
@@ -124,11 +124,11 @@ class Tombstones:
         self._resyncs += 1
 
     async def publish(self) -> None:
-        """Make a tombstone of each end that the present epoch of the shared state lacks.
+        """Write a tombstone for each end that has none in the current epoch of the shared state.
 
         Raises:
             StateUnavailable: Redis does not answer.
-            WritesRefused: it takes no writes for now.
+            WritesRefused: Redis takes no writes for now.
         """
         epoch = self._epoch()
         due = [request_id for request_id, (_, published) in self._ends.items() if published != epoch]
@@ -136,7 +136,7 @@ class Tombstones:
             chunk = [name for name in due[at : at + _CHUNK] if name in self._ends]
             answers = [self._publish_end(name, self._ends[name][0]) for name in chunk]
             for name, answer in zip(chunk, answers, strict=True):
-                with contextlib.suppress(ScriptFailed):  # of this end only
+                with contextlib.suppress(ScriptFailed):  # the failure concerns this end only
                     if await answer == "back":
                         self._restored.add(name)
         self._published_epoch = epoch
@@ -148,10 +148,10 @@ class Tombstones:
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def wait_for_peers(self, live: tuple[str, ...]) -> None:
-        """Wait until all replicas `live` have published the ends that they received before this resync.
+        """Wait until all `live` replicas have published the ends that they received before this resync.
 
-        At most `peers_wait_s`: a replica that is gone never does it, one that is degraded itself does it when
-        it returns.
+        Waits at most `peers_wait_s`: a dead replica never publishes its ends, and a degraded one publishes
+        them when it resyncs itself.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._peers_wait_s):
@@ -182,7 +182,7 @@ class Tombstones:
         return answer
 
     def _epoch(self) -> str:
-        """The epoch of the shared state and of the connection: another server may lack some tombstones."""
+        """The epochs of the shared state and of the connection: a new server may lack tombstones."""
         return f"{self._store.epoch} {self._store.connection_epoch}"
 
 

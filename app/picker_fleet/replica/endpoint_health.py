@@ -1,4 +1,4 @@
-"""Marks endpoints down and up again for the whole fleet, by what scraping finds; brings ejected ones back."""
+"""Marks endpoints down or up for the whole fleet, by scrapes and probes, and reinstates ejected endpoints."""
 
 import asyncio
 import logging
@@ -9,23 +9,23 @@ from picker_fleet.endpoints.scraper import SILENCE, Meter
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.state.store import Store
 
-_WELL_AGAIN = 3  # answers in a row
+_WELL_AGAIN = 3  # good answers in a row that remove the mark `down`
 _UNANSWERED = ("timeout", "silent")
-_SERVER_FAULTS = (*_UNANSWERED, "connection")  # others are of the page alone
-_STANDS_STILL_S = 5.0  # a page whose figures do not move so long, while requests run there
-_NO_SUCH_PAGE = (404, 405)  # the engine has no health page, so its requests decide
+_SERVER_FAULTS = (*_UNANSWERED, "connection")  # any other kind of failure concerns only the metrics page
+_STANDS_STILL_S = 5.0  # an endpoint is stuck if its page stays the same for this long while requests run
+_NO_SUCH_PAGE = (404, 405)  # the engine has no health page: its requests decide whether it is well
 _STUCK = "stuck"
 
 _log = logging.getLogger(__name__)
 
 
 class Probes:
-    """A `Meter` of the scraper, around `meter`, that also marks endpoints: down when they refuse connections
-    or are silent, which each unanswered request confirms, or answer that they take no requests; up again
-    after three other answers. `readings` returns what any replica has scraped last, `in_flight` the fleet's
-    requests by endpoint. Of an ejected endpoint the status of a probe decides whether it comes back. One
-    whose page stands still while requests run there is reported as stuck; `ejected` is called if it is
-    ejected for that."""
+    """A `Meter` of the scraper that wraps `meter` and marks endpoints. It marks an endpoint down that refuses
+    connections, is silent or answers that it takes no requests; each further timeout confirms the mark, and
+    three good answers in a row remove it. A probe's status decides whether an ejected endpoint is reinstated.
+    If an endpoint's page stays the same while requests run there, it is reported as stuck, and `ejected` is
+    called if Redis ejects it. `readings` returns the last metrics that any replica scraped; `in_flight`, the
+    fleet's requests by endpoint."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Probes:
         self._readings, self._in_flight = readings, in_flight
         self._on_ejected = ejected
         self._clock = clock or asyncio.get_running_loop().time
-        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # of pages, and since when
+        self._figures: dict[str, tuple[tuple[float | None, ...], float]] = {}  # last figures, and since when
         self._stuck: set[str] = set()
-        self._well: dict[str, int] = {}  # down -> answers in a row
+        self._well: dict[str, int] = {}  # endpoint marked down -> good answers in a row
         self._version = ""
-        # As of that version of the endpoints.
+        # The marks as of `_version` of the endpoints.
         self._down: frozenset[str] = frozenset()
         self._ejected: frozenset[str] = frozenset()
 
@@ -64,14 +64,14 @@ class Probes:
             self._mark(address, not is_well or address in self._stuck, "ejected")
 
     def _watch(self, address: str, reading: EndpointMetrics) -> None:
-        """Report an endpoint whose page stands still."""
+        """Report an endpoint as stuck if its page stays the same while requests run there."""
         now_s = self._clock()
         if not self._in_flight().get(address):
             self._moves(address)
             return
         figures = (reading.waiting, reading.running, reading.kv_utilisation)
         former, since_s = self._figures.get(address, ((), now_s))
-        # Without that of its cache a page may say the same for as long as a request takes.
+        # A page without cache utilisation may stay the same for as long as a request runs.
         if figures != former or reading.kv_utilisation is None:
             self._moves(address)
             self._figures[address] = figures, now_s
@@ -134,8 +134,8 @@ class Probes:
             self._stuck &= listed
 
     def _most_are_silent(self) -> bool:
-        """Whether most endpoints are silent: then the scraping or the load is the cause, and marking the
-        silent ones would leave no endpoint."""
+        """Whether most endpoints are silent. If so, the cause is the scraping or the load, and marking the
+        silent endpoints would leave too few."""
         readings = self._readings()
         up = [each.address for each in self._endpoints.current.endpoints if not each.down]
         silent = sum(
@@ -147,7 +147,7 @@ class Probes:
 
     def _mark(self, address: str, on: bool, what: str = "down") -> None:
         def marked(done: asyncio.Future[str]) -> None:
-            # A mark that is lost is repeated by the next probe.
+            # Ignore a failed call: the next probe repeats the mark.
             if not done.cancelled() and done.exception() is None and done.result() == "ejected":
                 _log.warning("endpoint %s is ejected: %s", address, what)
                 self._on_ejected(address, what)

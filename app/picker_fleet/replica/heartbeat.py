@@ -1,8 +1,7 @@
-"""A replica's part in the fleet: its heartbeat, and what it does for the fleet beside its requests.
+"""A replica's membership in the fleet: its heartbeat, and its work for the fleet apart from its requests.
 
-`Membership` is what the rest of the replica knows of it. It runs a `Heartbeat`, which uses a `Publisher` (the
-pool's settings and endpoints), a `LiveConfigFollower` and a `StateReader`; a `Sweeper`; a
-`NotificationPoller`; and the renewal of leases.
+The rest of the replica uses `Membership`, which runs a `Heartbeat`, a `Sweeper`, a `NotificationPoller` and
+the renewal of leases. The heartbeat uses a `Publisher`, a `LiveConfigFollower` and a `StateReader`.
 """
 
 import asyncio
@@ -32,30 +31,30 @@ from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Rebu
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
-_RENEWALS = 3  # of a lease, by the replica that owns the request's stream
-_OTHERS_PUBLISH_S = 0.2  # after the same change was seen here
-_LOOKS = 5  # for what others publish; the regular heartbeats go on
-_RECENT = 64  # discovered lists that are kept
-# A new endpoint takes requests when every Envoy has acknowledged it, or after so long: an Envoy answers 503
-# to a request for an endpoint that it does not know.
+_RENEWALS = 3  # renewals in one lease, by the replica that owns the request's stream
+_OTHERS_PUBLISH_S = 0.2  # by when another replica should have published a change discovered here
+_LOOKS = 5  # extra heartbeats that check whether another replica has published a change
+_RECENT = 64  # discovered lists that a `Publisher` keeps
+# A new endpoint takes no requests until every Envoy has acknowledged it, or this time has passed: an Envoy
+# answers 503 to a request for an endpoint that it does not know.
 _ACKNOWLEDGE_S = 5.0
-_ACKNOWLEDGED_LOOK_S = 0.1  # between two looks for that
-_UNKNOWN = "0"  # the epoch of a pool that nobody has published
+_ACKNOWLEDGED_LOOK_S = 0.1  # between two checks whether Envoys have acknowledged
+_UNKNOWN = "0"  # the epoch of a pool that no replica has published
 
-# A poll is one cheap command. Where wake-ups arrive it finds nothing; where none does, a grant is found
-# within the shorter pause while grants are frequent, and within the longer one at worst. The pause grows
-# slowly, since a few grants a second are frequent, too.
+# A poll is one cheap command. If wake-ups arrive, polls find nothing. If no wake-up arrives, a poll finds a
+# grant within `_MIN_POLL_S` while grants are frequent, and within `_MAX_POLL_S` at worst. The pause between
+# polls grows slowly, so that it stays short at a few grants a second.
 _MIN_POLL_S = 0.01
 _MAX_POLL_S = 0.1
 _POLL_GROWTH = 1.1
-_SUSPECTS_S = 0.05  # between two looks for ghosts while there are suspects
+_SUSPECTS_S = 0.05  # between two sweeps while requests may have ended without a report
 
 
 class Failover(Protocol):
-    """What follows the heartbeat: the gate that can do without Redis (failover/gate.py)."""
+    """The gate that can work without Redis, and follows the heartbeat (failover/gate.py)."""
 
     def heartbeat_fields(self) -> Mapping[str, object]:
-        """What the heartbeat tells the other replicas: `degraded`, and what goes with it."""
+        """Fields for the replica info that other replicas read: `degraded`, `resyncs`, `answered`."""
         ...
 
     def heartbeat_answered(self, pulse: HeartbeatReply) -> None: ...
@@ -68,19 +67,19 @@ class Failover(Protocol):
 
 
 class KnownFleet:
-    """What this replica knows of the fleet, as of the last heartbeat; before the first, its configuration
-    only."""
+    """This replica's knowledge of the fleet as of the last heartbeat. Before the first heartbeat it has only
+    the configuration."""
 
     def __init__(self, settings: Settings) -> None:
-        self.config = EffectiveConfig(settings, {})  # with the live changes
+        self.config = EffectiveConfig(settings, {})  # includes the live changes
         self.live: Sequence[str] = ()  # ids of the live replicas
-        self.in_flight: Mapping[str, int] = {}  # requests by endpoint
-        self.busy = False  # some are in flight
+        self.in_flight: Mapping[str, int] = {}  # endpoint -> requests
+        self.busy = False  # whether any request is in flight
 
 
 class HeartbeatTrigger:
-    """Called, it asks for a heartbeat before the interval is over; without `full`, for one of which only the
-    reply is read."""
+    """A call asks for a heartbeat before the interval ends. With `full=False` the replica need not read the
+    whole shared state afterwards: it does so only if the last read is at least an interval old."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -91,7 +90,7 @@ class HeartbeatTrigger:
         self._asked.set()
 
     def take(self) -> bool:
-        """Begin a heartbeat; whether it is to be a full one."""
+        """Clear the request for a heartbeat. Returns whether the heartbeat must be a full one."""
         brief, self._brief = self._brief, False
         self._asked.clear()
         return not brief
@@ -103,8 +102,8 @@ class HeartbeatTrigger:
 class Publisher:
     """Publishes the settings and endpoints of this replica's configuration.
 
-    The replica with the least id publishes; any does while the pool is unknown (start, FLUSHALL). An endpoint
-    that comes later drains at first, until Envoys know it.
+    The leader, the replica with the least id, publishes; while the pool is unknown (start, FLUSHALL) any
+    replica does. An endpoint added later is published as draining until Envoys know it.
     """
 
     def __init__(self, store: Store, settings: Settings) -> None:
@@ -112,11 +111,11 @@ class Publisher:
         self._shared = shared_settings(settings, {})
         self._config_version = _version(self._shared)
         self._clock = asyncio.get_running_loop().time
-        self._listed: tuple[Endpoint, ...] | None = None  # as discovery has it
-        self._new: dict[str, float] = {}  # endpoints that Envoys may not know yet, and since when
-        self._discovered: tuple[Endpoint, ...] | None = None  # as it is to be published
+        self._listed: tuple[Endpoint, ...] | None = None  # as discovery reported them
+        self._new: dict[str, float] = {}  # address of an endpoint that Envoys may not know -> since when
+        self._discovered: tuple[Endpoint, ...] | None = None  # as this replica publishes them
         self._discovered_version = ""
-        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # discovered lists by version
+        self._recent: OrderedDict[str, tuple[Endpoint, ...]] = OrderedDict()  # version -> discovered list
         self._digests: dict[str, tuple[Endpoint, bytes]] = {}  # by address
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
@@ -126,26 +125,27 @@ class Publisher:
             takes = {each.address for each in self._listed if not each.draining}
             self._new |= dict.fromkeys(takes - {each.address for each in former}, self._clock())
         self._new = {address: since_s for address, since_s in self._new.items() if address in addresses}
-        self._remember(self._listed)  # as another replica may publish it
+        self._remember(self._listed)  # another replica may publish the list without draining endpoints
         self._prepare()
 
     @property
     def awaits_envoys(self) -> bool:
-        """Whether new endpoints take no requests because Envoys may not know them."""
+        """Whether this replica publishes some new endpoints as draining because Envoys may not know them."""
         return bool(self._new)
 
     def acknowledged(self, snapshot: Snapshot, versions: Sequence[str]) -> None:
-        """`snapshot` is in force; each replica that Envoys follow has one of `versions` from all of them."""
+        """Stop draining new endpoints that all Envoys know, or that have waited for 5 s. `snapshot` has the
+        published endpoints, `versions` the version that the Envoys of each replica have acknowledged."""
         is_known = set(versions) <= {unmarked(snapshot.version)}
         known = {each.address for each in snapshot.endpoints} if is_known else set()
-        # Without versions Envoys know their endpoints from elsewhere.
+        # Without versions no Envoy gets its endpoints from the fleet, so none will acknowledge.
         late_s = self._clock() - _ACKNOWLEDGE_S if versions else math.inf
         self._no_longer_new(
             {address for address, since_s in self._new.items() if address in known or since_s <= late_s}
         )
 
     def in_force(self, snapshot: Snapshot) -> None:
-        """`snapshot` is in force: what the publishing replica no longer takes for new is not."""
+        """Stop draining new endpoints that `snapshot`, the published endpoints, does not drain."""
         self._no_longer_new({each.address for each in snapshot.endpoints if not each.draining})
 
     def _no_longer_new(self, addresses: set[str]) -> None:
@@ -154,7 +154,7 @@ class Publisher:
             self._prepare()
 
     def _prepare(self) -> None:
-        """What is to be published follows from what is listed and what is new."""
+        """Compute the endpoints to publish: the listed ones, with new ones as draining."""
         assert self._listed is not None
         self._discovered = tuple(
             replace(each, draining=True) if each.address in self._new else each for each in self._listed
@@ -162,7 +162,7 @@ class Publisher:
         self._discovered_version = self._remember(self._discovered)
 
     def _remember(self, endpoints: tuple[Endpoint, ...]) -> str:
-        """The version of `endpoints`, which `endpoints_of` returns for it."""
+        """Store `endpoints` for `endpoints_of`. Returns their version."""
         digests = {each.address: (each, self._digest(each)) for each in endpoints}
         self._digests = digests
         together = hashlib.blake2b(b"".join(digest for _, digest in digests.values()), digest_size=6)
@@ -174,7 +174,7 @@ class Publisher:
         return version
 
     def _digest(self, endpoint: Endpoint) -> bytes:
-        """Of all that is published of it: equal on every replica. Most are the same objects as before."""
+        """A digest of the endpoint's published fields, equal on every replica; cached per address."""
         known = self._digests.get(endpoint.address)
         if known is not None and (known[0] is endpoint or known[0] == endpoint):
             return known[1]
@@ -189,22 +189,22 @@ class Publisher:
         return pulse.epoch == _UNKNOWN or (pulse.leader and differs)
 
     def discovered_last(self, version: str) -> bool:
-        """Whether `version`, with or without marks, is that of the last discovered endpoints."""
+        """Whether `version`, without its marks, is the version of the last discovered endpoints."""
         return self._discovered is not None and unmarked(version) == self._discovered_version
 
     def endpoints_of(self, version: str) -> tuple[Endpoint, ...] | None:
-        """The endpoints of a published version without its marks, if they were discovered here lately."""
+        """The endpoints of a published version, without marks; None unless discovered here recently."""
         return self._recent.get(unmarked(version))
 
     async def publish(self, pulse: HeartbeatReply) -> Rebuilt | None:
-        """Publish what was discovered; `pulse` says what is published. Returns what was rebuilt if the pool
-        was unknown."""
+        """Publish the discovered endpoints and the settings; `pulse` has the published versions. Returns the
+        script's report of the rebuilding if the pool was unknown, else None."""
         if await self._publish_changes(pulse):
             return None
         return await self._publish_all()
 
     async def _publish_changes(self, pulse: HeartbeatReply) -> bool:
-        """Whether changes could be published without the rest."""
+        """Publish only changed endpoints, if possible. Returns False if everything must be published."""
         assert self._discovered is not None
         published = self.endpoints_of(pulse.endpoints_version)
         if published is None or pulse.epoch == _UNKNOWN or pulse.config_version != self._config_version:
@@ -215,10 +215,10 @@ class Publisher:
         changes |= {
             address: each
             for address, each in after.items()
-            if (former := before.get(address)) is not each and former != each  # most are the same object
+            if (former := before.get(address)) is not each and former != each  # `is` is the cheap test
         }
         if any(each.max_inflight is not None for some in (before, after) for each in some.values()):
-            return False  # limits are part of the settings
+            return False  # limits are settings, which only `publish` writes
         former_version = unmarked(pulse.endpoints_version)
         return await self._store.publish_changes(former_version, self._discovered_version, changes)
 
@@ -230,7 +230,7 @@ class Publisher:
             config_version=self._config_version,
             endpoints_version=self._discovered_version,
         )
-        # A live change may mean other numbers under this configuration than under the last one.
+        # The same live change may yield other overrides under this configuration than under the last one.
         current = await self._store.live_config()
         with contextlib.suppress(ConfigError):
             wanted = live_config.overrides(self._settings, current.changes)
@@ -240,7 +240,7 @@ class Publisher:
 
 
 class LiveConfigFollower:
-    """Keeps `fleet.config` in step with the live changes; `on_config` is called with each new one."""
+    """Applies live changes to `fleet.config`, and calls `on_config` with each new configuration."""
 
     def __init__(
         self,
@@ -251,10 +251,10 @@ class LiveConfigFollower:
     ) -> None:
         self._store, self._settings, self._fleet, self._on_config = store, settings, fleet, on_config
         self.current = LiveConfig()
-        self._followed = ("", "")  # epoch of the shared state, version of the changes
+        self._followed = ("", "")  # epoch of the shared state and version of the changes last applied
 
     async def follow(self, pulse: HeartbeatReply) -> None:
-        """Take over the changes if they are new; bring them back if the shared state has lost them."""
+        """Apply the live changes if they are new; restore them in Redis if the shared state has lost them."""
         if (pulse.epoch, pulse.tuned_version) == self._followed:
             return
         if not pulse.tuned_version and self.current.overrides:
@@ -271,8 +271,8 @@ class LiveConfigFollower:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The pool's state, with what this replica's configuration adds to it: `queue_fill` is the occupied part
-    of the queue, 0 to 1. With `outage`, it is the last state before that outage, which lasts."""
+    """The pool's state, with values that depend on this replica's configuration. `queue_fill` is the occupied
+    part of the queue, 0 to 1. If `outage` is set, an outage is going on, and the state precedes it."""
 
     pool: PoolState
     watermark: float
@@ -281,7 +281,7 @@ class SharedState:
 
 
 class StateReader:
-    """Reads the whole shared state, or shows the last one during an outage."""
+    """Reads the whole shared state; during an outage it returns the state read last."""
 
     def __init__(
         self, store: Store, settings: Settings, fleet: KnownFleet, failover: Failover | None
@@ -313,12 +313,12 @@ class StateReader:
         return self._last
 
     async def show(self) -> SharedState:
-        """The state now; during an outage the last one. Raises StateUnavailable."""
+        """The state now; during an outage the state read last. Raises StateUnavailable."""
         if (outage := self.outage()) is None:
             try:
                 return await self.read()
             except StateUnavailable:
-                if (outage := self.outage()) is None:  # else the outage has begun meanwhile
+                if (outage := self.outage()) is None:  # otherwise an outage began during the read
                     raise
         if self._last is None:
             raise StateUnavailable("the shared state has not been read yet", retry_after_s=1)
@@ -326,8 +326,8 @@ class StateReader:
 
 
 class Sweeper:
-    """Reclaims what dead replicas and silent requests have left. `on_suspects` is called with endpoints where
-    requests may have ended without a report."""
+    """Reclaims requests of dead replicas, and requests that stay silent. Calls `on_suspects` with endpoints
+    where requests may have ended without a report."""
 
     def __init__(
         self,
@@ -367,8 +367,8 @@ class Sweeper:
 
 
 class NotificationPoller:
-    """Polls this replica's notifications while requests of `gate` wait, in case a wake-up is lost. The
-    heartbeat removes them."""
+    """Polls this replica's notifications while requests of `gate` wait, in case a wake-up is lost. A poll
+    leaves them in Redis; the heartbeat removes them."""
 
     def __init__(self, store: Store, gate: SharedGate) -> None:
         self._store = store
@@ -383,18 +383,18 @@ class NotificationPoller:
             pause_s = _MIN_POLL_S if found else min(_POLL_GROWTH * pause_s, _MAX_POLL_S)
 
     async def _poll(self) -> int:
-        """How many notifications no wake-up had brought."""
+        """Deliver the notifications. Returns how many of them no wake-up had delivered."""
         found = 0
         with contextlib.suppress(StateFault):
             for what, request_id in await self._store.notifications():
-                # A grant stays in the list until its placement is answered.
+                # Skip a grant whose placement Redis has yet to answer: it stays in the list until then.
                 if not self._gate.is_placing(request_id):
                     found += self._gate.on_notification(what, request_id)
         return found
 
 
 class Heartbeat:
-    """Sends the heartbeat, and does what its reply calls for."""
+    """Sends heartbeats, and acts on each reply: publishes, registers again, reads the shared state."""
 
     def __init__(
         self,
@@ -419,15 +419,15 @@ class Heartbeat:
         self._clock = asyncio.get_running_loop().time
         self._envoy_limits = EnvoyLimits(self._clock)
         self.pulse: HeartbeatReply | None = None  # the last reply
-        self.joined = asyncio.Event()  # a pool that may admit
+        self.joined = asyncio.Event()  # set once this replica has joined a known pool
         self.refusal = ""  # why this replica may not join, and what to do
-        self.trouble = ""  # why the last heartbeat failed; '' if it did not
+        self.trouble = ""  # why the last heartbeat failed; '' if it succeeded
         self._answered_s = -math.inf
         self._left = False
         self._epoch = ""
         self._connection_epoch = 0
-        self._stored_info = ""  # as the shared state has it; '': unknown
-        self._lost = False  # the shared state may lack what this replica holds
+        self._stored_info = ""  # the replica info in the shared state; '': unknown
+        self._lost = False  # whether the shared state may lack this replica's requests
 
     async def run(self) -> None:
         interval_s = self._leases.heartbeat
@@ -447,7 +447,7 @@ class Heartbeat:
                 if self._failover is not None:
                     self._failover.heartbeat_missed(fault)
             with contextlib.suppress(TimeoutError):
-                # From beginning to beginning: a grant whose wake-up was lost waits one interval at most.
+                # Measure the interval from the last start: a grant whose wake-up was lost waits that long.
                 rest_s = interval_s - (self._clock() - began_s)
                 async with asyncio.timeout(max(rest_s, interval_s / 2)):
                     await self._trigger.wait()
@@ -456,7 +456,7 @@ class Heartbeat:
         self._left = True
 
     def _stay_out(self, fault: OtherFormat) -> None:
-        """Use nothing of a pool of another format, not even if this replica knew the pool before."""
+        """Drop all knowledge of the pool: another version of the software wrote it in another format."""
         refusal = (
             f"{fault}: stop the replicas that use it and delete the keys epp:{{{self._pool}}}:*, "
             "or set another pool (docs/upgrading.md)"
@@ -473,14 +473,14 @@ class Heartbeat:
             state = await self._reader.read()
             self._publisher.acknowledged(self._endpoints.current, acknowledged(state.pool))
         if self._publisher.is_due(pulse):
-            with contextlib.suppress(WritesRefused):  # what is published stays in force, and heartbeats go on
+            with contextlib.suppress(WritesRefused):  # the published state stays valid, and heartbeats go on
                 rebuilt = await self._publisher.publish(pulse)
                 if rebuilt is not None and self._epoch:
                     lost = rebuilt.lost or "pool"
                     _log.error("Redis has lost the key %s: filed %d requests anew", lost, rebuilt.records)
             pulse = await self._send()
             if pulse.epoch == _UNKNOWN:
-                self._trigger(full=False)  # there is more to do
+                self._trigger(full=False)  # the script has not rebuilt the pool completely: publish again
         self.pulse = pulse
         self._gate.fleet_queued = pulse.queued
         if self._lost and pulse.epoch != self._epoch:
@@ -500,7 +500,7 @@ class Heartbeat:
             await self._read_state()
 
     async def _endpoints_of(self, pulse: HeartbeatReply) -> tuple[Endpoint, ...]:
-        """The published endpoints. Where this replica has discovered the same ones only marks are read."""
+        """The published endpoints. If this replica discovered the same list, read only the marks."""
         listed = self._publisher.endpoints_of(pulse.endpoints_version)
         if listed is None:
             return await self._store.endpoints()
@@ -509,14 +509,14 @@ class Heartbeat:
         return marked(listed, await self._store.marks(), await self._store.ejections())
 
     async def _send(self) -> HeartbeatReply:
-        """A heartbeat. It carries the replica info only if the shared state lacks it: writing it takes a
-        tenth of what a heartbeat takes."""
+        """Send a heartbeat. It carries the replica info only if the shared state lacks the present one, which
+        saves a tenth of the heartbeat's time in Redis."""
         info = self._info()
         if info == self._stored_info:
             pulse = await self._call("")
             if pulse.was_known and not self._lost:
                 return pulse
-        self._stored_info = ""  # unless a reply comes
+        self._stored_info = ""  # stays unknown if no reply arrives
         pulse = await self._call(info)
         self._stored_info = info
         return pulse
@@ -538,8 +538,8 @@ class Heartbeat:
         return "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
 
     def _may_be_lost(self, pulse: HeartbeatReply) -> bool:
-        """Whether the shared state may lack what this replica holds."""
-        # A new connection may lead to a server that lacks the last of what the former one took.
+        """Whether the shared state may lack this replica's requests."""
+        # A new connection may lead to a server that lacks the last writes of the former server (failover).
         reconnected = self._connection_epoch != self._store.connection_epoch
         self._connection_epoch = self._store.connection_epoch
         before_s, self._answered_s = self._answered_s, self._clock()
@@ -552,7 +552,7 @@ class Heartbeat:
         return reconnected or not pulse.was_known or pulse.epoch != self._epoch
 
     async def _drain_again(self) -> None:
-        """Mark the endpoints that an operator drained, which the shared state has lost."""
+        """Restore the operator's drain marks in a shared state that has lost them."""
         for endpoint in self._endpoints.current.endpoints:
             if endpoint.drained:
                 await self._store.mark_endpoint(endpoint.address, "drained", True)
@@ -569,11 +569,11 @@ class Heartbeat:
 
 
 class Membership:
-    """This replica as a member of the fleet. One event loop.
+    """This replica as a member of the fleet. Uses one event loop.
 
-    `replica_info` is what it tells of itself with each heartbeat, JSON to be; a function is called each time.
-    `heartbeat_now` asks for a heartbeat at once. `on_config` is called with the configuration and its live
-    changes whenever they change, `on_suspects` as in `Sweeper`.
+    Heartbeats publish `replica_info` as JSON; if it is a function, each heartbeat calls it. `heartbeat_now`
+    asks for a heartbeat at once. `on_config` is called with the configuration and its live changes whenever
+    they change; `on_suspects` as in `Sweeper`.
     """
 
     def __init__(
@@ -619,7 +619,7 @@ class Membership:
 
     @property
     def pulse(self) -> HeartbeatReply | None:
-        """The last heartbeat's reply; None before the first."""
+        """The last heartbeat's reply; None before the first reply, and while the pool has another format."""
         return self._heartbeat.pulse
 
     @property
@@ -629,7 +629,7 @@ class Membership:
 
     @property
     def trouble(self) -> str:
-        """Why the last heartbeat failed although Redis can be reached; '' if it did not."""
+        """Why the last heartbeat failed although Redis can be reached; '' if it succeeded."""
         return "" if self._store.fault else self._heartbeat.trouble
 
     @property
@@ -644,7 +644,7 @@ class Membership:
 
     @property
     def effective(self) -> EffectiveConfig:
-        """The configuration with the live changes in it, as of the last heartbeat."""
+        """The configuration with the live changes applied, as of the last heartbeat."""
         return self._fleet.config
 
     @property
@@ -660,16 +660,16 @@ class Membership:
         return await self._store.endpoints()
 
     async def state(self) -> SharedState:
-        """The shared state now; during an outage the last one. Raises StateUnavailable."""
+        """The shared state now; during an outage the state read last. Raises StateUnavailable."""
         return await self._reader.show()
 
     async def known(self) -> None:
-        """Wait until this replica has joined a pool that may admit."""
+        """Wait until this replica has joined a pool that a replica has published."""
         await self._heartbeat.joined.wait()
 
     def discovered(self, endpoints: Sequence[Endpoint]) -> None:
-        """Take the endpoints that discovery reports. They are published at once if this replica publishes,
-        else read as soon as the other one should have published them."""
+        """Take the endpoints that discovery reports. The leader publishes them at once; any other replica
+        reads the published ones as soon as the leader should have published the same change."""
         self._publisher.discovered(endpoints)
         if self.pulse is None or self.pulse.leader:
             self.heartbeat_now(full=self.pulse is None)
@@ -678,15 +678,15 @@ class Membership:
         self._look_later(_LOOKS)
 
     def _on_acknowledged(self) -> None:
-        self.heartbeat_now(full=False)  # the publishing replica may wait for it
+        self.heartbeat_now(full=False)  # the leader may be waiting for the acknowledgement
 
     def _look_later(self, looks: int) -> None:
         after_s = _ACKNOWLEDGED_LOOK_S if self._publisher.awaits_envoys else _OTHERS_PUBLISH_S
         self._follow_up = asyncio.get_running_loop().call_later(after_s, self._look, looks)
 
     def _look(self, looks: int) -> None:
-        """Ask for a heartbeat unless what was discovered here is in force; again if the other replica is
-        late, or Envoys are."""
+        """Ask for a heartbeat unless the discovered endpoints are the published ones; look again later if the
+        leader or Envoys are late."""
         self._follow_up = None
         awaits_envoys = self._publisher.awaits_envoys
         if awaits_envoys or not self._publisher.discovered_last(self._endpoints.current.version):
@@ -695,7 +695,7 @@ class Membership:
                 self._look_later(looks if awaits_envoys else looks - 1)
 
     async def run(self) -> None:
-        """Run everything until cancelled. Faults of Redis are waited out, never raised."""
+        """Run all tasks until cancelled. Faults of Redis are retried, never raised."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep("heartbeat", self._heartbeat.run))
             tasks.create_task(keep("sweep", self._sweeper.run))
@@ -704,7 +704,7 @@ class Membership:
             tasks.create_task(keep("notifications", NotificationPoller(self._store, self._gate).run))
 
     async def leave(self, deadline_s: float) -> None:
-        """Leave the pool, so that the others need not wait for this replica's silence."""
+        """Leave the pool, so that other replicas need not wait `leases.replica_silence` first."""
         self._heartbeat.stop()
         with contextlib.suppress(StateFault, TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -717,14 +717,14 @@ class Membership:
 
 
 def _unseen_s(leases: Leases) -> float:
-    """A request in flight without a sign of life for so long is suspect: the longest interval between two
-    signs, and a margin for a busy machine."""
+    """The silence, in seconds, after which a request in flight is suspect: the longest interval between two
+    signs of life, and a margin for a busy machine."""
     interval_s = max(leases.access_log_interval, leases.inflight / _RENEWALS)
     return interval_s + max(1.0, interval_s / 4)
 
 
 def acknowledged(pool: PoolState) -> Sequence[str]:
-    """The version of endpoints that its Envoys have acknowledged, of each replica that Envoys follow."""
+    """For each replica that serves Envoys over EDS, the version of the endpoints that all of them have."""
     return [version for about in pool.about.values() if isinstance(version := about.get("eds"), str)]
 
 

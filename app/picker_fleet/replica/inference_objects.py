@@ -1,9 +1,9 @@
-"""InferenceObjectives and InferenceModelRewrites of the API server, followed live for the pool of discovery.
+"""Watches InferenceObjectives and InferenceModelRewrites of the pool in the Kubernetes API server.
 
-Requests that name an objective have its priority, any int32 (bands.py). A rewrite sends requests for a model
-as other models, split by weights (traffic_split.py). Both are taken from two API groups, the newer one before
-the older. What cannot be used is logged, and the replica that publishes writes a condition into its status,
-which it leaves to another fleet that has written it first.
+A request that names an objective has the objective's priority, any int32 (bands.py). A rewrite replaces the
+model of a request by other models, split by weights (traffic_split.py). Both kinds exist in two API groups,
+and an object in the newer group takes precedence. Each replica logs objects that it cannot use; the leader
+also writes a condition into each object's status, unless another fleet wrote that condition first.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from picker_fleet.units import has_control
 
 _log = logging.getLogger(__name__)
 
-GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # the first that has an object of a name counts
-_SETTLE_S = 0.05
-_LONGEST_NAME = 256
+GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")  # an object in the first group takes precedence
+_SETTLE_S = 0.05  # collects changes that arrive together
+_LONGEST_NAME = 256  # bytes
 _MOST_WEIGHT = 1_000_000
 POOL_GROUP: Final = "inference.networking.k8s.io"
-# A condition of an object whose pool is not there: whoever serves the pool once it is there replaces it.
+# The reason of a condition while the object's pool does not exist; a fleet that serves the pool replaces it.
 _NO_POOL = "PoolNotFound"
-_TAKE_OVER_S = 30.0  # how long the owner of a condition has to judge a new version of its object
-_WRITE_S = 1.0  # for conditions, while other changes wait; a call of a slow API takes up to 10 s
-_MOST_STEPS = 50_000  # of a search for cycles: some 20 ms
+_TAKE_OVER_S = 30.0  # how long a condition's owner may leave a new version of its object without a condition
+_WRITE_S = 1.0  # for writing conditions while other changes wait; a call to a slow API takes up to 10 s
+_MOST_STEPS = 50_000  # of the search for cycles; they take about 20 ms
 
 
 class _PoolRef(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class _PoolRef(msgspec.Struct, frozen=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether it names a pool of the group that is followed. The API takes an empty group, too."""
+        """Whether the reference names the API group `POOL_GROUP`. An empty group means the same."""
         return self.group in ("", POOL_GROUP)
 
 
@@ -74,7 +74,7 @@ class _ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """An InferenceObjective, as far as it is read."""
+    """The fields read from an InferenceObjective."""
 
     metadata: Metadata
     spec: _ObjectiveSpec = _ObjectiveSpec()
@@ -106,7 +106,7 @@ class _RewriteSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Rewrite(msgspec.Struct, frozen=True):
-    """An InferenceModelRewrite, as far as it is read."""
+    """The fields read from an InferenceModelRewrite."""
 
     metadata: Metadata
     spec: _RewriteSpec = _RewriteSpec()
@@ -114,17 +114,17 @@ class Rewrite(msgspec.Struct, frozen=True):
 
 
 class _Names(msgspec.Struct):
-    """A list, as far as it says whether there is anything."""
+    """A list response of the API, of which only the number of items matters."""
 
     items: list[msgspec.Raw] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LiveObjects:
-    """What the objects amount to. `anything` is the split of models that no rule names."""
+    """Priorities and splits computed from the objects. `anything` is the split for models without a rule."""
 
-    priorities: Mapping[str, int] = field(default_factory=dict)  # by objective
-    splits: Mapping[str, Split] = field(default_factory=dict)
+    priorities: Mapping[str, int] = field(default_factory=dict)  # name of an objective -> priority
+    splits: Mapping[str, Split] = field(default_factory=dict)  # model -> split
     anything: Split | None = None
 
 
@@ -158,13 +158,13 @@ def rewrite_fault(rewrite: Rewrite) -> str:
 
 
 def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
-    """Rewrites with a model whose targets lead back to it over other rules, by name, and the models on the
-    way. They are in use all the same: a target is not rewritten again. Of thousands that lead to each other
-    the first are named: no more than `_MOST_STEPS` are looked at."""
+    """Find rewrites whose targets lead back to a matched model by way of other rules. Returns name of the
+    rewrite -> the models in the cycle. Such rewrites stay in use, because a target is never rewritten again.
+    The search stops after about `_MOST_STEPS` steps, and then omits the remaining cycles."""
     rewrites = list(rewrites)
     targets = _without_ends(
         {
-            model: [name for name in split.names if name != model]  # a share that stays as it is is no cycle
+            model: [name for name in split.names if name != model]  # a model may keep a share of its requests
             for model, split in live_objects((), rewrites).splits.items()
         }
     )
@@ -182,7 +182,7 @@ def cycles(rewrites: Iterable[Rewrite]) -> dict[str, str]:
 
 
 def _without_ends(targets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """`targets` without the models that lead to none of these, of which there may be long chains."""
+    """`targets` reduced to the models that lead to a cycle, so that the search follows no long chains."""
     kept = {model: [name for name in names if name in targets] for model, names in targets.items()}
     left = {model: len(names) for model, names in kept.items()}
     sources: dict[str, list[str]] = {}
@@ -201,8 +201,8 @@ def _without_ends(targets: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _way_back(model: str, targets: Mapping[str, Sequence[str]]) -> tuple[list[str], int]:
-    """The models from `model` over its targets to itself, none if they do not lead there; and how many were
-    looked at."""
+    """The models on a path from `model` by its targets back to `model`, empty if there is none; and the
+    number of models visited."""
     came_from, open_ends = {model: ""}, [model]
     while open_ends:
         here = open_ends.pop()
@@ -224,8 +224,8 @@ def _is_model(name: str) -> bool:
 
 
 def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -> LiveObjects:
-    """What usable objects amount to. Of two rules for one model the older object's counts, and within one
-    object the first; of equally old ones that with the lesser name."""
+    """Compute priorities and splits from usable objects. If two rules match one model, the older object's
+    rule applies; of equally old objects, the lesser name's; within one object, the first rule."""
     priorities = {each.metadata.name: each.spec.priority for each in objectives}
     splits: dict[str, Split] = {}
     anything: Split | None = None
@@ -240,7 +240,7 @@ def live_objects(objectives: Iterable[Objective], rewrites: Iterable[Rewrite]) -
 
 
 class _Kind(NamedTuple):
-    """One of the two kinds of objects: `condition` is the type of the condition in their status."""
+    """One of the two kinds of objects. `condition` is the type of the condition in an object's status."""
 
     name: str
     type: type[Objective] | type[Rewrite]
@@ -255,7 +255,7 @@ _KINDS: Final = (
 
 
 class _Sent(NamedTuple):
-    """A condition that was sent for the object of this age; `refused`: another field manager owns it."""
+    """A condition sent for the object created at `created`. `refused`: another field manager owns it."""
 
     created: str
     condition: _Condition
@@ -265,8 +265,8 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """An object at its collection's `path`; `fault` and `remark`: why it cannot be used, and what was logged
-    of it. `judged`, of an object of another pool: its generation, and that pool."""
+    """An object in the collection at `path`. `fault` says why it cannot be used; `remark` is the last logged
+    message about it. `judged` is set for an object of another pool: generation and pool when last checked."""
 
     path: str
     kind: _Kind
@@ -274,7 +274,7 @@ class _Followed:
     fault: str = ""
     remark: str = ""
     judged: tuple[int, str] | None = None
-    sent: _Sent | None = None  # the last
+    sent: _Sent | None = None  # the last condition sent
 
     @property
     def name(self) -> str:
@@ -285,10 +285,10 @@ class _Followed:
 
 
 class InferenceObjects:
-    """Follows the objects of the pool `pool`; `report` is called with what they amount to after each change.
+    """Watches the objects of `pool`, and calls `report` with the result after each change.
 
-    `publishes` says whether this replica writes conditions. `fleet` is the same text in all replicas of the
-    fleet and, with their namespace, in no other.
+    `publishes` returns whether this replica writes conditions. `fleet` is the same text in all replicas of
+    the fleet and, together with their namespace, unique to the fleet.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class InferenceObjects:
         self._fleet, self._manager = fleet, ""
 
     async def run(self) -> None:
-        """Follow until cancelled. Raises StartupError as KubernetesSource does."""
+        """Watch until cancelled. Raises StartupError as KubernetesSource does."""
         api = self._api_of()
         namespace = self._namespace or api.namespace
         self._pools_path = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
@@ -325,7 +325,7 @@ class InferenceObjects:
                     tasks.create_task(keep("kubernetes-watch", reflector.run))
                 while True:
                     await self._changed.wait()
-                    await asyncio.sleep(_SETTLE_S)  # many come together
+                    await asyncio.sleep(_SETTLE_S)  # changes arrive in bursts
                     self._changed.clear()
                     self._take(reflectors)
                     await self._write_conditions(api)
@@ -335,7 +335,7 @@ class InferenceObjects:
                     await api.close()
 
     def _take(self, reflectors: Sequence[tuple[str, _Kind, Reflector[Any]]]) -> None:
-        """Report what the objects amount to now. A new fault is logged."""
+        """Report the priorities and splits of the current objects, and log new faults."""
         known: dict[tuple[str, str], _Followed] = {}
         for path, kind, reflector in reflectors:
             for name, item in reflector.items.items():
@@ -363,7 +363,7 @@ class InferenceObjects:
         return each.kind.fault_of(each.item)
 
     def _own(self) -> list[_Followed]:
-        """The objects of this pool, each name in the first group that has one."""
+        """The objects of this pool; of objects with one name and kind, the one in the first API group."""
         found: dict[tuple[str, str], _Followed] = {}
         for each in self._known.values():
             found.setdefault((each.kind.name, each.name), each)
@@ -371,8 +371,8 @@ class InferenceObjects:
         return [each for each, pool in references if pool.is_known and pool.name == self._pool]
 
     async def _write_conditions(self, api: Api) -> None:
-        """Write the conditions of this pool's objects, then of others whose pool is not there. If it takes
-        long, what has changed meanwhile is taken first."""
+        """Write the conditions of this pool's objects, then of objects whose pool does not exist. Stops after
+        `_WRITE_S` if objects have changed meanwhile."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + _WRITE_S
         for each in self._own() if self._publishes() else ():
@@ -383,14 +383,14 @@ class InferenceObjects:
         await self._judge_of_others(api)
 
     async def _judge_of_others(self, api: Api) -> None:
-        """Report faults of objects of other pools if their pool does not exist; else its own picker does it.
-        Each version is looked at once: the pool may be created later, with a picker of its own."""
-        exists: dict[str, bool | None] = {}  # each pool is asked for once; None: no answer
+        """Report objects whose pool does not exist; an existing pool's own picker reports its objects. Checks
+        each version of an object once: the pool may be created later, with its own picker."""
+        exists: dict[str, bool | None] = {}  # pool -> whether the API has it; None: no answer
         for each in self._known.values():
             reference, generation = each.item.spec.pool_ref, each.item.metadata.generation
             pool = reference.name
             if not reference.is_known:
-                continue  # a pool of another kind of picker
+                continue  # another API group: not a pool for this picker
             if pool == self._pool or each.judged == (generation, pool):
                 continue
             if pool not in exists:
@@ -400,7 +400,7 @@ class InferenceObjects:
                 except (KubernetesFault, msgspec.MsgspecError):
                     exists[pool] = None
             if exists[pool] is None:
-                continue  # judged with the next change
+                continue  # check again after the next change
             each.judged = generation, pool
             if exists[pool]:
                 continue
@@ -410,11 +410,11 @@ class InferenceObjects:
                 await self._write(api, each, False, _NO_POOL, fault)
 
     async def _write(self, api: Api, each: _Followed, is_used: bool, reason: str, message: str) -> None:
-        """Have the object's condition say so, unless it is another fleet's.
+        """Write the object's condition, unless another fleet owns the condition.
 
-        Two writers that disagree must not replace each other's condition for ever. So each writes a judgement
-        once, and who comes second leaves the condition to its owner, the field manager of the first one. An
-        owner that has not judged a new version of the object for a while has gone: its condition is taken.
+        Two fleets that disagree must not replace each other's condition for ever. So each fleet writes a
+        condition once, and the second one leaves it to its owner, the first writer's field manager. If the
+        owner ignores a new version of the object for `_TAKE_OVER_S`, this fleet takes over the condition.
         """
         metadata, status = each.item.metadata, "True" if is_used else "False"
         wanted = _Condition(each.kind.condition, status, reason, message, metadata.generation)
@@ -442,7 +442,7 @@ class InferenceObjects:
             await api.apply_status(f"{each.path}/{metadata.name}", tree, manager=self._manager, force=force)
         except KubernetesFault as fault:
             if fault.code != CONFLICT:
-                return  # an API that is away is watched again, and tells what it has
+                return  # the API is unreachable; the watch lists all objects again when it answers
             what = f"{each.kind.name.lower()}s {metadata.name}"
             _log.info("the condition of %s is left to another writer: %s", what, fault)
             loop.call_later(_TAKE_OVER_S, self._changed.set)

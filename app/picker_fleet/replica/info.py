@@ -1,4 +1,4 @@
-"""What a replica tells the others of itself with each heartbeat."""
+"""The replica info, which each heartbeat publishes for the other replicas."""
 
 import logging
 import socket
@@ -12,18 +12,18 @@ from picker_fleet.units import is_loopback
 _log = logging.getLogger(__name__)
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _LOOPBACK = "127.0.0.1"
-_UP_STEP_S = 10  # the uptime is rounded to this, so that the info of an idle replica seldom changes
-_MANY_STREAMS = 32
-# What an Envoy sends to one cluster at once, unless it is configured otherwise; it refuses the rest itself.
+_UP_STEP_S = 10  # rounds the uptime down, so that the info of an idle replica seldom changes
+_MANY_STREAMS = 32  # the info omits addresses with fewer streams
+# Envoy's default limit of concurrent requests to a cluster (circuit breaker); Envoy itself refuses the rest.
 _ENVOY_LIMIT = 1024
 _NEAR = 0.03 * _ENVOY_LIMIT
-_NEAR_S = 10.0
-_MOST_WARNED = 1000
-_ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation (RFC 5737)
+_NEAR_S = 10.0  # how long an address must be near the limit before the warning
+_MOST_WARNED = 1000  # addresses
+_ELSEWHERE = ("192.0.2.1", 9)  # a documentation address (RFC 5737), which no host has
 
 
 class ReplicaInfo:
-    """Called, it returns the JSON object of docs/redis-schema.md, `about`."""
+    """A call returns the JSON object `about` of docs/redis-schema.md."""
 
     def __init__(self, gate: SharedGate, service: ServiceMeter, clock_s: Callable[[], float]) -> None:
         self._gate = gate
@@ -35,17 +35,17 @@ class ReplicaInfo:
         self._streams_by_peer: Callable[[], Mapping[str, int]] = dict
 
     def reached(self, *, admin: str, grpc: str) -> None:
-        """Where this replica listens: a URL and a `host:port`. This host's own address replaces a
-        wildcard."""
+        """Set the addresses at which this replica listens: `admin` as a URL, `grpc` as `host:port`. This
+        host's own address replaces a wildcard."""
         self._reached = {"admin": self._named(admin), "grpc": self._named(grpc)}
 
     def follow_streams(self, by_peer: Callable[[], Mapping[str, int]]) -> None:
-        """`by_peer` returns how many streams of gRPC each address has open here."""
+        """Set `by_peer`, which returns the number of open gRPC streams by peer address."""
         self._streams_by_peer = by_peer
 
     @property
     def grpc(self) -> str:
-        """Where the others reach this replica, host:port; '' until it listens."""
+        """The host:port at which other replicas reach this one; '' until it listens."""
         return self._reached.get("grpc", "")
 
     def __call__(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class ReplicaInfo:
         }
 
     def _many_streams(self) -> dict[str, int]:
-        """Of addresses with few streams nothing is told: the info of a quiet replica seldom changes."""
+        """The stream counts of addresses with many streams. Small counts would change the info too often."""
         return {peer: count for peer, count in self._streams_by_peer().items() if count >= _MANY_STREAMS}
 
     def _named(self, address: str) -> str:
@@ -70,15 +70,15 @@ class ReplicaInfo:
 
 
 class EnvoyLimits:
-    """Warns, once for each, of addresses whose streams to the fleet stand at an Envoy's default limit."""
+    """Warns, once for each address, if its streams to the fleet stay at Envoy's default limit."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         self._clock_s = clock_s
-        self._since_s: dict[str, float] = {}  # addresses that are near it
+        self._since_s: dict[str, float] = {}  # address near the limit -> since when
         self._warned: set[str] = set()
 
     def look(self, infos: Iterable[Mapping[str, object]]) -> None:
-        """`infos` are those of all replicas."""
+        """Check the stream counts of `infos`, the infos of all replicas."""
         total: Counter[str] = Counter()
         for info in infos:
             streams = info.get("streams")
@@ -101,14 +101,14 @@ class EnvoyLimits:
 def _own_address(host: str) -> str:
     """The address by which other hosts reach this one.
 
-    Where the hosts file gives the own name a loopback address, it is the address of the route to the others.
+    If the host's name resolves to a loopback address, use the source address of the route to other hosts.
     """
     try:
         address = socket.gethostbyname(host)
         if not is_loopback(address):
             return address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            route.connect(_ELSEWHERE)  # nothing is sent
+            route.connect(_ELSEWHERE)  # UDP: sends no packet
             return str(route.getsockname()[0])
     except OSError:
         return _LOOPBACK

@@ -1,12 +1,11 @@
-"""Changes of the configuration while the fleet runs: which keys may change, and what they amount to. Pure.
+"""Live changes of the configuration: the keys that may change, and the resulting settings. Pure.
 
-The shared state keeps each change twice. The *changes* are in the operator's words: {`section.key`: value},
-{`weights.FLOW`: weight}, and each name of a mapping by itself: {`fair_request_queue.band_weights.BAND`: …},
-{`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …}, {`scheduling.scorers.NAME`: weight}. The *overrides*
-are the settings that the scripts read in place of the published ones. Overrides always follow from all
-changes, so that a fault between two keys is found whichever comes last.
-
-`admin/changes.py` makes changes, `replica/heartbeat.py` follows them.
+The shared state stores live changes in two forms. The *changes* use the operator's keys: {`section.key`:
+value}, {`weights.FLOW`: weight}, and one key for each entry of a mapping:
+{`fair_request_queue.band_weights.BAND`: …}, {`fair_request_queue.priority_bands.BAND.ATTRIBUTE`: …},
+{`scheduling.scorers.NAME`: weight}. The *overrides* are the settings that the scripts read in place of the
+published ones. Overrides are always computed from all changes together, so that a conflict between two keys
+is found whichever key changes last. `admin/changes.py` makes changes; `replica/heartbeat.py` applies them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,7 @@ from picker_fleet.scheduling.scheduler import Scheduler
 from picker_fleet.scheduling.scorers import IN_FLIGHT, SCORERS, scorer_name, weights_by_name
 from picker_fleet.units import LEAST_WEIGHT, MOST_WEIGHT, has_control
 
-# Every key that may change -> the shared settings that follow from it.
+# Each key that may change live -> the shared settings computed from that key.
 _BOUNDS = ("upper_per", "lower_per")
 AFFECTS: Mapping[str, tuple[str, ...]] = {
     "fair_request_queue.total_capacity": ("total_capacity",),
@@ -60,18 +59,18 @@ _BAND_WEIGHTS = "fair_request_queue.band_weights"
 _BANDS = "fair_request_queue.priority_bands"
 _BAND_ATTRIBUTES = ("bytes", "capacity", "guaranteed", "preemptible")
 _SCORERS = "scheduling.scorers"
-_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # each name under them changes on its own
+_BY_NAME = (_BAND_WEIGHTS, _BANDS, _SCORERS)  # mappings whose entries change one by one
 _MOST_SCORER_WEIGHT = 1e6
-_MOST_WEIGHTS = 200  # the scripts read all of them again after every change
+_MOST_WEIGHTS = 200  # flows; the scripts read all of their weights again after every change
 _LONGEST_FLOW_BYTES = 256
-_OWN_OVERRIDES = frozenset({"paused"})  # these follow from no key of the configuration
+_OWN_OVERRIDES = frozenset({"paused"})  # overrides that no configuration key sets
 
 
 def flattened(patch: Mapping[str, Any], bands: Iterable[str] = tuple(Criticality)) -> dict[str, Any]:
-    """A partial settings tree as changes; None takes a change back. `bands` are the configured ones, by name.
+    """Convert a partial settings tree to changes; None undoes a change. `bands` has the configured names.
 
     Raises:
-        ConfigError: something in it may not change live; one line a fault.
+        ConfigError: some keys cannot change live; the message has a line for each fault.
     """
     changes: dict[str, Any] = {}
     faults: list[str] = []
@@ -104,10 +103,10 @@ def merged(current: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
-    """`settings` with `changes` in it.
+    """Apply `changes` to `settings`.
 
     Raises:
-        ConfigError: together they are not valid; its lines name the keys.
+        ConfigError: the result is invalid; the lines of the message name the keys.
     """
     patch = nested(changes)
     weights = patch.pop(_WEIGHTS, {})
@@ -135,10 +134,10 @@ def applied(settings: Settings, changes: Mapping[str, Any]) -> EffectiveConfig:
 
 
 def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, object]:
-    """What the scripts must read in place of what `settings` publish.
+    """The overrides: the shared settings that the scripts read in place of the published ones.
 
     Raises:
-        ConfigError: as `applied` does.
+        ConfigError: as in `applied`.
     """
     effective = applied(settings, changes)
     shared = shared_settings(effective.settings, effective.weights)
@@ -149,15 +148,15 @@ def overrides(settings: Settings, changes: Mapping[str, Any]) -> dict[str, objec
 
 
 def replacing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The change that makes overrides `new` of `old`, without touching what no key stands for."""
+    """The update that turns overrides `old` into `new` (None removes one); `paused` stays as it is."""
     gone = old.keys() - new.keys() - _OWN_OVERRIDES
     return {**new, **dict.fromkeys(sorted(gone))}
 
 
 def nested(changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`changes` as the partial settings tree that would bring it about."""
+    """Convert `changes` to the equivalent partial settings tree."""
     tree: dict[str, dict[str, Any]] = {}
-    # Sorted: a whole key with a value that is no mapping precedes its names, so `applied` reports it.
+    # Sort, so that a mapping's own key precedes its entries' keys: `applied` then reports a wrong type there.
     for key, value in sorted(changes.items()):
         section, _, name = key.partition(".")
         keys = tree.setdefault(section, {})
@@ -180,12 +179,12 @@ def _is_live(key: str) -> bool:
 
 
 def _whole(key: str) -> str:
-    """The configuration's key that `key` is, or is a band or a scorer of."""
+    """The configuration key for `key`: the mapping's key if `key` names an entry of a mapping, else `key`."""
     return next((whole for whole in _BY_NAME if key.startswith(whole + ".")), key)
 
 
 def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
-    """A change of the weights under the key `whole`, name by name; None takes back those of all `names`."""
+    """Changes of the single weights under the key `whole`; None undoes the changes for all `names`."""
     if weights is None:
         return {f"{whole}.{_part(whole, name)}": None for name in names}
     if not isinstance(weights, Mapping):
@@ -194,7 +193,7 @@ def _by_name(whole: str, weights: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _band_faults(by_name: Any) -> Iterable[str]:
-    """What in a patch of bands is none of their attributes that may change."""
+    """Faults of a patch of bands: wrong types, and attributes that cannot change live."""
     if not isinstance(by_name, Mapping | None):
         yield f"{_BANDS}: must be an object of band and attributes"
         return
@@ -212,7 +211,7 @@ def _band_faults(by_name: Any) -> Iterable[str]:
 
 
 def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
-    """A change of bands, attribute by attribute; None takes back those of a band, or of all `bands`."""
+    """Changes of single band attributes; None undoes the changes of one band, or of all `bands`."""
     given = dict.fromkeys(bands) if by_name is None else by_name
     changes: dict[str, Any] = {}
     for band, attributes in given.items() if isinstance(given, Mapping) else ():
@@ -223,10 +222,10 @@ def _of_bands(by_name: Any, bands: Iterable[str]) -> dict[str, Any]:
 
 
 def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The configured `priority_bands` with the attributes that are changed.
+    """The configured `priority_bands`, with the changed attributes applied.
 
     Raises:
-        ConfigError: one of the names is no band.
+        ConfigError: a name is not that of a configured band.
     """
     queue = settings.fair_request_queue
     given = {band.label: band.model_dump(exclude_unset=True) for band in queue.priority_bands}
@@ -240,7 +239,7 @@ def _bands_with(settings: Settings, by_name: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _naming_bands(fault: str, bands: Iterable[Mapping[str, Any]]) -> str:
-    """`fault` with the names of `bands` in place of their places in the list."""
+    """Replace list indices of `bands` in the message `fault` by the bands' names."""
     for place, band in enumerate(bands):
         name = band.get("name", band["priority"])
         fault = fault.replace(f"{_BANDS}.{place}.", f"{_BANDS}.{name}.")
@@ -252,7 +251,7 @@ def _part(whole: str, name: object) -> str:
 
 
 def _named(band: object) -> str:
-    """As the configuration spells it; what is no band's name stays as it is."""
+    """The band's name as the configuration spells it; any other text stays unchanged."""
     try:
         return Criticality.parse(band)
     except ValueError:
@@ -283,14 +282,14 @@ def _scorer_faults(scorers: Mapping[str, Any]) -> Iterable[str]:
             yield f"{key}: must be above 0, or all replicas pick the same endpoint at once"
 
 
-# How fast a flow's mean answer follows its answers; a few dozen make a mean.
+# Smoothing factor of the moving average of a flow's answer lengths; a few dozen answers determine it.
 _ANSWER_ALPHA = 0.2
 
 
 def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[str, object]:
-    """The shared settings, named as docs/redis-schema.md lists them; durations in ms.
+    """The shared settings, with the names of docs/redis-schema.md; durations in ms.
 
-    `weights` are those of single flows, in place of the ones their requests bring.
+    `weights` has weights of single flows, which replace the weights in their requests.
     """
     queue = settings.fair_request_queue
     by_name = {band.name: band for band in queue.bands}
@@ -302,7 +301,8 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "total_capacity": queue.total_capacity,
         "flow_capacity": queue.flow_capacity,
         "max_flows": queue.max_flows,
-        # For versions whose requests cost 1: under a smaller bound they would take a part of a place.
+        # Older versions read this key. Their requests cost 1, and a bound below 1 / claim_share would make
+        # them acquire a fraction.
         "claim_share": queue.claim_share if controller.unit == "tokens" else 1.0,
         "largest_claim": queue.claim_share,
         "lease_ms": leases.inflight * 1000,
@@ -315,7 +315,7 @@ def shared_settings(settings: Settings, weights: Mapping[str, float]) -> dict[st
         "guard_share": queue.guard_share,
         "starvation_ms": _whole_ms(queue.starvation_after),
         "band_policy": queue.band_policy,
-        # Critical, Default, Sheddable, then the others.
+        # In the order Critical, Default, Sheddable, then the other bands.
         "band_weights": list(queue.band_weights.values()),
         "bands": [_shared_band(by_name[name]) for name in queue.band_weights],
         "fairness": queue.fairness,
@@ -348,5 +348,5 @@ def _shared_band(band: Band) -> dict[str, object]:
 
 
 def _whole_ms(seconds: float | None) -> int:
-    """At least 1 for a time that is set: 0 stands for none."""
+    """`seconds` in ms, at least 1; 0 stands for None."""
     return 0 if seconds is None else max(1, round(seconds * 1000))

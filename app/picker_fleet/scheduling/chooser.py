@@ -1,7 +1,7 @@
-"""The choice of an endpoint, as far as one replica can make it.
+"""Chooses candidate endpoints for a request from what one replica knows.
 
-A chooser gives the script the candidates; the script (`lua/place.lua`) has the last word. It also remembers
-each choice for explanations, and gives clients the session tokens that the scorer `session-affinity` goes by.
+A chooser passes candidates to the script (`lua/place.lua`), which makes the final choice by the live load. A
+chooser also keeps recent choices for explanations, and issues session tokens for scorer `session-affinity`.
 """
 
 import asyncio
@@ -36,31 +36,31 @@ from picker_fleet.scheduling.scorers import (
 from picker_fleet.state.accounting_token import LENGTH, Keyring
 
 if TYPE_CHECKING:
-    from picker_fleet.scheduling.route_stream import RouteStream  # it brings Redis's client
+    from picker_fleet.scheduling.route_stream import RouteStream  # imports Redis's client
 
-SESSION_HEADER: Final = "x-session-token"  # of a request, and of an answer
+SESSION_HEADER: Final = "x-session-token"  # in requests and responses
 
-# Candidates with scores for the script: more would cost it more than they gain. In a sample fewer, since
-# picks then differ in their candidates, and each costs the script more.
+# The most candidates with scores passed to the script: more would cost the script more than they improve the
+# choice. For a sample fewer, since candidates then differ between picks, and each costs the script more.
 _MAX_SCORED, _MAX_OF_A_SAMPLE = 8, 5
-_DRAWS = 32  # choices that similar requests share; each has its ties in another order
-_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need what other replicas routed
-_IN_FLIGHT_WEIGHT = 1.0  # where the configuration names other scorers only
+_DRAWS = 32  # choices kept for similar requests to share; each breaks ties differently
+_ROUTE_SCORERS = frozenset({"prefix-affinity", "latency"})  # need the routes of all replicas
+_IN_FLIGHT_WEIGHT = 1.0  # if the configuration does not name the scorer `in-flight`
 _SESSION_PURPOSE = "session"
 _MAX_TOKENS = 10_000
-_ADDRESS_BYTES = 24  # of one address in a list of candidates, about
+_ADDRESS_BYTES = 24  # approximate length of one address in a list of candidates
 
 
 class Choice(NamedTuple):
-    """The candidates for the script, in the form `lua/place.lua` takes, and what they were chosen from."""
+    """The candidates for the script, in the form that `lua/place.lua` takes, and the basis of the choice."""
 
     candidates: str
     basis: PickBasis
 
 
 class EndpointChooser(Protocol):
-    """What admission needs of a chooser. `live_weight` is the weight of the live load, which the script adds
-    to the candidates' scores."""
+    """The chooser's interface for admission. `live_weight` is the weight with which the script adds the live
+    load to the candidates' scores."""
 
     live_weight: float
 
@@ -69,52 +69,52 @@ class EndpointChooser(Protocol):
         ...
 
     def unscored(self, request: InferenceRequest) -> Choice:
-        """The script's own choice for `request`: what this replica knows of the endpoints may be out of
-        date."""
+        """Candidates without scores, so that the script chooses by load, since this replica's readings may be
+        out of date."""
         ...
 
     def placed(
         self, request: InferenceRequest, choice: Choice, endpoints: tuple[str, ...], live: str = ""
     ) -> None:
-        """`request` went to the first of `endpoints`; `live` are the loads it was chosen by
-        (lua/place.lua)."""
+        """Called when `request` was placed on the first of `endpoints`; `live` are the loads that the script
+        compared (lua/place.lua)."""
 
     def refused(self, request: InferenceRequest, choice: Choice) -> None:
-        """There was no endpoint for `request`."""
+        """Called when no endpoint could take `request`."""
 
     def ended(self, completion: Completion) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
 
     def session_token(self, endpoint: str) -> str:
         """The token for the client of a request that `endpoint` serves; '' if no scorer uses sessions."""
         ...
 
     def session_endpoint(self, session: str, subset: tuple[str, ...] | None) -> str:
-        """The endpoint of `subset` that a session asks for; '' if none, or no scorer uses sessions."""
+        """The endpoint, in `subset`, of a session; '' if it has none, or no scorer uses sessions."""
         ...
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Why a recent request went to its endpoint, or nowhere; None if it is not known."""
+        """Why a recent request was placed on its endpoint, or refused; None if the request is unknown."""
         ...
 
 
 class ExplanationCache:
-    """The last choices: at most `max_choices`, with at most `max_values` scores and reasons (about 40 bytes
-    each) together. Adding one costs little; `get` does the work."""
+    """Keeps the last choices: at most `max_choices`, with at most `max_values` scores and reasons (about 40
+    bytes each) in all. `add` is cheap; `get` does the work."""
 
     def __init__(self, *, max_choices: int = 1000, max_values: int = 500_000) -> None:
         self._max_choices = max_choices
         self._max_values = max_values
         self._values = 0
-        # The oldest first; each with the number of its values.
+        # Choices, oldest first; the last element of each is its number of values.
         self._choices: deque[tuple[str, PickBasis, tuple[str, ...], str, int]] = deque()
 
     def __len__(self) -> int:
         return len(self._choices)
 
     def add(self, request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str = "") -> None:
-        """Remember that `request_id` was given `chosen` (best first; none: refused), and the `live` loads
-        that the choice was made from (see `explain`)."""
+        """Keep the choice for `request_id`: the `chosen` endpoints (best first; none: refused), and the
+        `live` loads that the script compared (see `explain`)."""
         choices = self._choices
         if isinstance(basis, LeastLoadedPick):
             values = 1 + len(basis.endpoints) + len(basis.in_flight) + len(basis.candidates) // _ADDRESS_BYTES
@@ -126,7 +126,7 @@ class ExplanationCache:
             self._values -= choices.popleft()[-1]
 
     def get(self, request_id: str) -> Explanation | None:
-        """Why `request_id` went to its endpoint, by its last choice; None if that is no longer known."""
+        """Explain the last choice for `request_id`; None if the choice is no longer kept."""
         found = next((each for each in reversed(self._choices) if each[0] == request_id), None)
         return None if found is None else explain(*found[:-1])
 
@@ -134,9 +134,9 @@ class ExplanationCache:
 class LeastLoadedChooser:
     """Leaves the choice to the script, which takes the least loaded endpoint of all, or of the subset.
 
-    The script does not know labels: if a request selects by labels, the candidates are the endpoints that
-    have them. `in_flight` gives the fleet's requests by endpoint as last read, a mapping that nobody changes.
-    One event loop.
+    The script does not know labels: if a request selects by labels, the candidates are the endpoints with
+    these labels. `in_flight` returns the fleet's requests in flight by endpoint as last read; the returned
+    mapping must not change. One event loop.
     """
 
     live_weight = 0.0
@@ -150,7 +150,7 @@ class LeastLoadedChooser:
         self._endpoints = endpoints
         self._in_flight = in_flight
         self._explanations = ExplanationCache() if explanations is None else explanations
-        # Of requests that any endpoint may serve: the same until the endpoints or their loads are read again.
+        # The basis shared by requests that any endpoint may serve, until endpoints or loads are read again.
         self._any = LeastLoadedPick((), {}, None, {}, ANY_ENDPOINT)
 
     def choose(self, request: InferenceRequest) -> Choice:
@@ -196,20 +196,20 @@ class LeastLoadedChooser:
 
 
 class SessionTokens:
-    """Session tokens of the endpoints known at the moment. One event loop.
+    """Issues and resolves session tokens for the endpoints of the current snapshot. One event loop.
 
-    A client that sends back the token of its last answer asks for the endpoint that gave the answer. A token
-    is the fleet's signature of that endpoint's address. So clients learn nothing of the pool, and can ask
-    only for an endpoint that has served them (or someone who gave them the token).
+    A client that returns the token of its last response asks for the endpoint that sent the response. A token
+    is the fleet's signature of that endpoint's address. So clients learn nothing about the pool, and can ask
+    only for an endpoint that has served them (or another client that gave them the token).
     """
 
     def __init__(self, keys: Keyring, endpoints: SnapshotCell) -> None:
         self._keys = keys
         self._endpoints = endpoints
-        self._tokens: dict[str, str] = {}  # by address; under the key that signs now
+        self._tokens: dict[str, str] = {}  # address -> token under the key that signs now
         self._tokens_version = -1
-        self._signed: dict[str, tuple[str, ...]] = {}  # by address; under any key
-        self._addresses: dict[str, str] = {}  # by token, under any key
+        self._signed: dict[str, tuple[str, ...]] = {}  # address -> its valid tokens, one per key
+        self._addresses: dict[str, str] = {}  # valid token -> address
         self._addresses_version = ("", -1)
 
     def token_of(self, address: str) -> str:
@@ -222,7 +222,7 @@ class SessionTokens:
         return token
 
     def endpoint_of(self, token: str) -> str:
-        """The endpoint whose token it is; '' if the fleet did not sign it, or the endpoint has left."""
+        """The endpoint that `token` stands for; '' if the fleet did not sign it, or the endpoint has left."""
         known = self._endpoints.current
         version = (known.version, self._keys.version)
         if version != self._addresses_version:
@@ -237,14 +237,14 @@ class SessionTokens:
 
 
 class SessionKeys:
-    """The endpoint of each key by which clients name their sessions, the same at all replicas.
+    """Maps session keys, which clients choose, to endpoints; all replicas compute the same mapping.
 
-    Consistent hashing with several probes (Appleton and O'Reilly 2015): each endpoint that takes requests has
-    one point on a ring, each key several, and the endpoint that follows one of them most closely gets it. So
-    a change of the pool moves only the keys of what has changed. One event loop.
+    Multi-probe consistent hashing (Appleton and O'Reilly 2015): each endpoint that takes requests has one
+    point on a ring, each key has several, and the key gets the endpoint that follows one of its points most
+    closely. So when endpoints join or leave, only the keys of these endpoints move. One event loop.
     """
 
-    _PROBES = 21  # the most loaded endpoint then has 1.05 of the mean
+    _PROBES = 21  # the endpoint with most keys then has 1.05 times the mean
     _ROUND = 2**64
 
     def __init__(self, endpoints: SnapshotCell) -> None:
@@ -255,7 +255,7 @@ class SessionKeys:
     def endpoint_of(
         self, key: str, subset: Collection[str] | None, selector: Mapping[str, str] | None = None
     ) -> str:
-        """Among those of `subset` that have the labels of `selector`; '' if there is none."""
+        """The endpoint of `key` among endpoints in `subset` with the labels in `selector`; '' if none."""
         known = self._endpoints.current
         if known.version != self._version:
             ready = (each.address for each in known.endpoints if each.ready)
@@ -274,26 +274,26 @@ class SessionKeys:
 
 
 def session_token_of(headers: Mapping[str, bytes]) -> str:
-    """The session token in a request's headers. '' if it is malformed: affinity is a preference, so no
-    request is refused for it."""
+    """The session token in a request's headers. '' if it is missing or malformed: affinity is only a
+    preference, so a malformed token does not refuse the request."""
     raw = headers.get(SESSION_HEADER, b"").strip()
     return raw.decode() if len(raw) == LENGTH and raw.isalnum() else ""
 
 
 def with_in_flight(scorers: Mapping[str, float]) -> dict[str, float]:
-    """`scorers` (name -> weight) and the load in flight among them: without it replicas would all pick the
-    same endpoint at once."""
+    """`scorers` (name -> weight) with the scorer `in-flight` added if missing: without `in-flight` all
+    replicas would pick the same endpoint at once."""
     return {IN_FLIGHT: _IN_FLIGHT_WEIGHT, **scorers}
 
 
 class ScoringChooser:
-    """Ranks by the configured scorers over what this replica knows of all endpoints. One event loop.
+    """Ranks endpoints by the configured scorers, from what this replica knows. One event loop.
 
-    Without a scheduler it leaves the choice to the script, as `LeastLoadedChooser` does. `readings` gives the
-    scraped metrics, `in_flight` the fleet's requests by endpoint as last read. `routes` gets the routes and
-    completions while a scorer needs those of all replicas. `adapters` are names of LoRA adapters besides
-    those in the readings. `latency_weights` are those of the scorer `latency`. `needs_prefix_hashes` says
-    whether a scorer needs the hashes of prompts.
+    Without a scheduler it leaves the choice to the script, as `LeastLoadedChooser` does. `readings` returns
+    the scraped metrics, `in_flight` the fleet's requests in flight by endpoint as last read. `routes` gets
+    this replica's routes and completions while a scorer needs them from all replicas. `adapters` are names of
+    LoRA adapters that the readings may lack. `latency_weights` is for the scorer `latency`.
+    `needs_prefix_hashes`: whether a scorer needs the hashes of prompts.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class ScoringChooser:
             clock=clock,
             adapters=adapters,
         )
-        # Choices from the states `_drawn_from`, by what they depend on: at most `_DRAWS` of a kind.
+        # Choices made from the states `_drawn_from`, at most `_DRAWS` per kind of request (`_drawn_for`).
         self._drawn: dict[tuple[object, ...], list[Choice]] = {}
         self._drawn_from: Sequence[EndpointState] = ()
         self.use_scheduler(scheduler)
@@ -349,7 +349,7 @@ class ScoringChooser:
             self._routes_needed.set()
 
     async def routes_needed(self) -> None:
-        """Wait, without a deadline, until a scorer needs what other replicas routed."""
+        """Wait, without a deadline, until a scorer needs the routes of other replicas."""
         await self._routes_needed.wait()
 
     def choose(self, request: InferenceRequest) -> Choice:
@@ -387,7 +387,7 @@ class ScoringChooser:
             if len(drawn) == _DRAWS:
                 return drawn[int(random.random() * _DRAWS)]
         if request.limit:
-            limit = len(looked_at)  # a limit per endpoint may leave only candidates that rank low
+            limit = len(looked_at)  # the flow may be at its limit on all but low-ranking endpoints
         else:
             limit = max(_MAX_OF_A_SAMPLE if states.samples else _MAX_SCORED, 1 + self._fallbacks)
         ranking = self._scheduler.rank(pick, looked_at, limit=limit)
@@ -396,7 +396,7 @@ class ScoringChooser:
         return choice
 
     def _is_able(self, request: InferenceRequest, address: str) -> bool:
-        """Whether the endpoint takes requests, and this one may go there."""
+        """Whether the endpoint takes requests, and `request` may be placed there."""
         if request.subset is not None and address not in request.subset:
             return False
         known, wanted = self._endpoints.current.endpoints, request.selector.items()
@@ -412,7 +412,7 @@ class ScoringChooser:
         return self._sessions.endpoint_of(session)
 
     def _drawn_for(self, pick: PickRequest, looked_at: Sequence[EndpointState]) -> list[Choice]:
-        """The choices that were made from these states for requests like `pick`."""
+        """The choices already made from the states `looked_at` for requests that score like `pick`."""
         if looked_at is not self._drawn_from:
             self._drawn, self._drawn_from = {}, looked_at
         matches = pick.prefix_matches
@@ -438,8 +438,8 @@ class ScoringChooser:
         if completion.outcome is not Outcome.COMPLETED:
             return
         if not 200 <= completion.status < 300:
-            return  # a refusal is quick, and says nothing about how long answers take
-        # Without the wait in our own queue, which says nothing about the endpoint.
+            return  # an error response is quick: its time would distort the endpoint's latency
+        # The endpoint's own time, without the wait in the queue, if it is known.
         seconds = completion.duration_s if completion.service_s is None else completion.service_s
         if completion.served and seconds is not None:
             self._routes.add_completion(completion.served, seconds)
@@ -451,8 +451,8 @@ class ScoringChooser:
         return self._explanations.get(request_id)
 
     def scores(self) -> Mapping[str, Mapping[str, float]]:
-        """What each scorer gives each eligible endpoint (`ip:port` -> scorer -> 0 to 1) for a request without
-        any preference; `total` is the weighted sum."""
+        """The scores of each eligible endpoint (`ip:port` -> scorer -> 0 to 1) for a request without
+        preferences; `total` is their weighted sum."""
         if self._scheduler is None:
             return {}
         self._states.refresh()

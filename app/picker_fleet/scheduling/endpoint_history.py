@@ -1,15 +1,14 @@
-"""What each endpoint has served: prompt prefixes and completion times. Bounded memories without I/O.
+"""Records the prompt prefixes and completion times that each endpoint has served. Bounded memory, no I/O.
 
-Every replica fills them from the one stream of routes and completions (`route_stream`), so that all replicas
-know the same without asking each other. The chooser reads them for the scorers `prefix-affinity` and
-`latency`.
+Every replica fills these indexes from one stream of routes and completions (`route_stream`), so that all
+replicas have the same data without asking each other. The chooser reads them for the scorers
+`prefix-affinity` and `latency`.
 
 A prompt is a chain of block hashes, equal for equal prefixes on every replica: h_0 = xxh64(model and cache
 salt), h_i = xxh64(block_i, h_(i-1)). So h_i stands for the whole prompt up to and including block i
-(docs/protocol.md). Only whole blocks count, and only the first `MAX_PROMPT_BYTES` of a prompt are read:
-the cost of a request is bounded. The prompt is taken as the client wrote it in its JSON: a client that writes
-the same text in another way (spaces, escapes) has hashes of its own, and nothing has to be built from what
-may be megabytes.
+(docs/protocol.md). Only whole blocks count, and only the first `MAX_PROMPT_BYTES` of a prompt are read, which
+bounds the cost of a request. The JSON text of the prompt is hashed as the client wrote it, without decoding
+what may be megabytes; the same text written differently (spaces, escapes) has different hashes.
 """
 
 import math
@@ -29,18 +28,18 @@ MAX_PROMPT_BYTES: Final = 100 * 1024
 HASH_BYTES: Final = 8
 BLOCKS_PER_ENDPOINT: Final = 31_250
 MAX_BLOCKS: Final = 500_000
-# Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the tables are.
+# Measured with CPython 3.11: an entry takes 190 to 241 bytes, depending on how full the hash tables are.
 BYTES_PER_BLOCK: Final = 250
-HOLDER_BYTES_PER_BLOCK: Final = 150  # more, where the index names holders
-_MOST_HOLDERS: Final = 4  # of one hash; those that it came to last
-LATENCY_WINDOW: Final = 100  # completions of an endpoint (spec 004)
+HOLDER_BYTES_PER_BLOCK: Final = 150  # in addition, if the index keeps holders
+_MOST_HOLDERS: Final = 4  # endpoints kept per hash, the most recent
+LATENCY_WINDOW: Final = 100  # completions kept per endpoint (spec 004)
 
-# What chat templates put before the first message; Anthropic's system prompt is a member of its own.
+# Members of the body that chat templates put before the first message, such as Anthropic's system prompt.
 _BEFORE_MESSAGES = ("tools", "functions", "instructions", "system", "systemInstruction")
 _PROMPT_FIELDS = ("messages", "prompt", "input", "contents", "inputs")
 PROMPT_MEMBERS: Final = (*_BEFORE_MESSAGES, *_PROMPT_FIELDS)
-# Anthropic's mark of the end of a cached prefix, which moves on with each turn. A content has to be a list of
-# blocks to have one, so a list of one text is the same as the text.
+# Anthropic's mark of the end of a cached prefix, which moves on with each turn. Only a content that is a list
+# of blocks can carry the mark, so a list of one text block is hashed like the plain text.
 _MARK = b'"cache_control"'
 _MARKS = re.compile(
     rb',\s*+"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)|"cache_control"\s*+:\s*+(?:\{[^{}]*+\}|null)\s*+,?+'
@@ -54,11 +53,11 @@ _EMPTY = (b"", b"[]", b"{}", b'""', b"null", b"false")
 
 
 def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
-    """The first `MAX_PROMPT_BYTES` of the prompt in a body with `members`, JSON texts by key; b'' if it has
-    none.
+    """The first `MAX_PROMPT_BYTES` of the prompt in a body with `members` (key -> JSON text); b'' if the body
+    has no prompt.
 
-    A longer prompt that begins with a shorter one gives bytes that begin with the shorter one's: a chat with
-    one more message, a text with more text.
+    If one prompt continues another (a chat with one more message, a text with more text), the bytes of the
+    longer begin with the bytes of the shorter.
     """
     parts: list[bytes] = []
     room = MAX_PROMPT_BYTES
@@ -75,12 +74,12 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
 
 
 def _unmarked(text: bytes) -> bytes:
-    """`text` without the marks of its cached prefix."""
+    """`text` without `cache_control` marks."""
     return _ONE_TEXT.sub(rb"\1", _MARKS.sub(b"", text)) if _MARK in text else text
 
 
 def _text(members: Mapping[str, msgspec.Raw | memoryview], name: str) -> memoryview | None:
-    """Of one of `members`; None if it is missing or empty."""
+    """The JSON text of the member `name`; None if it is missing or empty."""
     if (member := members.get(name)) is None or (text := memoryview(member)) in _EMPTY:
         return None
     return text
@@ -102,17 +101,17 @@ def block_hashes(
 
 
 class PrefixIndex:
-    """Which endpoint has served which prompt prefixes: block hashes by endpoint. One event loop; no I/O.
+    """The prompt prefixes that each endpoint has served, as block hashes. One event loop; no I/O.
 
-    At most `per_endpoint` hashes an endpoint and `in_total` together, shared equally by the endpoints: 500
-    000 take at most 125 MB (`BYTES_PER_BLOCK` each), and 16 endpoints or fewer have the full 31 250 each,
-    which are 2 million tokens of prompts. The least recently served hashes are dropped first.
+    Keeps at most `per_endpoint` hashes per endpoint and `in_total` in all, in equal shares: 500 000 hashes
+    take at most 125 MB (`BYTES_PER_BLOCK` each), and up to 16 endpoints have the full 31 250 hashes each,
+    enough for 2 million tokens of prompts. The least recently served hashes are dropped first.
 
-    Of a chain the later blocks are always the older entries (`add` touches them first). So a hash in the
-    index means that all hashes before it are there too; `match` relies on that for a binary search.
+    `add` touches the later blocks of a chain first, so they are older entries than the earlier blocks. So if
+    a hash is in the index, all hashes before it are, too; `match` relies on this for its binary search.
 
-    For pools in which a pick cannot look at each endpoint it also names who holds a hash (`name_holders`):
-    the last few endpoints that it came to, as long as they have it.
+    For pools too large for a pick to look at each endpoint, the index also keeps the holders of each hash
+    (`name_holders`): the last few endpoints that served it and still have it in the index.
     """
 
     def __init__(self, *, per_endpoint: int = BLOCKS_PER_ENDPOINT, in_total: int = MAX_BLOCKS) -> None:
@@ -126,7 +125,7 @@ class PrefixIndex:
 
     @property
     def capacity(self) -> int:
-        """How many hashes an endpoint may have, with as many endpoints as there are."""
+        """The most hashes kept per endpoint, given the current number of endpoints."""
         return min(self._per_endpoint, self._in_total // max(1, len(self._served)))
 
     @property
@@ -134,7 +133,7 @@ class PrefixIndex:
         return self._served.keys()
 
     def add(self, address: str, hashes: Sequence[bytes]) -> None:
-        """Note that `address` was given a prompt of `hashes` (a chain, first block first)."""
+        """Record that `address` was sent a prompt with these block `hashes` (a chain, first block first)."""
         if not hashes:
             return
         served = self._served.get(address)
@@ -152,10 +151,10 @@ class PrefixIndex:
         self._trim(address, served)
 
     def match(self, hashes: Sequence[bytes], among: Iterable[str] | None = None) -> dict[str, int]:
-        """How many of `hashes`, from the first on, each endpoint (`among`: of these) has served; endpoints
-        with none are left out.
+        """How many of `hashes`, counted from the first, each endpoint (or each in `among`) has served;
+        endpoints that have served none are left out.
 
-        Takes one lookup an endpoint, and log2(len(hashes)) more for each that has the first block.
+        Takes one lookup per endpoint, and log2(len(hashes)) more per endpoint that has the first block.
         """
         if not hashes:
             return {}
@@ -167,17 +166,17 @@ class PrefixIndex:
         return {address: _matched(hashes, served) for address, served in pairs if first in served}
 
     def name_holders(self) -> None:
-        """From now on know the holders of each hash. The first call reads the whole index."""
+        """Keep the holders of each hash from now on. The first call reads the whole index."""
         if self._holders is None:
             self._holders = {}
             for address, served in self._served.items():
                 self._hold(self._holders, address, served)
 
     def holders(self, hashes: Sequence[bytes], most: int) -> list[str]:
-        """Endpoints that have served the longest part of `hashes`, then some that have served less; `most` at
-        most, and none unless holders are named.
+        """At most `most` endpoints: first the endpoints that have served the longest prefix of `hashes`, then
+        some that have served less. Empty unless holders are kept.
 
-        Takes about log2(len(hashes)) lookups to find the longest part, and as many on the way back.
+        Takes about log2(len(hashes)) lookups to find the longest prefix, and as many for shorter prefixes.
         """
         known = self._holders
         if not known or not hashes or hashes[0] not in known:
@@ -206,7 +205,7 @@ class PrefixIndex:
 
     @staticmethod
     def _hold(known: dict[bytes, tuple[str, ...]], address: str, links: Iterable[bytes]) -> None:
-        alone = (address,)  # most hashes are held by one endpoint: they share the tuple
+        alone = (address,)  # shared by all hashes with this endpoint as the only holder, which are most
         for link in links:
             holders = known.get(link)
             if holders is None:
@@ -224,8 +223,8 @@ class PrefixIndex:
 
 
 def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
-    """How many of `hashes`, of which the first is in `served`, are in `served`: a binary search for the
-    last."""
+    """How many of `hashes` are in `served`, which must contain the first: a binary search for the last one
+    that is."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -237,7 +236,7 @@ def _matched(hashes: Sequence[bytes], served: Container[bytes]) -> int:
 
 
 class LatencyWindow:
-    """The last `size` completion times of one endpoint; adding one and reading `stats` take O(1)."""
+    """The last `size` completion times of one endpoint; `add` and `stats` take O(1)."""
 
     __slots__ = ("_at", "_base_s", "_seconds", "_size", "_squares", "_sum")
 
@@ -245,12 +244,12 @@ class LatencyWindow:
         self._size = size
         self._seconds: list[float] = []
         self._at = 0
-        self._base_s = 0.0  # sums are of differences to it, which keeps a small spread exact
+        self._base_s = 0.0  # both sums add differences from `_base_s`, which keeps a small spread exact
         self._sum = 0.0
         self._squares = 0.0
 
     def add(self, seconds: float) -> None:
-        """Add one completion time. One that is negative, infinite or not a number is ignored."""
+        """Add one completion time; ignore it if it is negative, infinite or not a number."""
         if not 0.0 <= seconds < math.inf:
             return
         if len(self._seconds) < self._size:
@@ -262,7 +261,7 @@ class LatencyWindow:
             self._seconds[self._at] = seconds
         self._at = (self._at + 1) % self._size
         if self._at == 0 or len(self._seconds) == 1:
-            self._recompute()  # once a round: rounding errors cannot accumulate, and the mean cost stays O(1)
+            self._recompute()  # once per `size` calls: limits rounding errors, and keeps the mean cost O(1)
         else:
             newest = seconds - self._base_s
             self._sum += newest
@@ -270,7 +269,7 @@ class LatencyWindow:
 
     @property
     def stats(self) -> LatencyStats | None:
-        """Of the completions in the window; None without any."""
+        """Statistics of the completions in the window; None without completions."""
         count = len(self._seconds)
         if not count:
             return None
@@ -286,9 +285,9 @@ class LatencyWindow:
 
 
 class LatencyTracker:
-    """Completion times of the whole fleet, a window for each endpoint (spec 004). One event loop; no I/O.
+    """Completion times from the whole fleet, one window per endpoint (spec 004). One event loop; no I/O.
 
-    At most `max_endpoints` windows; the endpoint without completions for longest makes room.
+    Keeps at most `max_endpoints` windows; drops first the window without a completion for the longest time.
     """
 
     def __init__(self, *, max_endpoints: int = 4096) -> None:

@@ -1,10 +1,10 @@
-"""What picks know of the endpoints, and which of them a pick looks at.
+"""Keeps the endpoint states that picks read, and selects the endpoints that a pick looks at.
 
-In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all. In a larger one it looks at `SAMPLED` of
-those that take requests (the power of d choices, Mitzenmacher 1996), and at a few that the request itself
-names: where the longest parts of its prompt were served, where its session is, where its adapter runs. The
-sample is drawn at random ten times a second, and after `_PICKS_OF_A_SAMPLE` picks. So a pick costs the same
-in a pool of any size (docs/decisions.md, 25).
+In a pool of at most `ALL_LOOKED_AT` endpoints a pick looks at all endpoints. In a larger pool it looks at
+`SAMPLED` endpoints that take requests (the power of d choices, Mitzenmacher 1996), and at a few with affinity
+to the request: they have served the longest prefixes of its prompt, have its session, or run its adapter. The
+sample is drawn at random ten times a second, and again after `_PICKS_OF_A_SAMPLE` picks. So the cost of a
+pick does not depend on the size of the pool (docs/decisions.md, 25).
 """
 
 import random
@@ -16,21 +16,21 @@ from picker_fleet.request import Endpoint, InferenceRequest
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.scorers import EndpointState
 
-REFRESH_S = 0.1  # states are at most this old: endpoints are scraped as often
+REFRESH_S = 0.1  # the greatest age of a state; endpoints are scraped at this interval
 ALL_LOOKED_AT = 64
 SAMPLED = 16
-_PICKS_OF_A_SAMPLE = 64  # more would crowd its endpoints while others are idle
-_NAMED = 8  # by the prompt, and as many by the adapter
-_MOST_SELECTORS = 64  # label selectors whose endpoints are kept
+_PICKS_OF_A_SAMPLE = 64  # more picks would crowd the sampled endpoints while others are idle
+_NAMED = 8  # endpoints added for a pick by its prompt, and by its adapter
+_MOST_SELECTORS = 64  # label selectors whose endpoints are cached
 
 Selector = frozenset[tuple[str, str]]
 
 
 class EndpointStates:
-    """The endpoints' states, at most `REFRESH_S` old once `refresh` was called. One event loop.
+    """The states of all endpoints, at most `REFRESH_S` old after a call of `refresh`. One event loop.
 
-    `readings`, `in_flight` and `latencies` are what is known of endpoints by address; `adapters` are names of
-    LoRA adapters besides those in the readings. `index` forgets endpoints that have left.
+    `readings`, `in_flight` and `latencies` give the data of endpoints by address; `adapters` are names of
+    LoRA adapters that the readings may lack. `refresh` removes endpoints that have left from `index`.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class EndpointStates:
         self._latencies, self._index = latencies, index
         self._configured_adapters = frozenset(adapters)
         self.adapters = self._configured_adapters
-        # Of the snapshot `_version`.
+        # Derived from the endpoint snapshot `_version`.
         self._version = ""
         self._by_address: dict[str, Endpoint] = {}
         self._open: list[str] = []  # addresses that take requests
         self._is_open: frozenset[str] = frozenset()
-        self._selected: dict[Selector, list[str]] = {}  # those of `_open` that have the labels
-        self.samples = False  # picks look at a part
-        # As of `_refreshed_s`.
+        self._selected: dict[Selector, list[str]] = {}  # selector -> addresses in `_open` with these labels
+        self.samples = False  # whether picks look at a sample only
+        # Read at `_refreshed_s`.
         self._refreshed_s = -REFRESH_S
         self._readings = readings()
         self._in_flight: Mapping[str, int] = {}
         self._running_adapters: dict[str, list[str]] = {}  # adapter -> addresses
         self._compare_loads = True
         self._states: dict[str, EndpointState] = {}
-        # What a pick without wishes looks at; the same list until it is drawn anew.
+        # The states for picks without preferences; the same list object until it is drawn again.
         self.common: list[EndpointState] = []
         self._common_addresses: frozenset[str] = frozenset()
-        self._picks = 0  # that have looked at it
+        self._picks = 0  # picks that have looked at the current sample
 
     def refresh(self) -> None:
-        """Take what is known now, unless that was done less than `REFRESH_S` ago and the endpoints are the
-        same."""
+        """Read endpoints, metrics and loads again, unless the endpoints are unchanged and the last refresh
+        was less than `REFRESH_S` ago."""
         snapshot, now_s = self._endpoints.current, self._clock()
         if snapshot.version == self._version and now_s - self._refreshed_s < REFRESH_S:
             if self.samples and self._picks >= _PICKS_OF_A_SAMPLE:
@@ -85,17 +85,17 @@ class EndpointStates:
         self._note_adapters()
         drawn = self._draw()
         ready = [address for address in drawn if self._by_address[address].ready]
-        # If most are stale, scraping is late. The few with fresh figures would get all requests, so loads are
-        # not compared: the requests in flight decide.
+        # If most readings are stale, scraping is late, and the few endpoints with fresh readings would get
+        # all requests. So do not compare scraped loads: compare requests in flight only.
         fresh = sum(self._is_fresh(address) for address in ready)
         self._compare_loads = 2 * fresh >= len(ready)
         self._use(drawn)
 
     def _draw(self) -> Sequence[str]:
-        """The addresses that picks without wishes look at."""
+        """Draw the addresses for picks without preferences."""
         if not self.samples:
             return list(self._by_address)
-        # If none takes requests, an explanation still says why of some.
+        # If no endpoint takes requests, sample all, so that an explanation can give reasons.
         return _sample(self._open or list(self._by_address), SAMPLED)
 
     def _use(self, drawn: Sequence[str]) -> None:
@@ -103,15 +103,15 @@ class EndpointStates:
         self._common_addresses, self._picks = frozenset(drawn), 0
 
     def everything(self) -> Sequence[EndpointState]:
-        """All endpoints; the same list until the next refresh of a pool that is not sampled."""
+        """The states of all endpoints; in a pool without sampling the same list until the next refresh."""
         if self.samples:
             return [self._state(address) for address in self._by_address]
         return self.common
 
     def looked_at(self, request: InferenceRequest, session_endpoint: str) -> Sequence[EndpointState]:
-        """Those that a pick for `request` looks at, `session_endpoint` ('': none) among them."""
+        """The states that a pick for `request` looks at, including `session_endpoint` ('': none)."""
         if not self.samples or request.limit:
-            return self.everything()  # a limit on each endpoint may leave any of them only
+            return self.everything()  # the flow may be below its limit on any endpoint only
         self._picks += 1
         named = self._named(request, session_endpoint)
         if request.subset is None and not request.selector:
@@ -132,7 +132,7 @@ class EndpointStates:
     def _take(self, snapshot: Snapshot) -> None:
         self._version = snapshot.version
         self._by_address = {endpoint.address: endpoint for endpoint in snapshot.endpoints}
-        # With limits of endpoints the best of a few may all be full.
+        # If endpoints have limits, look at all: a whole sample may be full.
         limits = any(endpoint.max_inflight is not None for endpoint in snapshot.endpoints)
         self.samples = len(snapshot.endpoints) > ALL_LOOKED_AT and not limits
         if self.samples:
@@ -153,7 +153,7 @@ class EndpointStates:
         self.adapters = self._configured_adapters | self._running_adapters.keys()
 
     def _named(self, request: InferenceRequest, session_endpoint: str) -> list[str]:
-        """The endpoints of this pool that `request` has a reason to go to."""
+        """The endpoints of this pool with affinity to `request`: by its prompt, session or adapter."""
         known = self._by_address
         found = self._index.holders(request.prefix, _NAMED) if request.prefix else []
         if session_endpoint:

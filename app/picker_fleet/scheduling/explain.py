@@ -1,6 +1,6 @@
-"""Why a request went to its endpoint, or nowhere: what a choice was made from, as words and numbers.
+"""Explains why a request was placed on its endpoint, or refused: candidates, scores, loads and reasons.
 
-Choices are kept as they were made; the work of explaining one is done only when somebody asks.
+Choices are kept in the form in which they were made; an explanation is computed only on request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ _BY_LOAD = (
 
 
 class LeastLoadedPick(NamedTuple):
-    """What was known where the script alone chose: the pool's `endpoints` and the requests in flight at
-    each."""
+    """The basis of a choice that the script made alone: the pool's `endpoints` and the requests in flight
+    at each."""
 
     endpoints: tuple[Endpoint, ...]
     in_flight: Mapping[str, int]
     subset: tuple[str, ...] | None
     selector: Mapping[str, str]
     candidates: str
-    has_state: bool = False  # the only candidate has the state that the request goes on with
+    has_state: bool = False  # the only candidate has the state of the id that the request names
 
 
 PickBasis = Ranking | LeastLoadedPick
@@ -38,10 +38,10 @@ PickBasis = Ranking | LeastLoadedPick
 class ScoredCandidate:
     """One candidate of an explained pick.
 
-    `score` is its total in [0, 1] and `parts` each scorer's unweighted score (None and empty without
-    scorers). `in_flight` is its load as the replica last knew it, `live` the load that the choice was made
-    from, and `final` the total with that load in it. `live` and `final` are None if the script did not report
-    them or could not take the candidate (its flow is at its limit there, or it has just been taken out).
+    `score` is the total in [0, 1] and `parts` each scorer's unweighted score (None and empty without
+    scorers). `in_flight` is the load that the replica last read, `live` the load that the script compared,
+    and `final` the total with `live` in place of `in_flight`. `live` and `final` are None if the script did
+    not report the load, or could not take the candidate (a flow's limit is reached there, or it has left).
     """
 
     address: str
@@ -54,9 +54,9 @@ class ScoredCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One pick: the `chosen` endpoints in the order of the answer (none: it was refused), `candidates` best
-    first, which endpoints were excluded and why, the soft filters that were waived, the normalised weights of
-    the scorers, and the `rule` that decided among the candidates."""
+    """One pick: the `chosen` endpoints in the order of the answer (empty: refused), `candidates` best first,
+    the `excluded` endpoints with reasons, the soft filters that were `waived`, the scorers' normalised
+    `weights`, and the `rule` that decided among the candidates."""
 
     request_id: str
     chosen: tuple[str, ...]
@@ -67,11 +67,11 @@ class Explanation:
     rule: str
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON; numbers are rounded to four digits."""
+        """The explanation as JSON-compatible values; numbers are rounded to four digits."""
         return {name: _rounded(value) for name, value in asdict(self).items()}
 
     def summary(self) -> dict[str, str]:
-        """Fields of a log line: the candidates, each as `address score/live`, and the excluded with their
+        """Fields of a log line: each candidate as `address score/live`, and excluded endpoints with
         reasons."""
         return {
             "candidates": ", ".join(
@@ -83,7 +83,7 @@ class Explanation:
 
 
 def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: str) -> Explanation:
-    """Why `request_id` was given `chosen`. `live` are the loads that the choice was made from, as
+    """Explain why `request_id` was placed on `chosen`. `live` are the loads that the script compared, as
     `lua/place.lua` returns them ('' for none)."""
     if isinstance(basis, LeastLoadedPick):
         return _explain_by_load(request_id, basis, chosen, live)
@@ -91,7 +91,7 @@ def explain(request_id: str, basis: PickBasis, chosen: tuple[str, ...], live: st
 
 
 def live_load_addresses(basis: PickBasis, chosen: Sequence[str]) -> list[str]:
-    """The endpoints whose loads the script returns, in its order."""
+    """The endpoints whose loads the script returns, in the order of the reply."""
     if not isinstance(basis, LeastLoadedPick):
         return [candidate.address for candidate in basis.best]
     if basis.candidates == ANY_ENDPOINT:
@@ -106,11 +106,11 @@ def _explain_by_score(request_id: str, ranking: Ranking, chosen: tuple[str, ...]
     rows = []
     for at, (endpoint, total) in enumerate(zip(ranking.eligible, ranking.totals, strict=True)):
         address, load = endpoint.address, loads.get(endpoint.address)
-        # As the script computes it (lua/lib/endpoints.lua), written as a score like the others.
+        # The negated cost of lua/lib/endpoints.lua plus `live_weight`, so that it compares with the scores.
         final = None if load is None else bases[address] + ranking.live_weight * (1 - load / greatest)
         parts = {name: scores[at] for name, scores in ranking.parts.items()}
         rows.append(ScoredCandidate(address, min(1.0, total), parts, endpoint.in_flight, load, final))
-    # Ties were broken at random: the ranking's order first, then the candidates that it left out.
+    # `best` has ties in random order: keep its order, then append the endpoints outside `best` by score.
     position = {candidate.address: at for at, candidate in enumerate(ranking.best)}
     rows.sort(key=lambda row: (position.get(row.address, len(position)), -(row.score or 0.0)))
     return Explanation(

@@ -1,13 +1,12 @@
-"""The stream of routes and completions, by which every replica learns what the others routed and completed.
+"""Shares routes and completions between replicas, through a capped Redis stream.
 
-pool.py runs one RouteStream a replica; the choosers add to it. It is a capped Redis stream that each replica
-appends to and follows, each on a connection of its own. It is a cache, not a ledger: an entry that was
-trimmed before it was read, or could not be written, is missed, which costs a cache hit or a sample. No
-request waits for it.
+pool.py runs one RouteStream per replica; the chooser adds records. Each replica appends to the stream and
+follows it, on two connections of its own. The stream is a cache, not a ledger: a lost record (trimmed before
+it was read, or not written) costs a cache hit or a latency sample. No request waits for the stream.
 
-A replica applies its own routes at once, and those of others from the stream. All replicas apply completions
-from the stream, so that every replica has them in the same order. Completions that could not be written at
-the second try are applied by their own replica alone, which goes on learning without Redis (G8).
+A replica applies its own routes at once, and routes of other replicas from the stream. All replicas apply
+completions from the stream, and so in the same order. If a completion cannot be written at the second try,
+only its own replica applies it; so replicas go on learning without Redis (G8).
 
 The body of an entry is a sequence of records. Numbers are big-endian. A route: `R`, length of the address (2
 bytes), number of hashes (2), address, hashes (8 each). A completion: `C`, length of the address (2), seconds
@@ -31,16 +30,16 @@ from picker_fleet.scheduling.endpoint_history import HASH_BYTES, LatencyTracker,
 from picker_fleet.state.primary import raise_if_cancelled
 from picker_fleet.state.subscriptions import Command, CommandClient
 
-FLUSH_S: Final = 0.02  # between two writes, at least
+FLUSH_S: Final = 0.02  # the shortest interval between two writes
 MAX_ENTRIES: Final = 4096
 MAX_ENTRY_BYTES: Final = 32 * 1024  # with MAX_ENTRIES: the stream takes at most about 128 MB
-MAX_ROUTES: Final = 2000  # unwritten; the oldest are dropped. With the default prompt cap they take 7 MB
+MAX_ROUTES: Final = 2000  # unwritten routes kept, the newest; at the default prompt cap they take 7 MB
 MAX_COMPLETIONS: Final = 10_000
 LOOK_BACK_S: Final = 600.0  # how far back a replica reads when it starts
 
 _CALL_S = 1.0
 _BLOCK_MS = 1000
-_READ_S = 3.0  # longer than _BLOCK_MS: only a dead connection takes it
+_READ_S = 3.0  # deadline of a read; longer than _BLOCK_MS, so only a dead connection exceeds it
 _READ_ENTRIES = 16
 _PAUSE_S = 0.2
 
@@ -53,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouteRecord:
-    """`address` (`ip:port`) was given a prompt of these block hashes, first block first."""
+    """A prompt with these block hashes, first block first, was routed to `address` (`ip:port`)."""
 
     address: str
     hashes: tuple[bytes, ...]
@@ -71,10 +70,10 @@ Record = RouteRecord | CompletionRecord
 
 
 class RouteStream:
-    """Keeps `index` and `latencies` at what the whole fleet routed and completed. One event loop.
+    """Keeps `index` and `latencies` up to date with the whole fleet's routes and completions. One event loop.
 
-    `stream` is the key (`epp:{POOL}:routes`), `replica` the id of this process: what the same host wrote
-    before a restart is read back like any other replica's. Call `run` in a task of its own.
+    `stream` is the key (`epp:{POOL}:routes`). `replica` identifies this process, not the host: entries from
+    before a restart are read back like another replica's. Call `run` in a task of its own.
     """
 
     def __init__(
@@ -85,12 +84,12 @@ class RouteStream:
         self._replica = replica.encode()
         self._index = index
         self._latencies = latencies
-        self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed
+        self._routes: deque[bytes] = deque(maxlen=MAX_ROUTES)  # packed records
         self._completions: deque[CompletionRecord] = deque(maxlen=MAX_COMPLETIONS)
-        self._is_retry = False  # what waits was tried once already
+        self._is_retry = False  # whether a write of the waiting records has already failed once
         self._pending = asyncio.Event()
-        self._last_id = ""  # of the last entry read
-        self._resumed = False  # reading on after it
+        self._last_id = ""  # id of the last entry read
+        self._resumed = False  # whether the next read may simply continue after `_last_id`
         self._caught_up = asyncio.Event()
 
     @property
@@ -99,7 +98,7 @@ class RouteStream:
         return tuple(self._completions)
 
     def add_route(self, address: str, hashes: tuple[bytes, ...]) -> None:
-        """Tell the fleet that `address` was given a prompt of `hashes`. Returns at once."""
+        """Tell the fleet that a prompt with `hashes` was routed to `address`. Returns at once."""
         if hashes:
             self._index.add(address, hashes)
             self._routes.append(pack(RouteRecord(address, hashes)))
@@ -111,11 +110,11 @@ class RouteStream:
         self._pending.set()
 
     async def caught_up(self) -> None:
-        """Wait until everything that was in the stream at the start has been read."""
+        """Wait until the entries that were in the stream at the start have been read."""
         await self._caught_up.wait()
 
     async def run(self) -> None:
-        """Write and follow until cancelled, through any outage of Redis."""
+        """Write and follow the stream until cancelled; retry during outages of Redis."""
         async with asyncio.TaskGroup() as group:
             write = partial(self._repeat, self._write, _CALL_S, "written")
             follow = partial(self._repeat, self._follow, _READ_S, "followed")
@@ -125,7 +124,7 @@ class RouteStream:
     async def _repeat(
         self, step: Callable[[CommandClient], Awaitable[None]], deadline_s: float, done: str
     ) -> None:
-        """Take `step` again and again, with one line in the log for each time that it begins to fail."""
+        """Call `step` in a loop; log one line each time that it begins to fail."""
         client = CommandClient(self._url, self._stream, deadline_s=deadline_s)
         failing = False
         try:
@@ -159,7 +158,7 @@ class RouteStream:
         try:
             await client.execute(entries)
         except StateUnavailable:
-            # Redis may have written it all the same. A completion that counts twice is better than none.
+            # Redis may have written the entries: counting a completion twice does less harm than losing it.
             if self._is_retry:
                 self._apply(completions)
             else:
@@ -171,17 +170,17 @@ class RouteStream:
         self._is_retry = False
 
     async def _follow(self, client: CommandClient) -> None:
-        resumed, self._resumed = self._resumed, False  # unless it can be read
+        resumed, self._resumed = self._resumed, False  # stays False if a read fails
         if not resumed:
             await self._resume(client)
         await self._read(client)
         self._resumed = True
 
     async def _resume(self, client: CommandClient) -> None:
-        """Find where to read on: after the last entry read, or `LOOK_BACK_S` ago.
+        """Find the position to read from: after the last entry read, or `LOOK_BACK_S` ago.
 
-        A stream whose newest entry is before the last entry read is another stream (Redis was emptied or
-        replaced, and its clock is behind): it is read from `LOOK_BACK_S` ago.
+        If the newest entry is older than the last entry read, the stream is a new one (Redis was emptied or
+        replaced, and its clock is behind): read from `LOOK_BACK_S` ago.
         """
         async with asyncio.timeout(_CALL_S):
             (seconds, _), newest = await client.execute(
@@ -191,7 +190,7 @@ class RouteStream:
             self._last_id = f"{max(0, int((int(seconds) - LOOK_BACK_S) * 1000))}-0"
 
     async def _read(self, client: CommandClient) -> None:
-        # While old entries are read, do not block for new ones: an empty answer ends the catch-up.
+        # During the catch-up do not block for new entries: an empty reply ends the catch-up.
         block = ("BLOCK", _BLOCK_MS) if self._caught_up.is_set() else ()
         command = ("XREAD", "COUNT", _READ_ENTRIES, *block, "STREAMS", self._stream, self._last_id)
         (found,) = await client.execute([command])
@@ -208,7 +207,7 @@ class RouteStream:
                 _log.warning("entry %s of the routes cannot be read: %s", self._last_id, error)
                 continue
             self._apply(record for record in records if not own or isinstance(record, CompletionRecord))
-            await asyncio.sleep(0)  # an entry may hold thousands of hashes: let other tasks run
+            await asyncio.sleep(0)  # let other tasks run: an entry may hold thousands of hashes
 
     def _apply(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -219,7 +218,7 @@ class RouteStream:
 
 
 def pack(record: Record) -> bytes:
-    """`record` for the stream; hashes beyond 65 535 are left out."""
+    """Encode `record` for the stream; keeps at most the first 65 535 hashes."""
     address = record.address.encode()
     if isinstance(record, CompletionRecord):
         return _COMPLETION.pack(b"C", len(address), record.seconds) + address
@@ -228,8 +227,8 @@ def pack(record: Record) -> bytes:
 
 
 def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Join packed records, in order, into bodies of at most `max_bytes`; a longer record has a body of its
-    own."""
+    """Join packed records, in order, into bodies of at most `max_bytes`; a longer record gets its own
+    body."""
     body: list[bytes] = []
     length = 0
     for record in packed:
@@ -243,7 +242,7 @@ def join_records(packed: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 def unpack(body: bytes) -> list[Record]:
-    """The records of one entry.
+    """Decode the records of one entry.
 
     Raises:
         ValueError: `body` is cut off or malformed.

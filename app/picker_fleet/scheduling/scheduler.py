@@ -1,11 +1,11 @@
 """Ranks the endpoints for one request: filters, then weighted scorers. Pure.
 
-The script that reserves an endpoint has the last word, since only it knows the load at that moment.
+The script that reserves an endpoint makes the final choice, since only the script knows the live load.
 
-A filter is a pure function too. It returns a reason against each endpoint or None, or None altogether if it
-does not apply to the request. Hard filters always hold. A soft filter (`SOFT_FILTERS`) is waived if it would
-leave no endpoint. Filters apply in the order of `FILTERS`; the first that rejects an endpoint gives the
-reason.
+A filter is a pure function. It returns for each endpoint a reason to exclude it, or None; if the filter does
+not apply to the request, it returns a single None. Hard filters always apply. A soft filter (`SOFT_FILTERS`)
+is waived if it would leave no endpoint. Filters run in the order of `FILTERS`; the first filter that rejects
+an endpoint gives the reason.
 """
 
 import math
@@ -23,7 +23,7 @@ from picker_fleet.scheduling.scorers import (
     scorer_name,
 )
 
-_SORT_LIMIT = 100  # up to here sorting is cheaper than a heap, which grows linearly
+_SORT_LIMIT = 100  # up to this many endpoints a full sort is faster than `nlargest`
 
 Reasons = list[str | None]
 Filter = Callable[[PickRequest, Sequence[EndpointState]], Reasons | None]
@@ -38,7 +38,7 @@ def subset(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | N
 
 
 def health(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that answer, and not only with faults."""
+    """Only healthy endpoints: neither down nor ejected."""
     return [None if endpoint.healthy else "unhealthy" for endpoint in endpoints]
 
 
@@ -59,7 +59,7 @@ def label(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | No
 
 
 def adapter(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Reasons | None:
-    """Only endpoints that have the adapter loaded or a slot for it; one whose slots are unknown passes."""
+    """Only endpoints that have the adapter loaded, a free slot for it, or an unknown number of slots."""
     wanted = pick.adapter
     if not wanted:
         return None
@@ -87,8 +87,8 @@ SOFT_FILTERS = frozenset({"adapter"})
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """`eligible` endpoints in the order they came, why each other one is excluded, and the soft filters
-    waived."""
+    """The `eligible` endpoints in their original order, the `excluded` endpoints with reasons, and the soft
+    filters that were `waived`."""
 
     eligible: list[EndpointState]
     excluded: dict[str, str]  # address -> reason
@@ -118,8 +118,8 @@ def apply_filters(pick: PickRequest, endpoints: Sequence[EndpointState]) -> Filt
 
 
 class Candidate(NamedTuple):
-    """An endpoint that may be picked. `score` in [0, 1] is the whole score; `base` is it without the share of
-    the load in flight, for a caller that adds that share from a fresher figure (`Scheduler.live_weight`).
+    """An endpoint that may be picked. `score` in [0, 1] is the total; `base` is the total without the part of
+    the scorer `in-flight`, which the script replaces by the live load (`Scheduler.live_weight`).
     """
 
     address: str
@@ -128,12 +128,12 @@ class Candidate(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The result of one pick: the `best` candidates, best first, and how they were found.
+    """The result of one pick: the `best` candidates, best first, and the data behind the ranking.
 
-    `eligible` are all endpoints that passed the filters. In the same order, `totals` are their scores and
-    each scorer in `parts` has its unweighted scores. `excluded` says why the others did not pass; `waived`
-    names the soft filters that would have left none. `live_weight` is the weight that the bases of `best`
-    leave out.
+    `eligible` are all endpoints that passed the filters; in the same order, `totals` has their scores, and
+    `parts` the unweighted scores by scorer. `excluded` has the reasons against the other endpoints; `waived`
+    names the soft filters that would have left no endpoint. `live_weight` is the weight of the load in
+    flight, which the `base` of each candidate in `best` leaves out.
     """
 
     best: tuple[Candidate, ...]
@@ -147,18 +147,17 @@ class Ranking(NamedTuple):
 
     @property
     def values(self) -> int:
-        """How many scores and reasons it has."""
+        """The number of scores and reasons in this ranking, to bound memory."""
         return len(self.eligible) * (len(self.parts) + 2) + 2 * len(self.excluded) + 1
 
 
 class Scheduler:
-    """Ranks under one set of weights (scorer name -> weight, from the configuration).
+    """Ranks endpoints by one set of weights (scorer name -> weight, from the configuration).
 
-    Weights are normalised, so that totals stay in [0, 1]. Without any, all candidates are equal.
+    Weights are normalised, so that totals stay in [0, 1]. Without weights all candidates score 0.
 
     Raises:
-        ValueError: there is no scorer of that name (the message lists the valid ones), or a weight is
-        negative or
+        ValueError: no scorer has that name (the message lists the valid names), or a weight is negative or
             not finite.
     """
 
@@ -174,8 +173,8 @@ class Scheduler:
         self.live_weight = self.weights.get(IN_FLIGHT, 0.0)
         self._is_random = "random" in self.weights
         self._scorers = [(name, SCORERS[name]) for name in self.weights]
-        # Of `_known`: what passes the filters for a request without wishes, the scores that do not depend on
-        # the request, and their weighted sums.
+        # Cached for the endpoints `_known`: the result of the filters for a request without preferences; for
+        # `_eligible`: the scores that do not depend on the request, and their weighted sums.
         self._known: Sequence[EndpointState] = ()
         self._plain = Filtered([], {}, ())
         self._eligible: Sequence[EndpointState] = ()
@@ -183,13 +182,13 @@ class Scheduler:
         self._fixed_totals: list[float] = []
 
     def can_share(self, pick: PickRequest) -> bool:
-        """Whether its ranking may serve requests that are alike in what scorers read of them."""
+        """Whether other requests with the same inputs for all scorers may reuse the ranking of `pick`."""
         return pick.subset is None and not pick.selector and not self._is_random
 
     def rank(self, pick: PickRequest, endpoints: Sequence[EndpointState], *, limit: int = 8) -> Ranking:
         """The `limit` best endpoints for `pick`, ties in random order; none if no endpoint may be picked.
 
-        `endpoints` must not change: what was found about them serves the next picks, too.
+        The caller must not change `endpoints`, since later picks reuse the cached scores of the same list.
         """
         if pick.subset is None and not pick.selector and not pick.adapter:
             if endpoints is not self._known:
@@ -199,7 +198,7 @@ class Scheduler:
             filtered = apply_filters(pick, endpoints)
         eligible = filtered.eligible
         if eligible is not self._eligible:
-            # The endpoints' states change ten times a second; a replica picks more often than that.
+            # Cached, since states change only ten times a second and a replica picks more often.
             self._score_fixed(pick, eligible)
         fixed, draw = self._fixed_scores, pick.random
         parts, totals = {}, self._fixed_totals
@@ -217,13 +216,13 @@ class Scheduler:
         excluded, waived = filtered.excluded, filtered.waived
         best: list[Candidate] = []
         for total, _, at in first:
-            score = total if total < 1.0 else 1.0  # rounding may bring a sum slightly above 1
+            score = total if total < 1.0 else 1.0  # rounding may lift a sum slightly above 1
             base = score if live_scores is None else total - live * live_scores[at]
             best.append(Candidate(eligible[at].address, score, base if base > 0.0 else 0.0))
         return Ranking(tuple(best), eligible, totals, parts, self.weights, excluded, waived, live)
 
     def _score_fixed(self, pick: PickRequest, eligible: Sequence[EndpointState]) -> None:
-        """Score `eligible` by the scorers that ignore the request."""
+        """Score `eligible` by the scorers that ignore the request, and cache the scores."""
         fixed = {
             name: scorer(pick, eligible)
             for name, scorer in self._scorers

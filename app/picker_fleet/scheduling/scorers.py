@@ -1,12 +1,12 @@
-"""How good each candidate endpoint is for one request, and the two inputs of that: the request and the
-endpoints.
+"""Scorers, which rate the candidate endpoints for one request, and their inputs: `PickRequest` and
+`EndpointState`.
 
 A scorer is a pure function. It takes the pick request and the candidates and returns one score in [0, 1] for
-each candidate, in the same order; 1 is the best. `Scheduler` adds them up by weight.
+each candidate, in the same order; 1 is the best. `Scheduler` adds up the scores by weight.
 
-A new scorer is one function and one line in `SCORERS`. An endpoint whose figure is unknown scores as the
-mean of those that are known: it is neither preferred nor shunned. The one exception is `latency`, where
-endpoints without statistics come first."""
+A new scorer needs one function and one line in `SCORERS`. An endpoint whose metric is unknown gets the mean
+of the known scores, so that it is neither preferred nor avoided. The exception is `latency`, where endpoints
+without statistics are preferred."""
 
 import math
 import random
@@ -30,7 +30,7 @@ class LatencyStats:
 
 @dataclass(frozen=True, slots=True)
 class LatencyWeights:
-    """Of spec 004: cost = `alpha`·mean + `beta`·load + `gamma`·std, in seconds and requests in flight."""
+    """Weights of the latency cost (spec 004): `alpha`·mean_s + `beta`·load (in flight) + `gamma`·std_s."""
 
     alpha: float = 1.0
     beta: float = 0.5
@@ -49,9 +49,9 @@ class PickRequest(NamedTuple):
 
     Only addresses in `subset` may be picked (None: any). `adapter` is the target model if it is a LoRA
     adapter, '' for a base model. An endpoint must have the labels in `selector`. `session_endpoint` is the
-    address that served the session before, '' for none. The prompt has `prefix_blocks` blocks;
-    `prefix_matches` says how many of them, from the first on, each address has served. `random` returns
-    numbers in [0, 1): it breaks ties and is the scorer `random`.
+    address of the request's session, '' for none. The prompt has `prefix_blocks` blocks; `prefix_matches`
+    has the number of these blocks, counted from the first, that each address has served. `random` returns
+    numbers in [0, 1), for ties and for the scorer `random`.
     """
 
     subset: frozenset[str] | None = None
@@ -65,15 +65,15 @@ class PickRequest(NamedTuple):
 
 
 class EndpointState(msgspec.Struct, frozen=True):
-    """What is known of one endpoint (`address`: `ip:port`) at the moment of a pick.
+    """The state of one endpoint (`address`: `ip:port`) at the time of a pick.
 
     Scraped, None if unknown: `waiting` and `running` requests, `kv_utilisation` (0 to 1), `max_adapters`
-    (LoRA adapters that fit at once, running and waiting ones together; idle ones give up their slots). The
-    scraped figures of a `stale` endpoint are dropped here, and so is a figure that is not finite. Known to
-    the fleet: `in_flight` requests as last read (the script that reserves has the live figure), and
-    `latency` of the last completions, None without any.
+    (slots for LoRA adapters, shared by running and waiting adapters; idle adapters give up their slots). The
+    constructor drops all scraped metrics of a `stale` endpoint, and metrics that are not finite. From the
+    fleet: requests `in_flight` as last read (the script that reserves has the live number), and `latency` of
+    the last completions, None without completions.
 
-    A struct: a large pool has thousands, and a frozen dataclass takes several times as long to make.
+    A struct: large pools have thousands, and a frozen dataclass takes several times as long to make.
     """
 
     address: str
@@ -93,7 +93,7 @@ class EndpointState(msgspec.Struct, frozen=True):
 
     @property
     def has_adapter_slot(self) -> bool:
-        """Whether another adapter fits beside the running and the waiting ones; False if unknown."""
+        """Whether a slot is free beside the running and the waiting adapters; False if unknown."""
         if self.max_adapters is None:
             return False
         return len(self.active_adapters) + len(self.waiting_adapters) < self.max_adapters
@@ -113,30 +113,30 @@ class EndpointState(msgspec.Struct, frozen=True):
 
 Scorer = Callable[[PickRequest, Sequence[EndpointState]], list[float]]
 
-# Of the Gateway API's endpoint picker (docs/protocol.md): loaded, a free slot, waiting; else
-# 0.
+# Scores of the scorer `lora-affinity`, as in the Gateway API's endpoint picker (docs/protocol.md): adapter
+# loaded, a free slot for it, adapter waiting; otherwise 0.
 _ADAPTER_LOADED = 1.0
 _ADAPTER_SLOT = 0.8
 _ADAPTER_WAITING = 0.6
 
 
 def queue_depth(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Fewest waiting requests 1, most 0; unknown counts as the mean."""
+    """Score 1 for the fewest waiting requests, 0 for the most; the mean if unknown."""
     return _fewest_first([candidate.waiting for candidate in candidates])
 
 
 def running_requests(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Fewest running requests 1, most 0; unknown counts as the mean."""
+    """Score 1 for the fewest running requests, 0 for the most; the mean if unknown."""
     return _fewest_first([candidate.running for candidate in candidates])
 
 
 def in_flight(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Fewest requests of the fleet in flight, as last known, 1, most 0."""
+    """Score 1 for the fewest of the fleet's requests in flight, as last read, 0 for the most."""
     return _fewest_first([candidate.in_flight for candidate in candidates])
 
 
 def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """The free share of the KV cache; unknown counts as the mean."""
+    """Score the free share of the KV cache; the mean if unknown."""
     return _with_means(
         [
             None if used is None else 1.0 - used if 0.0 <= used <= 1.0 else float(used < 0.0)
@@ -146,12 +146,12 @@ def kv_cache(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[flo
 
 
 def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Adapter loaded 1, a free slot for it 0.8, waiting 0.6, else 0; a stale endpoint counts as the mean.
-    For a base model every endpoint scores 1."""
+    """Score 1 if the adapter is loaded, 0.8 for a free slot, 0.6 if it waits, otherwise 0; the mean, at most
+    0.8, for a stale endpoint. For a base model every endpoint scores 1."""
     name = pick.adapter
     if not name:
         return [1.0] * len(candidates)
-    # One that may have the adapter comes behind one that has it.
+    # At most 0.8: a stale endpoint, which may have the adapter, ranks behind endpoints that have it.
     return _with_means(
         [
             None
@@ -170,10 +170,10 @@ def lora_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> lis
 
 
 def latency(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """Least alpha·mean + beta·load + gamma·std 1, most 0 (spec 004).
+    """Score 1 for the lowest cost alpha·mean + beta·load + gamma·std, 0 for the highest (spec 004).
 
-    Without statistics only the load counts. An unexplored endpoint is preferred while it is idle, but does
-    not get every request until its first one ends.
+    Without statistics only the load counts. So a new endpoint is preferred while it is idle, but does not get
+    every request until its first request ends.
     """
     weights = pick.latency_weights
     alpha, beta, gamma = weights.alpha, weights.beta, weights.gamma
@@ -187,7 +187,7 @@ def latency(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[floa
 
 
 def prefix_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """The share of the prompt's blocks, from the first on, that the endpoint has served before."""
+    """Score the share of the prompt's blocks, counted from the first, that the endpoint has served."""
     blocks, matches = pick.prefix_blocks, pick.prefix_matches
     if not blocks or not matches:
         return [0.0] * len(candidates)
@@ -196,7 +196,7 @@ def prefix_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> l
 
 
 def session_affinity(pick: PickRequest, candidates: Sequence[EndpointState]) -> list[float]:
-    """1 for the endpoint that served the session, 0 for the others."""
+    """Score 1 for the endpoint of the session, 0 for all others."""
     return [1.0 if candidate.address == pick.session_endpoint else 0.0 for candidate in candidates]
 
 
@@ -219,17 +219,17 @@ SCORERS: Mapping[str, Scorer] = {
     "random": random_score,
 }
 
-# Scorers that read figures scraped from model servers.
+# Scorers that read metrics scraped from model servers.
 SCRAPED_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", "lora-affinity"})
-# Scorers that ignore the request: equal candidates get equal scores, so `Scheduler` keeps their results.
+# Scorers that ignore the request: `Scheduler` caches their scores for the same candidates.
 REQUEST_INDEPENDENT_SCORERS = frozenset({"queue-depth", "kv-cache", "running-requests", IN_FLIGHT})
 
 
 def scorer_name(value: str) -> str:
-    """`value` if a scorer has that name.
+    """`value` unchanged, if a scorer has that name.
 
     Raises:
-        ValueError: there is no such scorer; the message lists the valid names.
+        ValueError: no scorer has that name; the message lists the valid names.
     """
     if value not in SCORERS:
         raise ValueError(f"no scorer is named {value[:40]!r}; valid: {', '.join(SCORERS)}")
@@ -241,7 +241,7 @@ def weights_by_name(value: Any) -> dict[Any, Any]:
     `{name: weight}`.
 
     Raises:
-        ValueError: it has neither form, or lists a scorer twice.
+        ValueError: `value` has neither form, or lists a scorer twice.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -257,7 +257,7 @@ def weights_by_name(value: Any) -> dict[Any, Any]:
 
 
 def _fewest_first(figures: Sequence[float | None]) -> list[float]:
-    """Least 1, greatest 0, the others linear in between. All 1 if all are equal; None the mean."""
+    """Linear scores: 1 for the least figure, 0 for the greatest, the mean for None; 1 if all are equal."""
     known = [figure for figure in figures if figure is not None]
     if not known:
         return [0.0] * len(figures)
@@ -271,7 +271,7 @@ def _fewest_first(figures: Sequence[float | None]) -> list[float]:
 
 
 def _with_means(scores: Sequence[float | None], most: float = 1.0) -> list[float]:
-    """`scores` with their mean, but not more than `most`, in the place of None; 0 where none is known."""
+    """`scores` with each None replaced by the mean, at most `most`; by 0 if no score is known."""
     known = [score for score in scores if score is not None]
     mean = min(sum(known) / len(known), most) if known else 0.0
     return [mean if score is None else score for score in scores]

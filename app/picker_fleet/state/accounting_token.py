@@ -1,17 +1,16 @@
-"""The accounting token, which Envoy carries for a placed request so that any replica can account for it, and
-the fleet's keys that sign it.
+"""The accounting token, with which any replica can account for a placed request, and the keys that sign it.
 
-The token travels in dynamic metadata and returns with each access-log entry. Its fields are joined by tabs,
-in the order of state/schema.py; no field can have a tab, since intake refuses control characters. A request
-that was placed without Redis has one more field, the time; one whose band is not one of the three has its
-priority next. The last field is the fleet's signature over the request's id and all fields before it; a trace
-may follow.
+Envoy carries the token in dynamic metadata and returns it with each access-log entry. Tabs join its fields,
+in the order of state/schema.py; no field can contain a tab, since intake refuses control characters. Two
+optional fields follow: the time, if the request was placed without Redis, and the priority, if the band is
+not a named one. The last field is the fleet's signature over the request's id and all fields before it; a
+traceparent may follow.
 
-The keys are the fleet's, kept in Redis, and also sign session tokens and questions between replicas. Each
-heartbeat offers those that this replica holds and takes those in force (lua/heartbeat.lua), so that they
-survive the loss of the shared state. The newest key is distributed a whole period before it signs, so that
-every replica knows it before it meets a signature. A signature is 28 visible characters: the name of its key
-and 96 bits of a keyed BLAKE2b.
+The fleet's keys are kept in Redis; they also sign session tokens and requests between replicas. Each
+heartbeat offers the keys that this replica holds and gets the keys in force (lua/heartbeat.lua), so the keys
+survive the loss of the shared state. A new key is distributed a whole period before it signs, so that every
+replica knows the key before it has to check a signature. A signature is 28 visible characters: the name of
+its key and 96 bits of a keyed BLAKE2b.
 """
 
 import hashlib
@@ -23,28 +22,28 @@ from picker_fleet.bands import Criticality
 from picker_fleet.request import InferenceRequest
 from picker_fleet.state.schema import ACCOUNTING_TOKEN, ADMITTED_ALONE, OTHER_PRIORITY
 
-# What is wrong with a token.
+# Why a token is rejected.
 NO_TOKEN: Final = "no-token"
 UNSIGNED: Final = "unsigned"
 UNKNOWN_KEY: Final = "unknown-key"
 BAD_SIGNATURE: Final = "bad-signature"
 
 _KEY_BYTES = 16
-_NAME = 4  # characters that name the key, so that one check is enough
-LENGTH: Final = _NAME + 24  # of a signature
+_NAME = 4  # characters of a key's name, which tells the key to check a signature with
+LENGTH: Final = _NAME + 24  # characters of a signature
 
 _PURPOSE = "accounting-token"
 _TRACEPARENT = "00-"
 
 _NUMBERS = {criticality: str(number) for number, criticality in enumerate(Criticality)}
 _FLOW, _COST, _MODEL, _ENDPOINT = map(ACCOUNTING_TOKEN.index, ("flow", "cost", "model", "endpoint"))
-_FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature and the trace
+_FIELDS = len(ACCOUNTING_TOKEN)  # without the time, the priority, the signature and the traceparent
 
 
 class Keyring:
-    """The keys that this replica knows. Until it knows the fleet's it uses one of its own.
+    """The fleet's keys that this replica knows; a key of its own until the first heartbeat.
 
-    `variant_key` chooses the variants of models (traffic_split.py); it stays when the others change.
+    `variant_key` chooses model variants (traffic_split.py); it stays the same when signing keys change.
     `version` grows with each change of the keys.
     """
 
@@ -53,15 +52,15 @@ class Keyring:
         self._fresh = secrets.token_hex(_KEY_BYTES)  # a candidate for the fleet's next key
         self._keys: tuple[str, ...] = ()  # newest first
         self._use((self._fresh,))
-        self.first = ""  # the pool's first key and when it came, as the heartbeat has them; '' until it does
+        self.first = ""  # the pool's first key and its time, as in the heartbeat's reply; '' until then
         self.variant_key = bytes.fromhex(self._fresh)
 
     def offer(self) -> str:
-        """For the heartbeat: an unused key, then the known ones, newest first, separated by blanks."""
+        """The heartbeat's argument: an unused key, then the known keys, newest first, separated by blanks."""
         return " ".join((self._fresh, *self._keys))
 
     def take(self, keys: str, first: str = "") -> None:
-        """The heartbeat's answer: the keys in force, newest first, separated by blanks, and `first`."""
+        """Use the keys of a heartbeat's reply: those in force, newest first, separated by blanks; `first`."""
         if first and first != self.first:
             self.first = first
             self.variant_key = hashlib.blake2b(first.encode(), digest_size=_KEY_BYTES).digest()
@@ -78,20 +77,20 @@ class Keyring:
         for key in keys:
             mac = hashlib.blake2b(key=bytes.fromhex(key), digest_size=(LENGTH - _NAME) // 2)
             self._macs[hashlib.blake2b(bytes.fromhex(key)).hexdigest()[:_NAME]] = mac
-        # The second: the newest one may not have reached every replica.
+        # Sign with the second newest key: the newest may not have reached every replica.
         self._name = list(self._macs)[min(1, len(self._macs) - 1)]
         self.version += 1
 
     def sign(self, purpose: str, text: str) -> str:
-        """The signature of `text`, good for `purpose` alone."""
+        """The signature of `text`, valid for `purpose` alone."""
         return self._signature(self._name, purpose, text)
 
     def signatures(self, purpose: str, text: str) -> list[str]:
-        """All signatures of `text` that are good at the moment."""
+        """All signatures of `text` that are valid now, one per known key."""
         return [self._signature(name, purpose, text) for name in self._macs]
 
     def fault(self, purpose: str, text: str, signature: str) -> str:
-        """What is wrong with the `signature` of `text`: a code; '' if nothing is."""
+        """Why `signature` is not a valid signature of `text`: a code; '' if it is valid."""
         if len(signature) != LENGTH:
             return BAD_SIGNATURE if signature else UNSIGNED
         name = signature[:_NAME]
@@ -111,9 +110,8 @@ def write(
 ) -> str:
     """The accounting token of `request` placed on `endpoint` (`ip:port`).
 
-    `alone_ms` is the time by the clock of the shared state, if the request was placed without Redis.
-    `answer_tokens` completes a cost that lacks the answer's part: the mean of the flow is lost together with
-    the state that the token restores.
+    `alone_ms` is the time by Redis's clock, if the request was placed without Redis. `answer_tokens` is
+    added to a cost that lacks the answer: once the token is needed, Redis has lost the flow's mean, too.
     """
     workload, band = request.workload, request.band
     cost = request.cost + answer_tokens if request.learn else request.cost
@@ -130,23 +128,23 @@ def write(
 
 
 def signed(token_fields: str, request_id: str, keys: Keyring) -> str:
-    """The fields of `write`, with the signature that makes them the token of request `request_id`."""
+    """The token of request `request_id`: the fields from `write`, and their signature."""
     signature = keys.sign(_PURPOSE, f"{request_id}\t{token_fields}")
     return f"{token_fields}\t{signature}"
 
 
 def of_read(request_id: str, keys: Keyring) -> str:
-    """The token of a request that is not admitted: without any field."""
+    """The token of a read, a request that needs no admission: all fields are empty."""
     return signed("\t" * (_FIELDS - 1), request_id, keys)
 
 
 def is_read(token: str) -> bool:
-    """Whether it is a token of `of_read`; any other begins with a flow."""
+    """Whether `token` comes from `of_read`; any other token begins with a flow."""
     return token[:1] == "\t"
 
 
 def fault_of(token: str, request_id: str, keys: Keyring) -> str:
-    """What is wrong with the token: '' if it is the fleet's own for `request_id`."""
+    """Why `token` is not the fleet's token for `request_id`: a code; '' if it is."""
     own, _ = split_trace(token)
     token_fields, _, signature = own.rpartition("\t")
     if own.count("\t") < _FIELDS:
@@ -155,15 +153,15 @@ def fault_of(token: str, request_id: str, keys: Keyring) -> str:
 
 
 def is_alone(token: str) -> bool:
-    """Whether its request was placed without Redis."""
-    if ADMITTED_ALONE not in token:  # nearly always
+    """Whether the request of `token` was placed without Redis."""
+    if ADMITTED_ALONE not in token:  # the common case, without a split
         return False
     fields = token.split("\t")
     return len(fields) > _FIELDS and fields[_FIELDS].startswith(ADMITTED_ALONE)
 
 
 def alone_since_ms(token: str) -> int | None:
-    """When its request was placed without Redis, by the clock of the shared state; None if it was not."""
+    """When the request was placed without Redis, ms by Redis's clock; None if it was placed with Redis."""
     if not is_alone(token):
         return None
     digits = token.split("\t")[_FIELDS].removeprefix(ADMITTED_ALONE)
@@ -171,25 +169,25 @@ def alone_since_ms(token: str) -> int | None:
 
 
 def flow_of(token: str) -> str:
-    """The flow of an accounting token; '' if it is none."""
+    """The flow in an accounting token; '' if `token` is malformed."""
     fields = token.split("\t")
     return fields[_FLOW] if len(fields) > _ENDPOINT else ""
 
 
 def endpoint_of(token: str) -> str:
-    """The endpoint that an accounting token was written for; '' if it is none."""
+    """The endpoint in an accounting token; '' if `token` is malformed."""
     fields = token.split("\t")
     return fields[_ENDPOINT] if len(fields) > _ENDPOINT else ""
 
 
 def model_of(token: str) -> str:
-    """The model that an accounting token's client asked for; '' if it is none."""
+    """The model that the client asked for; '' if `token` is malformed."""
     fields = token.split("\t")
     return fields[_MODEL] if len(fields) > _MODEL else ""
 
 
 def cost_of(token: str) -> float:
-    """What the request of a token takes of the stock, in its unit; 0 if it is no token."""
+    """The cost of the request, in the stock's unit; 0 if `token` is malformed."""
     fields = token.split("\t")
     try:
         cost = float(fields[_COST])
@@ -199,12 +197,12 @@ def cost_of(token: str) -> float:
 
 
 def with_trace(token: str, parent: str) -> str:
-    """`token` with the traceparent of what comes after the request's decision."""
+    """`token` with `parent` appended, the traceparent for spans after the request's decision."""
     return f"{token}\t{parent}"
 
 
 def split_trace(token: str) -> tuple[str, str]:
-    """An accounting token as it was written, and the traceparent it carries; '' if it carries none."""
+    """Split `token` into the accounting token as signed and the traceparent; '' without a traceparent."""
     own, _, parent = token.rpartition("\t")
     if parent.startswith(_TRACEPARENT) and token.count("\t") >= _FIELDS:
         return own, parent

@@ -1,28 +1,28 @@
-"""One connection to Redis that carries every script call of a replica, in batches; state/store.py calls it.
+"""Sends every script call of a replica over one Redis connection, in batches; state/store.py calls it.
 
-Calls that arise while a message is in flight go out together in the next one. Otherwise a call leaves at the
-end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the same
-reason an end waits at most `_BATCH_DELAY_S` for an admission, unless it is urgent, while ends arrive at
-shorter intervals than that.
+Calls submitted while a message is in flight go out together in the next message; otherwise a call goes out
+at the end of the event loop's turn. So load makes batches larger rather than messages more numerous. For the
+same reason an end that is not urgent waits up to `_BATCH_DELAY_S` for an admission to travel with, while the
+mean interval between ends is shorter than that.
 
 Order, guaranteed:
 - Within a message, scripts run in the order of `scripts.NAMES`: a lease is renewed before the same request is
   settled, an end frees its place before the next request is admitted, and a request is admitted before it is
   cancelled.
 - Redis runs messages in the order in which they were written, and items of one script in the order in which
-  they were submitted, except those that it denied or refused, which are retried later.
+  they were submitted, except items that Redis denied or refused, which are retried later.
 - Decisions (admit, place) wait at most `_BATCH_DELAY_S` for replies to earlier messages; then they go
-  out in a message of their own. Everything else waits until no message that carries such calls is in flight.
-- A call that is retried behind later messages is followed by every end (settle, cancel) of those messages
-  once more, so that a late admission or renewal never outlives its request. Ends are idempotent.
+  out in a message of their own. All other calls wait until no exclusive message (`Message`) is in flight.
+- When a call is retried behind later messages, every end (settle, cancel) in those messages is sent again
+  after it, so that a late admission or renewal never outlives its request. Ends are idempotent.
 
 Failure: a message waits while Redis is slow. If its connection breaks, is stuck, or leads to a server that is
 not the primary, its unanswered calls are sent once more on a new connection (scripts are idempotent by
 request id). Redis is unavailable when its silence is proven (state/connection.py), when a new connection is
-refused, or when one is lost before anything was read from it. Then items fail with StateUnavailable; durable
-ones stay pending until Redis has taken them.
+refused, or when a connection is lost before any reply. Then items fail with StateUnavailable, except durable
+items, which stay pending until Redis has accepted them.
 
-Items, calls and messages are msgspec's structs, which are made faster than dataclasses.
+Items, calls and messages are msgspec structs, which are faster to construct than dataclasses.
 """
 
 import asyncio
@@ -60,22 +60,22 @@ Reply = Any
 Argument = str | int | float | bytes
 
 HEAD = 4  # epoch, notifications, attempts, successes: the first elements of every batched reply
-MAX_BATCH = 16  # items a script call: one that preempts sixteen times stays well below 5 ms
+MAX_BATCH = 16  # items per script call: a call with sixteen preemptions takes well below 5 ms
 MAX_DURABLE = 50_000
 _MAX_IN_FLIGHT = 64
-_BATCH_DELAY_S = 0.002  # how long a decision waits for the message ahead, or other calls for decisions
-_LONGEST_INTERVALS = 10  # batch delays: longer intervals between ends count as such a one
+_BATCH_DELAY_S = 0.002  # longest wait of a decision for earlier replies, and of other calls for a decision
+_LONGEST_INTERVALS = 10  # in batch delays; cuts off long intervals between ends before they are averaged
 _END_ALPHA = 0.1
 _RANK = {name: rank for rank, name in enumerate(NAMES)}
 _DELAYED = ("renew", "acknowledge")  # no caller waits for their replies
 _DECISIONS = ("admit", "place")
-_REPEATABLE = ("view_", "claim_queue_snapshot")  # beginnings of scripts' names
+_REPEATABLE = ("view_", "claim_queue_snapshot")  # prefixes of script names
 _RECONNECT_PAUSE_S = 0.05
 _UNREACHABLE = "the shared state cannot be reached: {}"
 _LIBRARY_MISSING = "ERR Function not found"
-_MAX_LOADS = 5  # of the library for one message; more loads mean that something keeps flushing it
-_FOLLOW_S = 2.0  # between two questions to Sentinels or a Cluster for the primary
-_LOAD_AGAIN_S = 1.0  # after the library was refused
+_MAX_LOADS = 5  # loads of the library per message; beyond that, something keeps flushing the library
+_FOLLOW_S = 2.0  # how often Sentinels or a Cluster are asked for the primary
+_LOAD_AGAIN_S = 1.0  # after Redis refused the library
 _DENIED_RETRY_S = 0.05
 _DURABLE_RETRY_S = 0.5
 
@@ -91,7 +91,7 @@ class CallMetrics(Protocol):
 
 
 class Item(msgspec.Struct, eq=False):
-    """One submission. `durable`: kept until Redis has taken it. `tried`: Redis may have seen it."""
+    """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it."""
 
     args: tuple[Argument, ...]
     answer: asyncio.Future[Reply]
@@ -106,8 +106,8 @@ class Call(msgspec.Struct, eq=False):
     command: tuple[Any, ...]
     items: list[Item]
     batched: bool = False
-    head: int = 0  # words of `command` before the items' own
-    denied: bool = False  # once before
+    head: int = 0  # number of words in `command` before the items' arguments
+    denied: bool = False  # Redis has already denied this call once
 
     @property
     def answered(self) -> bool:
@@ -115,11 +115,11 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may run any number of times: a view, whose asker has a deadline."""
+        """Whether the call may run any number of times: it is a view, whose caller has a deadline."""
         return self.name.startswith(_REPEATABLE)
 
     def answer(self, reply: Reply, on_batch: Callable[[Sequence[Any]], None]) -> None:
-        """Give each item its part of `reply`, then the head of a batched one to `on_batch`."""
+        """Give each item its part of `reply`; then pass the head of a batched reply to `on_batch`."""
         parts = reply[HEAD:] if self.batched else [reply] * len(self.items)
         for item, part in zip(self.items, parts, strict=True):
             if not item.answer.done():
@@ -143,13 +143,13 @@ class Call(msgspec.Struct, eq=False):
         for item in self.items:
             if not item.answer.done():
                 item.answer.set_exception(fault(why, retry_after_s=1))
-                item.answer.exception()  # a caller that has gone must not raise a warning
+                item.answer.exception()  # mark as retrieved: asyncio must not warn if the caller has gone
 
 
 class Pending:
-    """What waits to be sent: items by script, and calls by themselves.
+    """Items and calls that wait to be sent: items grouped by script, and single calls.
 
-    `functions` are the scripts' names as FCALL knows them, `key` is the pool's, `caller` the replica.
+    `functions` maps script names to function names for FCALL; `key` is the pool's, `caller` the replica.
     """
 
     def __init__(self, functions: Mapping[str, str], key: str, caller: str) -> None:
@@ -170,12 +170,12 @@ class Pending:
         return len(self._batched.get(name, ()))
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
-        """The arguments of the items of script `name` that Redis cannot have seen."""
+        """The arguments of the items of script `name` that Redis cannot have received."""
         return [item.args for item in self._batched.get(name, ()) if not item.tried]
 
     def take(self, names: Collection[str] = NAMES, *, single: bool = True) -> list[Call]:
-        """The items of the scripts `names`, as calls of at most MAX_BATCH items, in the order of NAMES; then
-        the single calls, unless they stay."""
+        """Remove and return the items of the scripts `names`, as calls of at most MAX_BATCH items, in the
+        order of NAMES; with `single` also the single calls, last."""
         calls: list[Call] = []
         for name in sorted(self._batched, key=_RANK.__getitem__):
             if name not in names:
@@ -191,9 +191,9 @@ class Pending:
         return calls
 
     def put_back(self, calls: list[Call], why: str, *, views: bool = False) -> None:
-        """Put the durable items of `calls` back where they came from, and with `views` the calls that views
-        make; the others fail."""
-        for call in reversed(calls):  # so that what is kept stays in order
+        """Queue the durable items of `calls` again, and with `views` the repeatable calls; fail all other
+        items with StateUnavailable."""
+        for call in reversed(calls):  # appendleft and extendleft then restore the order
             if views and call.repeatable and not call.answered:
                 self._single.appendleft(call)
                 continue
@@ -205,7 +205,7 @@ class Pending:
 
 
 class DelayedCalls:
-    """Hands over its calls, except those answered meanwhile, `delay_s` after the first of them was added."""
+    """Passes its calls to `on_due` `delay_s` after the first was added, without calls answered by then."""
 
     def __init__(self, delay_s: float, on_due: Callable[[list[Call]], None]) -> None:
         self._delay_s, self._on_due = delay_s, on_due
@@ -230,7 +230,7 @@ class DelayedCalls:
 
 
 class MessageState(enum.Enum):
-    """Of a message in flight. It leaves this table when every call is answered, or when it is dropped.
+    """The state of a message in flight, which ends when every call is answered or the message is dropped.
 
     SENT ──── some calls must be retried ────▶ RETRYING ◀─┐ again, as often as needed
       │                                           │  └────┘
@@ -240,9 +240,9 @@ class MessageState(enum.Enum):
                                 └── connection lost ──▶ dropped
 
     SENT, RETRYING and RESENT are dropped when Redis is unavailable, or when this replica was paused for long.
-    Dropped: durable items are pending again, the others fail with StateUnavailable; views are asked again
-    unless Redis is unavailable. RESENT carries what was unanswered of all messages in flight, on a new
-    connection.
+    When a message is dropped, durable items are pending again, views too unless Redis is unavailable, and all
+    other items fail with StateUnavailable. A RESENT message carries the unanswered calls of all messages that
+    were in flight, on a new connection.
     """
 
     SENT = enum.auto()
@@ -253,18 +253,18 @@ class MessageState(enum.Enum):
 class Message(msgspec.Struct, eq=False):
     """Calls that are written together and answered in order.
 
-    `sent_s` is in event-loop time, `paused_s` the pause detector's total at that moment. `exclusive`: while
-    it is in flight, only decisions go out beside it."""
+    `sent_s` is event-loop time; `paused_s` is the pause detector's total at `sent_s`. `exclusive`: while the
+    message is in flight, only messages of decisions (admit, place) may be sent."""
 
     calls: list[Call]
     sent_s: float
     paused_s: float
     exclusive: bool
     state: MessageState = MessageState.SENT
-    awaiting: deque[Call] = msgspec.field(default_factory=deque)  # a reply each, in order
-    retry: list[Call] = msgspec.field(default_factory=list)  # calls to write once more, in order
+    awaiting: deque[Call] = msgspec.field(default_factory=deque)  # calls without a reply yet, in order
+    retry: list[Call] = msgspec.field(default_factory=list)  # calls to write again, in order
     library_missing: bool = False
-    loads: int = 0  # of the library, on its behalf
+    loads: int = 0  # loads of the library for this message
     load_error: str = ""
 
     def __post_init__(self) -> None:
@@ -275,15 +275,15 @@ class Message(msgspec.Struct, eq=False):
         return [call for call in self.calls if not call.answered]
 
     def retry_apart(self, call: Call) -> None:
-        """Retry each item of `call` by itself, if it is one of this message's own calls."""
+        """Retry each item of `call` in a call of its own, if `call` is among `calls`."""
         if call in self.calls:
             at = self.calls.index(call)
             self.calls[at : at + 1] = single = call.split()
             self.retry += single
 
     def begin_retry(self, load: Call | None, others: Iterable["Message"]) -> None:
-        """Await the calls in `retry` again, behind `load`, and then every end of this message and of
-        `others`, which are in flight."""
+        """Await `load`, then the calls in `retry`, then once more every end of this message and of `others`,
+        the messages in flight."""
         if self.state is MessageState.SENT:
             self.state = MessageState.RETRYING
         self.awaiting = deque(self.retry)
@@ -296,11 +296,11 @@ class Message(msgspec.Struct, eq=False):
 
 
 class BatchingClient:
-    """A replica's connection to the shared state; see the module. One event loop.
+    """A replica's connection to Redis; the module docstring has its guarantees. One event loop.
 
-    `on_batch(head)` is called with each batched reply's head right after its items are answered,
-    `on_unavailable(cause, why)` when Redis becomes unavailable and before anything fails, and again for as
-    long as it is; `cause` is `refused` or `silence`.
+    `on_batch(head)` gets the head of each batched reply right after the reply's items are answered.
+    `on_unavailable(cause, why)` is called before items fail because Redis is unavailable, and again at each
+    further sign while the outage lasts; `cause` is `refused` or `silence`.
     """
 
     def __init__(
@@ -326,21 +326,21 @@ class BatchingClient:
         self.library = load_library()
         self._functions = {name: self.library.function(name) for name in NAMES}
         self._pending = Pending(self._functions, key, caller)
-        self._in_flight: deque[Message] = deque()  # in the order in which they are answered
+        self._in_flight: deque[Message] = deque()  # in the order of their replies
         self._denied = DelayedCalls(_DENIED_RETRY_S, self._resend_denied)
         self._refused = DelayedCalls(_DURABLE_RETRY_S, self._requeue_refused)
         self._loop = asyncio.get_running_loop()
         self._connection: RedisConnection | None = None
-        self._open = False  # the connection may be written to
+        self._open = False  # whether the connection may be written to
         self._lost = asyncio.Event()
         self._lost.set()
         self._fault = "not connected yet"
-        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # of the library, and when
-        self._not_primary = ""  # the error of a server that is not, or not now, the primary
-        self._timer: asyncio.TimerHandle | None = None  # of the next batch
-        self._soon = False  # it is sent in this turn of the event loop
-        self._ended_s = float("-inf")  # when the last end came
-        self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # between two, smoothed
+        self._load_error, self._load_denied_s = "", -_LOAD_AGAIN_S  # last refusal of the library, its time
+        self._not_primary = ""  # why the server is not usable as the primary; '' if it is
+        self._timer: asyncio.TimerHandle | None = None  # sends the next batch
+        self._soon = False  # the next batch is sent in this turn of the event loop
+        self._ended_s = float("-inf")  # when the last end was submitted
+        self._end_interval_s = _LONGEST_INTERVALS * _BATCH_DELAY_S  # smoothed interval between ends
         self.connection_epoch = 0  # connections made so far
         self._connected_s = 0.0
         self.last_reply_s = self._loop.time()
@@ -355,7 +355,7 @@ class BatchingClient:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits for Redis: a reply, or a connection."""
+        """Whether a message waits for its reply, or the client for a connection."""
         return bool(self._in_flight) or not self._open
 
     def unsent(self, name: str) -> list[tuple[Argument, ...]]:
@@ -364,12 +364,12 @@ class BatchingClient:
     def submit(
         self, name: str, args: tuple[Argument, ...], *, durable: bool = False, urgent: bool = False
     ) -> asyncio.Future[Reply]:
-        """Add one item to the next batch of script `name`; the future brings its reply. An `urgent` end never
-        waits for an admission.
+        """Add one item to the next batch of script `name`; the future gets its reply. An `urgent` end is not
+        delayed to share a message with an admission.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
-            WritesRefused: Redis takes no writes for now.
+            WritesRefused: Redis accepts no writes for now.
             OtherFormat: the pool has another format.
             ScriptFailed: Redis answered this item with an error.
         """
@@ -383,7 +383,7 @@ class BatchingClient:
         return answer
 
     def _note_end(self) -> bool:
-        """Count an end that arrives now. Returns whether ends arrive within the batch delay of each other."""
+        """Note an end submitted now. Returns whether the mean interval of ends is below the batch delay."""
         now_s = self._loop.time()
         interval_s = min(now_s - self._ended_s, _LONGEST_INTERVALS * _BATCH_DELAY_S)
         self._ended_s = now_s
@@ -391,7 +391,7 @@ class BatchingClient:
         return self._end_interval_s < _BATCH_DELAY_S
 
     def call(self, name: str, *args: str | int | float) -> asyncio.Future[Reply]:
-        """Run script `name` by itself with `args`; the future brings its whole reply."""
+        """Run script `name` unbatched with `args`; the future gets the whole reply."""
         return self._submit_call(name, ("FCALL", self._functions[name], 1, self._key, *args))
 
     def command(self, *args: Argument) -> asyncio.Future[Reply]:
@@ -404,7 +404,7 @@ class BatchingClient:
         return answer
 
     async def run(self) -> None:
-        """Keep the connection until cancelled; then everything unanswered fails."""
+        """Keep the connection until cancelled; then fail every unanswered item."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(keep("redis-monitor", self._monitor.run), name="redis-monitor")
@@ -417,7 +417,7 @@ class BatchingClient:
             await self._disconnect()
 
     async def _follow_primary(self) -> None:
-        """Leave a server that has been replaced as the primary and does not know it."""
+        """Disconnect from a server when Sentinels or the Cluster name another primary."""
         while True:
             await asyncio.sleep(_FOLLOW_S)
             connection = self._connection
@@ -435,18 +435,19 @@ class BatchingClient:
                 self._lost.clear()
                 await self._reconnect()
             except BaseException:
-                self._lost.set()  # for the next attempt
+                self._lost.set()  # so that the next loop connects again
                 raise
 
     async def _reconnect(self) -> None:
-        """Make a new connection, however long it takes; items that cannot wait that long fail meanwhile."""
+        """Connect again, however long that takes, and send the unanswered calls once more. While Redis
+        refuses or is silent, items that are not durable fail."""
         await self._disconnect()
         if self._not_primary:
-            # The server that just said it is not the primary may still be named as such.
+            # Sentinels or the Cluster may still name the server that has just proved not to be the primary.
             self._not_primary = ""
             await asyncio.sleep(_RECONNECT_PAUSE_S)
         elif self.connection_epoch and self.last_reply_s < self._connected_s:
-            # Nothing was read from the last connection, which a proxy before a dead server may have taken.
+            # The last connection brought no reply: a proxy may have accepted it for a dead server.
             self._declare_unavailable("refused")
             await asyncio.sleep(_RECONNECT_PAUSE_S)
         while True:
@@ -468,8 +469,8 @@ class BatchingClient:
             self._send(unanswered, state=MessageState.RESENT)
         else:
             self._pending.put_back(self._drop(), self._fault, views=True)
-            # Ends wait for the first answer of the new server: if it stayed silent, nobody would know whether
-            # it has them. Everything else is sent at once.
+            # Send the ends only after the new server's first reply: if a server stays silent, it is unknown
+            # whether it has received them. Send everything else at once.
             others = [name for name in NAMES if name not in ENDS]
             self._send(self._pending.take(others) or [Call("ping", ("PING",), [])])
             self._schedule(now=False)
@@ -481,11 +482,11 @@ class BatchingClient:
             await connection.close()
 
     def _schedule(self, *, now: bool) -> None:
-        """Send what is pending: at once if nothing is in flight and `now`, else after the batch delay."""
+        """Send pending calls: at once if `now` and nothing is in flight, otherwise after the batch delay."""
         if not self._open:
             return
         if now and not self._in_flight:
-            # After what else this turn of the event loop has read: decisions that share it share a message.
+            # Send at the end of this turn of the event loop, so that its decisions share a message.
             if not self._soon:
                 self._soon = True
                 self._loop.call_soon(self._send_soon)
@@ -502,8 +503,7 @@ class BatchingClient:
             self._timer = None
         if not self._open or len(self._in_flight) >= _MAX_IN_FLIGHT:
             return
-        # At most one message in flight carries ends, so that `unsent` can name those that Redis cannot have
-        # seen.
+        # At most one message in flight carries ends, so that `unsent` knows which ends Redis cannot have.
         exclusive = not any(message.exclusive for message in self._in_flight)
         calls = self._pending.take() if exclusive else self._pending.take(_DECISIONS, single=False)
         if calls:
@@ -522,13 +522,13 @@ class BatchingClient:
         self._connection.write(b"".join([hiredis.pack_command(call.command) for call in calls]))
 
     def _on_reply(self, reply: Reply) -> None:
-        """Take the next reply to the first message in flight."""
+        """Handle a reply from Redis, which belongs to the first message in flight."""
         if not self._open or not self._in_flight:
-            return  # its message was dropped
+            return  # a reply to a dropped message
         message, now_s = self._in_flight[0], self._loop.time()
         self.last_reply_s = now_s
         if now_s - message.sent_s > LONG_PAUSE_S and self._paused_s(message, now_s) > LONG_PAUSE_S:
-            # Its grants may belong to another replica by now, since the leases may have ended.
+            # Leases may have ended in the pause, so requests granted here may belong to another replica now.
             self._pause_detector.mark_resumed()
             why = "this replica stood still"
             self._count_errors()
@@ -544,7 +544,7 @@ class BatchingClient:
             self._finish(message, now_s - message.sent_s - self._paused_s(message, now_s))
 
     def _paused_s(self, message: Message, now_s: float) -> float:
-        """For how long this replica has been paused since `message` was sent."""
+        """Seconds for which this replica has been paused since `message` was sent."""
         return self._pause_detector.paused_until(now_s) - message.paused_s
 
     def _on_error(self, message: Message, call: Call, error: str) -> None:
@@ -564,15 +564,15 @@ class BatchingClient:
                 error = f"{error}, and loading the library fails: {explained(cause)}"
                 meaning = meaning_of(cause)
                 if meaning is Meaning.ITEM:
-                    meaning = Meaning.DENIED  # no function runs
+                    meaning = Meaning.DENIED  # without the library no call can succeed
         self._metrics.redis_error(call.name, meaning.value)
         if meaning is Meaning.ELSEWHERE:
             self._not_primary = error
         elif call.answered:
-            pass  # an end that was sent again, or a call that nobody waits for
+            pass  # an end that was sent again, or a call whose caller has gone
         elif meaning is Meaning.ITEM:
-            # Only the item that the error belongs to may fail. A script that fails changes nothing, so an
-            # item that is retried counts once.
+            # Retry each item in a call of its own, so that only the faulty item fails. A failed script has
+            # changed nothing, so no item takes effect twice.
             if len(call.items) > 1:
                 message.retry_apart(call)
             else:
@@ -589,7 +589,7 @@ class BatchingClient:
             call.fail(StateUnavailable, f"the shared state denies {call.name}: {explained(error)}")
         else:
             call.denied = True
-            # One call an item: some may have been answered when they are retried.
+            # One call per item: by the retry some items may be answered.
             self._denied.add(*(call.split() if call.batched else [call]))
 
     def _requeue_refused(self, calls: list[Call]) -> None:
@@ -608,7 +608,7 @@ class BatchingClient:
             return
         self._in_flight.popleft()
         if message.retry:
-            # Written now, they are answered after all that is in flight.
+            # Redis answers the retried calls after all messages in flight, so this message goes to the end.
             load = None
             if message.library_missing:
                 load = Call("load", ("FUNCTION", "LOAD", "REPLACE", self.library.source), [])
@@ -621,11 +621,11 @@ class BatchingClient:
         self._failure_detector.record_reply_time(took_s)
         self._fault = ""
         if self._pending and (message.exclusive or self._timer is None or not self._in_flight):
-            # Callers that wait for these replies may submit more first.
+            # Let callers that waited for these replies submit their next calls first.
             self._loop.call_soon(self._send_pending)
 
     def _on_lost(self, why: str) -> None:
-        """The connection broke: what is in flight may be sent once more on a new one."""
+        """The connection broke: count the calls of all messages in flight as errors, and reconnect."""
         self._count_errors()
         self._lose(why)
 
@@ -645,7 +645,7 @@ class BatchingClient:
             self._lose(self._fault)
 
     def _drop(self) -> list[Call]:
-        """Drop every message in flight; returns the unanswered calls, which Redis may have seen."""
+        """Drop every message in flight. Returns the unanswered calls, which Redis may have run."""
         calls = [call for message in self._in_flight for call in message.unanswered]
         for call in calls:
             call.mark_tried()
@@ -653,13 +653,13 @@ class BatchingClient:
         return calls
 
     def _count_errors(self, calls: Iterable[Call] | None = None) -> None:
-        """Count `calls`, or all that are in flight, as unanswered."""
+        """Count `calls` in the metrics as unanswered; None: the calls of all messages in flight."""
         in_flight = (call for message in self._in_flight for call in message.calls)
         for call in in_flight if calls is None else calls:
             self._metrics.redis_error(call.name, NO_ANSWER)
 
     def _declare_unavailable(self, cause: str) -> None:
-        """Fail what is pending and in flight, except what is durable."""
+        """Fail all items, pending and in flight, except durable items."""
         self._on_unavailable(cause, self._fault)
         self._count_errors()
         self._pending.put_back(self._drop(), self._fault)

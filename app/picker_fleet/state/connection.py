@@ -1,18 +1,18 @@
-"""One connection to Redis, and what its silence proves: that Redis is unavailable, or slow, or only this
-connection stuck, or this replica itself was paused.
+"""A connection to Redis, and failure detection: tells apart an unavailable Redis, a slow Redis, a stuck
+connection, and a pause of this replica itself.
 
-- RedisConnection writes messages and hands over replies.
+- RedisConnection writes messages and passes on replies.
 - PauseDetector measures for how long this process did not run.
-- FailureDetector decides from awake time what a silence proves. Pure; all its seconds are awake time.
-- ConnectionMonitor runs both for state/batching.py: it ticks, and probes on other connections.
+- FailureDetector decides what a silence means. Pure; it counts only time in which this replica was awake.
+- ConnectionMonitor runs both detectors for state/batching.py: it ticks, and probes on other connections.
 
-Silence is time in which something waits for Redis and nothing is read from it; any reply ends it. So a slow
-Redis that answers is waited for. A silent one is SUSPECT after the time that its replies really take: the
-retransmission timeout of RFC 6298, SRTT + 4 RTTVAR. It is then probed on other connections. If those are
-answered, the connection is STUCK, and replaced. If they stay unanswered for `unavailable_after_s`, Redis is
-UNAVAILABLE: `floor_s`, or the retransmission timeout if that is longer, doubled each time this replica fails
-over again within `CALM_S` of a recovery, up to `ceiling_s`. The answered heartbeats in a row before it
-recovers double likewise, from two to sixteen. So no Redis, however slow, makes a replica flap."""
+Silence is time in which something waits for Redis and nothing is read from the connection; any reply ends a
+silence, so a slow Redis that answers is waited for. Redis is SUSPECT when a silence outlasts the
+retransmission timeout of RFC 6298 (SRTT + 4 RTTVAR of its replies). The monitor then probes Redis on other
+connections. If Redis answers probes, the connection is STUCK and is replaced. If all probes stay unanswered
+for `unavailable_after_s`, Redis is UNAVAILABLE. `unavailable_after_s` is the longer of `floor_s` and the
+retransmission timeout; it doubles, up to `ceiling_s`, with each failover within `CALM_S` of a recovery. So do
+the answered heartbeats in a row that recovery needs, from 2 to 16. So a slow Redis causes no flapping."""
 
 import asyncio
 import contextlib
@@ -32,28 +32,28 @@ from picker_fleet.state.primary import raise_if_cancelled
 DOWN = (redis_errors.RedisError, OSError, TimeoutError, EOFError)
 
 TICK_S = 0.1
-# After so long a pause, requests granted or streams begun before it may be another replica's: Envoy has
-# given up on this one. Shorter than the shortest lease, 2 s.
+# After a pause this long, requests granted here or streams begun here may belong to another replica, since
+# Envoy has given up on this replica. Shorter than the shortest lease, 2 s.
 LONG_PAUSE_S = 1.0
-_RECENT_S = 1.0  # for how long a process counts as just resumed
+_RECENT_S = 1.0  # how long a process counts as recently resumed
 _BACKLOG_S = 0.05
 CALM_S = 30.0
 _ALPHA, _BETA, _K = 1 / 8, 1 / 4, 4  # RFC 6298, section 2
-_SMALLEST = 1e-9  # of a smoothed figure
-_SUSPECTED = 0.1  # of the floor, at least
-_STUCK = 0.25  # of the floor, at least, for a connection that is silent while probes are answered
+_SMALLEST = 1e-9  # smaller moving averages become 0
+_SUSPECTED = 0.1  # part of `floor_s`: the shortest silence before Redis is SUSPECT
+_STUCK = 0.25  # part of `floor_s`: the shortest silence, after an answered probe, before STUCK
 _MAX_REPEATS = 4
-_PROBE_PAUSE_S = 0.25  # between two probes of one silence, each of which has a connection of its own
-_MAX_PROBES = 8  # at a time; the oldest makes room
+_PROBE_PAUSE_S = 0.25  # between the probes of one silence; each probe opens a connection
+_MAX_PROBES = 8  # concurrent probes; a further probe replaces the oldest
 
 
 class RedisConnection(asyncio.Protocol):
-    """An open connection that hands over each reply the moment it is read.
+    """An open connection that passes on each reply the moment it is read.
 
-    redis-py connects: addresses, TLS, authentication, database. Then its stream is taken over, because a
-    coroutine that waits for each reply costs a turn of the event loop and about 60 µs a message
-    (docs/decisions.md). `on_reply` gets each reply in order, errors as `hiredis.ReplyError`; `on_lost` is
-    called once if the connection ends other than by `close`."""
+    redis-py connects (addresses, TLS, authentication, database). RedisConnection then takes over the
+    transport, because a coroutine that waits for each reply costs a turn of the event loop and about 60 µs a
+    message (docs/decisions.md). `on_reply` gets each reply in order, errors as `hiredis.ReplyError`;
+    `on_lost` is called once if the connection ends other than by `close`."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class RedisConnection(asyncio.Protocol):
         *,
         text: bool = True,
     ) -> "RedisConnection":
-        """A new connection of `pool`, whose protocol must be RESP2; replies as str, or as bytes.
+        """Open a connection of `pool`, whose protocol must be RESP2. Replies are str with `text`, else bytes.
 
         Raises:
-            one of DOWN: it cannot be made.
+            one of DOWN: the connection cannot be made.
         """
         connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
@@ -98,7 +98,7 @@ class RedisConnection(asyncio.Protocol):
 
     @property
     def server(self) -> tuple[str, int]:
-        """Where it leads to; of a socket: no host."""
+        """Host and port of the server; the host of a Unix socket is ''."""
         return getattr(self._connection, "host", ""), int(getattr(self._connection, "port", 0))
 
     def write(self, message: bytes) -> None:
@@ -119,7 +119,7 @@ class RedisConnection(asyncio.Protocol):
             except hiredis.ProtocolError as fault:
                 self._lose(f"not a Redis reply: {fault}")
                 return
-            if reply is False:  # incomplete; no script returns a boolean over RESP2
+            if reply is False:  # incomplete: RESP2 has no booleans
                 return
             self._on_reply(reply)
 
@@ -134,13 +134,13 @@ class RedisConnection(asyncio.Protocol):
 
 
 class PauseDetector:
-    """A process is paused when its event loop is late (SIGSTOP, a frozen machine, a long callback), when it
-    is ready to run and another has the core (the kernel's run-queue delay), or when the hypervisor runs
-    another machine (steal). What passes beyond the expected time of the next tick is a pause. The kernel
-    reports the other two; it is asked only while Redis is suspected.
+    """Measures for how long this process was paused: its event loop was late (SIGSTOP, a frozen machine, a
+    long callback), another process had the core (the kernel's run-queue delay), or the hypervisor ran another
+    machine (steal). A late tick shows the first kind. The kernel reports the other two; it is asked only
+    while Redis is suspected.
 
-    `clock` is monotonic seconds, `delayed` the total time for which the kernel kept this thread from running.
-    `tick` is called every `TICK_S`; the rest at any time. One event loop."""
+    `clock` is monotonic seconds, `delayed` the total seconds for which the kernel kept this thread waiting.
+    Call `tick` every `TICK_S`, the other methods at any time. One event loop."""
 
     def __init__(
         self, clock: Callable[[], float] | None = None, delayed: Callable[[], float] | None = None
@@ -150,15 +150,15 @@ class PauseDetector:
         self._last_tick_s = math.inf
         self._resumed_s = -math.inf
         self._total_s = 0.0
-        self._delayed_s: float | None = None  # as of the last tick; None: it was not asked
+        self._delayed_s: float | None = None  # the kernel's total at the last tick; None: not asked
 
     @property
     def paused_s(self) -> float:
-        """Seconds of all pauses."""
+        """Total seconds of all pauses so far."""
         return self.paused_until(self._clock())
 
     def paused_until(self, now_s: float) -> float:
-        """`paused_s` at `now_s` of the clock."""
+        """The value of `paused_s` when the clock reads `now_s`."""
         late_s = now_s - self._last_tick_s - TICK_S
         return self._total_s + late_s if late_s > 0.0 else self._total_s
 
@@ -171,11 +171,11 @@ class PauseDetector:
         return now_s - self._resumed_s < _RECENT_S
 
     async def wait_for_backlog(self) -> None:
-        """Let what arrived during the pause be read first: a stream may have begun and ended in it."""
+        """Let the event loop read the input of the pause first: streams may have begun and ended in it."""
         await asyncio.sleep(_BACKLOG_S)
 
     def tick(self, *, closely: bool = False) -> float:
-        """Awake seconds since the last tick; `closely` asks the kernel, too."""
+        """Note a tick. Returns the awake seconds since the last tick; `closely`: ask the kernel, too."""
         now_s = self._clock()
         elapsed_s = max(now_s - self._last_tick_s, 0.0)
         lost_s = max(elapsed_s - TICK_S, 0.0)
@@ -189,18 +189,18 @@ class PauseDetector:
         return elapsed_s - lost_s
 
     def mark_resumed(self) -> None:
-        """A long pause was found otherwise."""
+        """Note a long pause that the caller has found in another way."""
         self._resumed_s = self._clock()
 
 
 class KernelDelay:
-    """For how long this thread was ready to run and did not, as Linux reports it; 0 where it does not."""
+    """Reads how long this thread was ready to run but did not run, as Linux reports it; 0 elsewhere."""
 
     def __init__(self, schedstat: str = "/proc/thread-self/schedstat", stat: str = "/proc/stat") -> None:
         self._schedstat, self._stat = schedstat, stat
 
     def read(self) -> float:
-        """Seconds in all, of the thread that asks: its run-queue delay, and each core's mean steal."""
+        """Total seconds: the run-queue delay of the calling thread, plus the mean steal per core."""
         delayed_s = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
             delayed_s += _run_queue_s(_text(self._schedstat))
@@ -215,12 +215,12 @@ def _text(path: str) -> str:
 
 
 def _run_queue_s(schedstat: str) -> float:
-    """Its fields: time on the core, time waited for one (both ns), and how often (proc_pid_schedstat(5))."""
+    """Seconds waited for a core: the second field of `schedstat`, in ns (proc_pid_schedstat(5))."""
     return int(schedstat.split()[1]) / 1e9
 
 
 def _steal_s(stat: str) -> float:
-    """Of the line `cpu`, in ticks: user nice system idle iowait irq softirq steal (proc_stat(5))."""
+    """Mean steal per core, the 8th figure of line `cpu` in `stat`, in ticks of all cores (proc_stat(5))."""
     return int(stat.split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
@@ -234,13 +234,13 @@ class Health(enum.Enum):
 
 
 def smoothed(mean: float, figure: float, alpha: float) -> float:
-    """An exponential moving average, 0 below 1e-9, as in lua/lib/pool.lua: its quotients do not overflow."""
+    """An exponential moving average; 0 below 1e-9, as in lua/lib/pool.lua, so that quotients stay finite."""
     found = alpha * figure + (1.0 - alpha) * mean
     return 0.0 if found < _SMALLEST else found
 
 
 class RetransmissionTimeout:
-    """The retransmission timeout of RFC 6298 over the replies that came, between two limits."""
+    """The retransmission timeout of RFC 6298 from observed reply times, between `least_s` and `most_s`."""
 
     def __init__(self, least_s: float, most_s: float) -> None:
         self._least_s, self._most_s = least_s, most_s
@@ -262,8 +262,8 @@ class RetransmissionTimeout:
 
 
 class FailureDetector:
-    """Call `observe` regularly; after STUCK and UNAVAILABLE the observation starts over. `floor_s` and
-    `ceiling_s` limit `unavailable_after_s`."""
+    """Decides what a silence of Redis means. Call `observe` at each tick; STUCK and UNAVAILABLE start a new
+    observation. `floor_s` and `ceiling_s` limit `unavailable_after_s`."""
 
     def __init__(self, floor_s: float, ceiling_s: float) -> None:
         self._floor_s, self._ceiling_s = floor_s, max(floor_s, ceiling_s)
@@ -275,9 +275,9 @@ class FailureDetector:
 
     def _begin(self) -> None:
         self._silent_s = 0.0
-        self._unanswered_s: float | None = None  # since the first probe; None: not suspected
-        self._answered_s: float | None = None  # since a probe was answered
-        self._due = False  # the time was up at the last call; what was in the socket has been read since
+        self._unanswered_s: float | None = None  # awake seconds since the first probe; None: not suspected
+        self._answered_s: float | None = None  # awake seconds since the first answered probe
+        self._due = False  # time was up at the last call; one more call lets the socket be read first
 
     @property
     def suspected(self) -> bool:
@@ -285,11 +285,11 @@ class FailureDetector:
 
     @property
     def heartbeats_to_recover(self) -> int:
-        """Answered heartbeats in a row before a replica recovers."""
+        """How many heartbeats in a row Redis must answer before this replica recovers."""
         return 1 << max(self._repeats, 1)
 
     def unavailable_after_s(self, now_s: float) -> float:
-        """For how long probes must stay unanswered."""
+        """For how long probes must stay unanswered before Redis is UNAVAILABLE."""
         repeats = self._repeats if now_s - self._recovered_s < CALM_S else 0
         return min(max(self._floor_s, self._replies.timeout_s) * 2.0**repeats, self._ceiling_s)
 
@@ -303,8 +303,8 @@ class FailureDetector:
     def observe(
         self, now_s: float, awake_s: float, *, waiting: bool, received: bool, answered: bool
     ) -> Health:
-        """Since the last call this replica was awake for `awake_s`; something is `waiting` for a reply; a
-        reply was `received` on the connection; a probe was `answered`."""
+        """Judge the time since the last call: this replica was awake for `awake_s`; something is `waiting`
+        for Redis; a reply was `received` on the connection; a probe was `answered`."""
         if received or not waiting:
             self._begin()
             return Health.HEALTHY
@@ -339,7 +339,7 @@ Connect = Callable[[Callable[[Any], None], Callable[[str], None]], Awaitable[Red
 
 
 class Watched(Protocol):
-    """The connection that is watched. Times are the event loop's."""
+    """The client whose connection ConnectionMonitor watches. Times are the event loop's."""
 
     @property
     def last_reply_s(self) -> float:
@@ -352,14 +352,14 @@ class Watched(Protocol):
         ...
 
     def on_stuck(self) -> None:
-        """This connection is silent while probes on others are answered."""
+        """Called when this connection is silent while Redis answers probes on others."""
 
     def on_silent(self) -> None:
-        """Redis is silent on every connection."""
+        """Called when Redis is silent on every connection."""
 
 
 class ConnectionMonitor:
-    """Observes each tick; `connect` makes another connection to the same server. One event loop."""
+    """Ticks both detectors, and probes the server on new connections, made by `connect`. One event loop."""
 
     def __init__(
         self,
@@ -376,7 +376,7 @@ class ConnectionMonitor:
         self._probes: deque[asyncio.Task[None]] = deque()
         self._probed_s = 0.0
         self._answered = False
-        self.answered_s = 0.0  # when a probe was answered last
+        self.answered_s = 0.0  # when Redis last answered a probe
 
     async def run(self) -> None:
         try:
@@ -408,7 +408,7 @@ class ConnectionMonitor:
             watched.on_silent()
 
     async def _probe(self) -> None:
-        """PING on a new connection; an error is an answer too."""
+        """Send PING on a new connection; an error reply counts as an answer."""
         done = asyncio.Event()
 
         def take(reply: Any) -> None:

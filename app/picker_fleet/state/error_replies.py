@@ -1,6 +1,6 @@
-"""What the error replies of Redis mean (docs/errors.md shows the same table), and their log lines.
+"""Classifies error replies of Redis (docs/errors.md shows the same table), and logs them.
 
-state/batching.py and state/subscriptions.py ask, telemetry/metrics.py counts by meaning.
+state/batching.py and state/subscriptions.py call it; telemetry/metrics.py counts errors by meaning.
 """
 
 import enum
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from picker_fleet.state.schema import FORMAT
 
-_MAX_LOGGED_CHARS = 200  # of a name, or of an error
+_MAX_LOGGED_CHARS = 200  # of a name or an error reply
 
 _log = logging.getLogger(__name__)
 
@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 class Meaning(enum.Enum):
     """What an error reply means.
 
-    ELSEWHERE: retried on a new connection, which leads to the primary by then.
-    DENIED: retried a moment later. If either lasts, Redis counts as unavailable for the call.
-    FULL: Redis takes no writes for now.
+    ELSEWHERE: the server is not the primary, or not ready; the call is retried on a new connection.
+    DENIED: retried a moment later. If either repeats, items that are not durable get StateUnavailable.
+    FULL: Redis accepts no writes for now.
     FORMAT: the pool has another format, or none (lua/lib/pool.lua).
-    ITEM: a script failed, on a damaged record for example.
+    ITEM: a script failed, for example on a malformed record.
     """
 
     ELSEWHERE = "elsewhere"
@@ -32,9 +32,9 @@ class Meaning(enum.Enum):
     ITEM = "item"
 
 
-OTHER_FORMAT = "FORMAT "  # and the pool's format, or `none`
+OTHER_FORMAT = "FORMAT "  # followed by the pool's format, or `none`
 ERROR_REPLIES = (
-    # This server is not the primary, or serves nobody now.
+    # This server is not the primary, or serves no client now.
     ("MOVED ", "elsewhere"),
     ("ASK ", "elsewhere"),
     ("TRYAGAIN ", "elsewhere"),
@@ -49,34 +49,34 @@ ERROR_REPLIES = (
     ("WRONGPASS ", "elsewhere"),
     ("DENIED ", "elsewhere"),
     ("ERR max number of clients", "elsewhere"),
-    # The primary, but it runs this for nobody.
+    # The primary, but it does not run this call for this user or at all.
     ("BUSY ", "denied"),
     ("NOPERM ", "denied"),
     ("ERR ACL failure in script", "denied"),
-    ("ERR The user executing the script ", "denied"),  # the same, before Redis 7.2
+    ("ERR The user executing the script ", "denied"),  # the message before Redis 7.2
     ("ERR unknown command", "denied"),
     ("ERR unknown subcommand", "denied"),
     ("ERR Unknown Redis command called from script", "denied"),
     ("ERR This Redis command is not allowed from script", "denied"),
-    ("ERR Function not found", "denied"),  # and it cannot be given the library
-    # The primary, but it takes no writes that need memory, or none at all.
+    ("ERR Function not found", "denied"),  # and loading the library fails
+    # The primary, but it accepts no writes that need memory, or no writes at all.
     ("OOM ", "full"),
     ("MISCONF ", "full"),
-    # The scripts' own, about every call.
+    # The scripts of this project answer any call with it.
     (OTHER_FORMAT, "format"),
 )
-NO_ANSWER = "no-answer"  # a kind of error in the metrics, beside the meanings of error replies
+NO_ANSWER = "no-answer"  # counted in the metrics beside the meanings of error replies
 
 
-# What servers and proxies write before the cause, such as
+# The prefixes that servers and proxies put before the cause, such as
 # `ERR Error running script (call to f_1a2b): @user_script:7: @user_script: 7: -READONLY You can't write …`.
-# Only this is passed over: behind it may be text of a client.
+# Skip only known prefixes: the text after them may come from a client.
 _WRAPPERS = re.compile(
     r"(?:-|ERR(?:: ?| )|error (?:running|calling|executing) (?:script|function)(?: ?\([^)]{0,120}\))?: ?"
     r"|@?user_\w+ ?: ?\d+: ?)+",
     re.IGNORECASE,
 )
-_ADVICE = (  # what an operator can do about causes that do not pass by themselves
+_ADVICE = (  # remedies for causes that an operator must remove
     ("ERR unknown", "the server has no Redis Functions: Valkey 8 or later and Redis 7.0 or later have them"),
     ("ERR Unknown Redis command", "a proxy or another server lacks commands that docs/redis.md lists"),
     ("ERR Function not found", "the library is missing: run `picker functions load`"),
@@ -89,14 +89,14 @@ _ADVICE = (  # what an operator can do about causes that do not pass by themselv
 
 
 def meaning_of(error: str) -> Meaning:
-    """The meaning of the error reply `error` by its cause, whatever wraps it; ITEM unless ERROR_REPLIES has
-    it."""
+    """The meaning of the error reply `error`, by its cause behind any wrapping prefixes. ITEM if
+    ERROR_REPLIES does not list the cause."""
     found = _first(error, ERROR_REPLIES)
     return Meaning(found) if found else Meaning.ITEM
 
 
 def explained(error: str) -> str:
-    """`error`, shortened, with what to do about it where that is known."""
+    """`error`, shortened, with the remedy if _ADVICE has one."""
     advice = _first(error, _ADVICE)
     shown = error[:_MAX_LOGGED_CHARS]
     return f"{shown} ({advice})" if advice else shown
@@ -110,21 +110,21 @@ def _first(error: str, table: Iterable[tuple[str, str]]) -> str:
 
 
 def other_format(error: str) -> str:
-    """What an error of OTHER_FORMAT says, in words."""
+    """An error reply that begins with OTHER_FORMAT, in words."""
     found = error.removeprefix(OTHER_FORMAT).split(" ")[0][:_MAX_LOGGED_CHARS]
     state = "no format number" if found == "none" else f"format {found}"
     return f"the pool in Redis has {state}, and this version reads and writes format {FORMAT}"
 
 
 def log_error(script: str, items: Iterable[Sequence[object]], error: str) -> None:
-    """Log a call that Redis answered with an error; `items` are the arguments of each item that it had."""
+    """Log a call that Redis answered with an error; `items` has the arguments of each item of the call."""
     _log.error(
         "Redis answered %s of %s with an error: %s", script, ", ".join(map(_named, items)), _shown(error)
     )
 
 
 def _named(args: Sequence[object]) -> str:
-    """The request that an item concerns; of an arrival (pack_arrival) also what its keys are made of."""
+    """The request id in the arguments of an item; for an arrival (pack_arrival) also flow and workload."""
     first = args[0] if args else ""
     if not isinstance(first, bytes):
         return _shown(str(first))

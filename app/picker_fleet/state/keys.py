@@ -1,7 +1,7 @@
-"""The only place in Python that spells a Redis key. `lua/lib/storage.lua` has the whole table, with types
-and who removes what; docs/redis-schema.md is the same list for operators."""
+"""The only place in Python that spells Redis keys. `lua/lib/storage.lua` has the whole table, with each
+key's type and what removes it; docs/redis-schema.md has the same list for operators."""
 
-BETWEEN = "\x1f"  # joins two names in a key, a field or a row: no name can hold it (units.py)
+BETWEEN = "\x1f"  # joins two names in a key, a field or a row; no name can contain it (units.py)
 
 
 def joined(name: str, other: str) -> str:
@@ -23,7 +23,7 @@ class Keys:
         self.origins = self.prefix + "origins"
         self.log = self.prefix + "log"
         self.operator_changes = self.prefix + "operator_changes"
-        self.metrics = self.prefix + "metrics"  # a hash, and a channel (endpoints/metrics_channel.py)
+        self.metrics = self.prefix + "metrics"  # both a hash and a channel (endpoints/metrics_channel.py)
 
     @classmethod
     def of(cls, pool: str) -> "Keys":

@@ -1,5 +1,5 @@
-"""Finds the Redis server that holds a pool's keys, by `redis.url`. The rest of state/ connects through this
-module.
+"""Finds and connects to the Redis server that holds a pool's keys, from `redis.url`. The other modules of
+state/ connect through this module.
 
 `redis.url` is one of:
 
@@ -9,18 +9,18 @@ module.
     redis+sentinel://[USER:PASSWORD@]HOST[:PORT],…/SERVICE[/DB]     Sentinels (PORT 26379) that watch SERVICE
     redis+cluster://[USER:PASSWORD@]HOST[:PORT],…                   some nodes of a Cluster
 
-What follows a `?` is an option: `username`, `password`, `db`, where not given before; `ssl=true` for TLS with
-Sentinels or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`,
-`ssl_cert_reqs`; for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (as `ssl` unless set).
+Options follow a `?`: `username`, `password`, `db`, unless given before it; `ssl=true` for TLS with Sentinels
+or a Cluster; with TLS `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_check_hostname`, `ssl_cert_reqs`;
+for Sentinels `sentinel_username`, `sentinel_password`, `sentinel_ssl` (defaults to `ssl`).
 
-One server is where its URL says. Sentinels are asked for the primary that most of them name. Nodes of a
-Cluster are asked for the owner of the pool's slot: all keys and channels of a pool carry one hash tag, so a
-replica needs a plain connection to that node only.
+A single server is used as given. Sentinels name the primary, by majority. Nodes of a Cluster name the owner
+of the pool's slot: all keys and channels of a pool carry one hash tag, so a replica needs a plain connection
+to that node only.
 
 The primary is looked up for each new connection, and a connection to a server that is not the primary counts
-as lost. So reconnecting after a fault follows the primary. A primary that was replaced may live on with its
-connections and take writes, so state/batching.py asks again every two seconds, and all connections leave a
-server once most of those asked name another (`named_primary`, `is_replaced`).
+as lost. So reconnecting after a fault follows the primary. A replaced primary may keep its connections and
+accept writes, so state/batching.py looks the primary up every two seconds, and all connections leave a server
+once a majority names another (`named_primary`, `is_replaced`).
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from picker_fleet.units import can_be_looked_up
 
 
 def raise_if_cancelled() -> None:
-    """Raise the CancelledError that the current task is due. Call it after connecting and after a handled
-    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and a
-    fault of closing one can replace it."""
+    """Raise CancelledError if the current task was cancelled. Call it after connecting and after a handled
+    fault: uvloop (seen with 0.23) can lose a cancellation that arrives while a connection is made, and an
+    error while a connection is closed can replace the CancelledError."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -95,14 +95,14 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> "Address":
-        """Raises ValueError, which names the fault without user and password."""
+        """Parse `url`. Raises ValueError, whose message contains neither user nor password."""
         scheme, separator, _ = url.partition("://")
         kind = _KINDS.get(scheme)
         if kind is None or not separator:
             raise ValueError(f"must begin with one of {', '.join(f'{each}://' for each in _KINDS)}")
         try:
             parts = urlsplit(url)
-        except ValueError:  # which may repeat the password
+        except ValueError:  # its message may contain the password
             raise ValueError("is not a URL: its host has characters that it may not have") from None
         if parts.fragment:
             raise ValueError("a # must be written %23")
@@ -129,13 +129,13 @@ class Address:
 
 
 def redis_url(url: str) -> str:
-    """`url` as it is. Raises ValueError as `Address.parse` does."""
+    """`url` unchanged, if it is valid. Raises ValueError as `Address.parse` does."""
     Address.parse(url)
     return url
 
 
 def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
-    """The options behind the `?`, each name known and given once."""
+    """Parse the options after the `?`. Raises ValueError for an unknown, repeated or inapplicable option."""
     pairs = parse_qsl(query, keep_blank_values=True)
     options = dict(pairs)
     can_encrypt = encrypted or "ssl" in _OWN[kind]
@@ -144,7 +144,7 @@ def _options(query: str, kind: Kind, *, encrypted: bool) -> dict[str, str]:
         if name in _TLS and not can_encrypt:
             raise ValueError(f"option {name} needs TLS: rediss://")
         if name not in valid:
-            # An unescaped question mark in a password makes a name of its rest.
+            # After an unescaped `?` in a password, its rest looks like an option: do not show it.
             shown = f" {name[:40]!r}" if _OPTION_NAME.fullmatch(name) else ""
             raise ValueError(f"unknown option{shown}; valid here: {', '.join(valid) or 'none'}")
     if len(pairs) > len(options):
@@ -172,7 +172,7 @@ def _tls_options(options: Mapping[str, str]) -> dict[str, str | bool]:
         raise ValueError(f"option ssl_cert_reqs must be one of {', '.join(_DEMANDS)}")
     if ("ssl_certfile" in found) < ("ssl_keyfile" in found):
         raise ValueError("option ssl_keyfile needs ssl_certfile")
-    # The host name is checked only with the certificate.
+    # Host names can be checked only if certificates are.
     found["ssl_check_hostname"] = _flag(options, "ssl_check_hostname", demand != "none")
     if demand == "none" and found["ssl_check_hostname"]:
         raise ValueError("ssl_check_hostname cannot be true where ssl_cert_reqs is none")
@@ -200,7 +200,7 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
 
 
 def _path(parts: SplitResult, kind: Kind, options: Mapping[str, str]) -> tuple[str, str, int]:
-    """Path of the socket, name of the service, number of the database."""
+    """Path of the Unix socket, name of the Sentinels' service, number of the database."""
     if kind == "socket":
         if parts.netloc.rpartition("@")[2] or len(parts.path) < 2:
             raise ValueError("a socket is written unix:///path/to/it")
@@ -228,25 +228,25 @@ def _db(text: str, options: Mapping[str, str]) -> int:
 
 Node = tuple[str, int]
 
-_ASK_S = 0.3  # how long most servers have to agree; then the answers so far count
-_MAX_ASKED = 5  # nodes of a Cluster
+_ASK_S = 0.3  # how long a majority may take to agree; then the answers so far count
+_MAX_ASKED = 5  # nodes of a Cluster asked at once
 _CONNECT_S = 1.0
-TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # of connecting: nobody refused
+TIMEOUTS = (TimeoutError, redis_errors.TimeoutError)  # silence while connecting, as opposed to a refusal
 _FAULTS = (redis_errors.RedisError, OSError, TimeoutError, ValueError)
-# The kernel notices a vanished peer within about 11 s.
+# With these options TCP detects a vanished peer within about 11 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 def connections(url: str, key: str, **options: Any) -> ConnectionPool:
-    """A pool whose connections lead to the server that holds `key`; `options` are those of redis-py's
-    connections. They have no retries and no timeout of replies: callers set deadlines.
+    """A pool of connections to the server that holds `key`; `options` are redis-py's connection options.
+    The connections neither retry nor time out waiting for replies: callers set deadlines.
 
     Raises:
         ValueError: the URL is not valid.
     """
     address = Address.parse(url)
     options = {"socket_connect_timeout": _CONNECT_S, "socket_timeout": None, **options}
-    # Without CLIENT SETINFO: an ACL need not allow it.
+    # No `driver_info`: redis-py then sends no CLIENT SETINFO, which an ACL may deny.
     options |= {"protocol": 2, "retry": None, "db": address.db, "driver_info": None}
     options |= {"username": address.username, "password": address.password}
     if address.kind == "socket":
@@ -259,17 +259,17 @@ def connections(url: str, key: str, **options: Any) -> ConnectionPool:
 
 
 def client(url: str, key: str, **options: Any) -> Redis:
-    """redis-py's client over `connections`; closing it closes them."""
+    """redis-py's client over `connections`; closing the client closes its connections."""
     return Redis.from_pool(connections(url, key, **options))
 
 
-# By URL: the primary that most of those asked named last, and when they were asked, in event-loop time.
+# URL -> the primary that a majority last named, and when it was asked, in event-loop time.
 _named_last: dict[str, tuple[Node, float]] = {}
 
 
 async def named_primary(url: str, pool: ConnectionPool) -> Node | None:
-    """The server that most Sentinels, or nodes of the Cluster, name now; None where nobody is asked, or no
-    majority answers alike."""
+    """The primary that a majority of the Sentinels, or of the asked Cluster nodes, names now; None without a
+    majority, or for a single server."""
     find = pool.connection_kwargs.get("find")
     if not isinstance(find, _Sentinels | _Nodes):
         return None
@@ -283,7 +283,7 @@ async def named_primary(url: str, pool: ConnectionPool) -> Node | None:
 
 
 def is_replaced(url: str, connected: Node, since_s: float) -> bool:
-    """Whether another server than `connected`, in use since `since_s`, has been named."""
+    """Whether `named_primary` found another server than `connected` after `since_s`, its connection time."""
     named, asked_s = _named_last.get(url, (connected, 0.0))
     return named != connected and asked_s > since_s
 
@@ -292,13 +292,13 @@ async def find_primary(url: str, key: str) -> Node:
     """Host and port of the server that holds `key` now.
 
     Raises:
-        redis-py's ConnectionError: no server names it; its TimeoutError: some did not answer.
+        redis-py's ConnectionError: no server names a primary; redis-py's TimeoutError: some did not answer.
     """
     return await _finder(Address.parse(url), key)()
 
 
 class _Following(Connection):
-    """Connects to the server that `find` names; an answer of a server that is not the primary ends it."""
+    """A connection to the server that `find` names; closes if a reply shows that it is not the primary."""
 
     def __init__(self, *, find: Callable[[], Awaitable[Node]] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -313,8 +313,8 @@ class _Following(Connection):
         try:
             return await super().read_response(*args, **options)
         except (
-            redis_errors.AskError,  # and MOVED
-            redis_errors.ClusterDownError,  # and MASTERDOWN
+            redis_errors.AskError,  # also MOVED
+            redis_errors.ClusterDownError,  # also MASTERDOWN
             redis_errors.TryAgainError,
             redis_errors.ReadOnlyError,
         ) as fault:
@@ -344,7 +344,7 @@ def _finder(address: Address, key: str) -> Callable[[], Awaitable[Node]]:
 
 
 class _Sentinels:
-    """Asks all Sentinels at once: a dead one costs nobody its deadline while the others agree."""
+    """Asks all Sentinels at once, so that a dead Sentinel causes no delay while a majority agrees."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -367,7 +367,7 @@ class _Sentinels:
 
 
 class _Nodes:
-    """Asks some nodes of a Cluster who owns the slot of `key`, and remembers the nodes that they name."""
+    """Asks some nodes of a Cluster which node owns the slot of `key`; remembers the nodes in the replies."""
 
     def __init__(self, address: Address, key: str) -> None:
         self._address = address
@@ -397,14 +397,14 @@ class _Nodes:
 
 
 def _named(entry: Sequence[Any], asked: Node) -> Node:
-    """A node of a CLUSTER SLOTS reply; a node that does not know its own name is the asked one."""
+    """Host and port of a node in a CLUSTER SLOTS reply; an unknown host means the asked node itself."""
     host = entry[0] or asked[0]
     return (asked[0] if host == "?" else host), int(entry[1])
 
 
 async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node:
-    """The answer of more than half of those asked or, unless it must be `by_majority`, of most that answer in
-    time."""
+    """The answer that more than half of all asked nodes give. Without such a majority in time, the most
+    frequent answer, unless `by_majority`."""
     pending = {asyncio.ensure_future(ask) for ask in asks}
     votes: Counter[Node] = Counter()
     fault, silent = "no answer in time", False
@@ -433,14 +433,14 @@ async def _agreed(asks: Sequence[Awaitable[Node]], *, by_majority: bool) -> Node
     if by_majority and votes and votes.most_common(1)[0][1] <= len(asks) // 2:
         raise redis_errors.ConnectionError("no majority names a primary")
     if not votes:
-        # A slow server is no proof that there is no primary.
+        # A server that did not answer in time may know the primary.
         kind = redis_errors.TimeoutError if silent else redis_errors.ConnectionError
         raise kind(f"the primary cannot be found: {fault}")
     return votes.most_common(1)[0][0]
 
 
 async def _answer(node: Node, command: Sequence[str], *, tls: dict[str, Any] | None, **options: Any) -> Any:
-    """One node's reply to one command, on a connection of its own."""
+    """The reply of `node` to `command`, on a new connection."""
     kind: type[Connection] = Connection if tls is None else SSLConnection
     connection = kind(
         host=node[0], port=node[1], protocol=2, socket_timeout=None, socket_connect_timeout=_ASK_S,

@@ -1,7 +1,7 @@
-"""The reads of the admin API, as typed methods, one a script. state/store.py makes them; admin/ calls them.
+"""The admin API's reads of Redis, one typed method a script; state/store.py constructs, admin/ calls them.
 
-No call returns more than CHUNK rows, so that none occupies Redis for long, however long the queue is. Ages
-and remaining times are by Redis's clock at the moment of the read."""
+No call returns more than CHUNK rows, so no call blocks Redis for long, however long the queue is. Ages and
+remaining times are computed from Redis's clock at the time of the read."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,32 +16,32 @@ from picker_fleet.state.batching import BatchingClient
 from picker_fleet.state.keys import BETWEEN
 from picker_fleet.state.schema import VIEW_LIMIT
 
-CHUNK = VIEW_LIMIT  # rows a call
+CHUNK = VIEW_LIMIT  # rows per call
 MAX_REPLICAS = 256
-THROTTLED = 2**32  # added to the group of a flow queue while it is throttled
-_MAX_SCANS = 10  # calls for one page of workloads
-_SHARED_PART = 0.7  # of that age it is shared, so that a newer one can be read before it is too old
-_POLL_S = 0.02  # while another replica reads
-_PARSED_AT_ONCE = 250  # queues of a shared snapshot
+THROTTLED = 2**32  # added to a flow queue's group while the flow is throttled
+_MAX_SCANS = 10  # most calls for one page of workloads
+_SHARED_PART = 0.7  # part of its maximum age for which a snapshot is shared; then a replica reads a new one
+_POLL_S = 0.02  # how often a waiting replica looks for the snapshot that another replica reads
+_PARSED_AT_ONCE = 250  # queues of a shared snapshot parsed between two pauses
 
 
 class FlowQueueRow(NamedTuple):
     """A flow queue of one band; `name` is the flow, or '' where the whole band is one queue.
 
-    `oldest_s` and `weight` are those of its oldest request; under `edf` of the one served next."""
+    `oldest_s` and `weight` are the age and weight of its oldest request; under `edf`, of its next request."""
 
-    group: int  # of its band, the highest first; plus THROTTLED while its flow is at its limit
+    group: int  # rank of its band, the highest priority first; plus THROTTLED while its flow is at its limit
     name: str
     start: float  # start tag
     queued: int
     oldest_s: float
     weight: float
-    share: float  # what serving one request adds to the tag
+    share: float  # added to the start tag when one request is served
     in_flight: int | None  # None: not counted, since the flow has no limit
 
     @property
     def priority(self) -> int:
-        """Of its band."""
+        """The priority of its band."""
         return MOST_PRIORITY - self.group % THROTTLED
 
     @property
@@ -54,7 +54,7 @@ class FlowQueueRow(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Parts of a request's score under `ordering: workload-aware`; the rate's part is not above 0."""
+    """The parts of a request's score under `ordering: workload-aware`; `rate` is 0 or negative."""
 
     wait: float
     criticality: float
@@ -69,7 +69,7 @@ class RequestRow(NamedTuple):
     owner: str
     flow: str
     priority: int
-    workload: str  # '' for an anonymous one
+    workload: str  # '' for an anonymous workload
     model: str
     criticality: int
     cost: float
@@ -93,7 +93,7 @@ class WorkloadRow(NamedTuple):
 
 
 def group_of(priority: int, throttled: bool = False) -> int:
-    """Orders flow queues: band by band, the highest first, then the throttled ones alike."""
+    """The sort key of flow queues: by band, the highest priority first; throttled queues after all others."""
     return MOST_PRIORITY - priority + THROTTLED * throttled
 
 
@@ -156,7 +156,7 @@ def _age_s(now_us: float, then_us: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FlowQueuePage:
-    """Queues in their order, each once; `totals`: each group that is in use, and how many it has."""
+    """Flow queues in order, each once; `totals`: pairs of a group in use and its number of queues."""
 
     queues: list[FlowQueueRow]
     totals: tuple[tuple[int, int], ...]
@@ -173,7 +173,7 @@ class RankRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A request in flight; `lease_ms` is the end of its lease as Redis writes it."""
+    """A request in flight; `lease_ms` is the end of its lease, as text from Redis."""
 
     entry: RequestRow
     lease_ms: str
@@ -182,8 +182,8 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """One request: with its flow queue and its rank there while it is queued, with its lease while it
-    runs."""
+    """The state of one request: its flow queue and its rank there while it is queued, its lease while it
+    is in flight."""
 
     entry: RequestRow
     rank: int | None
@@ -200,7 +200,7 @@ class ReplicaRow:
 
 
 class Reads:
-    """Every method raises StateFault if Redis does not answer (state/batching.py)."""
+    """The reads of one pool. Every method raises StateFault if Redis does not answer (state/batching.py)."""
 
     def __init__(self, client: BatchingClient, log: str) -> None:
         self._client = client
@@ -215,8 +215,8 @@ class Reads:
         priority: int | None = None,
         pause_s: float = 0.0,
     ) -> FlowQueuePage:
-        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in it; with
-        `priority`, only of that band. `pause_s` between the calls."""
+        """At most `limit` queues from `group` on, after the (start tag, name) `behind` in that group; with
+        `priority`, only queues of that band. Sleeps `pause_s` between calls."""
         found: list[FlowQueueRow] = []
         totals: tuple[tuple[int, int], ...] = ()
         while True:
@@ -242,12 +242,12 @@ class Reads:
             group, behind = found[-1].group, (repr(found[-1].start), found[-1].name)
 
     async def flow_queue(self, name: str) -> list[FlowQueueRow]:
-        """The queue of each band that has waiting requests of flow `name`."""
+        """The flow queue of flow `name` in each band where the flow has waiting requests."""
         now, *page = await self._client.call("view_flow", name)
         return [flow_queue_row(row, float(now)) for row in page]
 
     async def queued(self, ranges: Sequence[RankRange]) -> list[list[RequestRow]]:
-        """The requests of each range; some are missing if the queue has changed meanwhile."""
+        """The requests of each range; incomplete if the queue changed between the calls."""
         found: list[list[RequestRow]] = [[] for _ in ranges]
         for batch in _batches(ranges):
             args = [
@@ -261,8 +261,8 @@ class Reads:
     async def in_flight(
         self, limit: int, behind: tuple[str, str] | None = None
     ) -> tuple[list[RunningRequest], int]:
-        """At most `limit` in flight, after the (lease, id) `behind`, in the order in which their leases end;
-        and the total."""
+        """At most `limit` requests in flight, ordered by the end of their leases, after the (lease, id)
+        `behind`; and the total."""
         found: list[RunningRequest] = []
         while True:
             wanted = min(CHUNK, limit - len(found))
@@ -295,10 +295,10 @@ class Reads:
     async def workloads(
         self, limit: int, cursor: str = "0", skip: int = 0
     ) -> tuple[list[WorkloadRow], int, tuple[str, int] | None]:
-        """At most `limit` workloads of the registry, in no order, and their total.
+        """At most `limit` workloads of the registry, unordered, and the total.
 
-        The third value continues the listing, as `cursor` and `skip`; None at the end. A workload that is
-        added or removed meanwhile may be missed or listed twice.
+        The third value is the `cursor` and `skip` of the next page; None at the end. A workload that is added
+        or removed between pages may be missed or listed twice.
         """
         found: list[WorkloadRow] = []
         for _ in range(_MAX_SCANS):
@@ -330,20 +330,20 @@ class Reads:
         ]
 
     async def decisions(self, limit: int) -> list[dict[str, str]]:
-        """The last entries of the decision log, at most `limit`, oldest first; fields of
-        docs/redis-schema.md."""
+        """The last entries of the decision log, at most `limit`, oldest first; docs/redis-schema.md lists
+        the fields."""
         page = await self._client.command("XREVRANGE", self._log, "+", "-", "COUNT", limit)
         return [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in reversed(page)]
 
 
 def _each_once(queues: list[FlowQueueRow]) -> list[FlowQueueRow]:
-    """In their order. A queue that moved while they were read was read twice; its last position counts."""
+    """Remove duplicates: a queue that moved between two calls was read twice; keep its last position."""
     last = {(group % THROTTLED, name): at for at, (group, name, *_) in enumerate(queues)}
     return queues if len(last) == len(queues) else [queues[at] for at in sorted(last.values())]
 
 
 def _batches(ranges: Sequence[RankRange]) -> list[list[tuple[int, RankRange]]]:
-    """The ranges, cut into calls of at most CHUNK rows; each with its index in `ranges`."""
+    """Split the ranges into calls of at most CHUNK rows; each part carries the index of its range."""
     batches: list[list[tuple[int, RankRange]]] = []
     room = 0
     for at, each in enumerate(ranges):
@@ -364,7 +364,7 @@ _FIELDS = list(FlowQueueRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """`fresh_s`: for how long no replica reads a newer one; `good_s`: for how long this one may be used."""
+    """`fresh_s`: how long no replica reads a newer snapshot; `good_s`: how long this one may be used."""
 
     page: FlowQueuePage
     fresh_s: float
@@ -373,10 +373,10 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTimes:
-    """`claim_ms`: how long the others wait for a replica that reads; where a read takes longer, two read.
+    """`claim_ms`: how long replicas wait for the one that reads; after that, another replica reads, too.
 
-    A snapshot is no older than `max_age_s`, and no older than `max_age_per_queue_s` for each queue: few are
-    read in no time."""
+    The maximum age of a snapshot of n queues is the lesser of `max_age_s` and n · `max_age_per_queue_s`:
+    few queues are quick to read."""
 
     claim_ms: int = 500
     max_age_s: float = 1.0
@@ -384,13 +384,13 @@ class SnapshotTimes:
 
 
 class QueueSnapshots:
-    """All flow queues, read once for the whole fleet.
+    """Reads all flow queues once for the whole fleet.
 
-    A thousand queues take twenty calls. So a replica first asks for a snapshot that another one has shared in
-    `key` (lua/claim_queue_snapshot.lua). If there is none, it claims the read, reads, and shares the result
-    until it is too old. The others wait as long as the claim lasts: its replica may have died. Where Redis
-    takes no writes, or the snapshot is damaged or another version's, each replica reads for itself. One event
-    loop."""
+    A thousand queues take twenty calls. So a replica first asks for a snapshot that another replica has
+    stored in `key` (lua/claim_queue_snapshot.lua). If there is none, it claims the read, reads, and stores
+    the snapshot with an expiry. The others wait until the claim expires, since the claiming replica may have
+    died. If Redis accepts no writes, or the snapshot is malformed or another version's, each replica reads
+    for itself. One event loop."""
 
     def __init__(
         self, client: BatchingClient, reads: Reads, key: str, times: SnapshotTimes = SnapshotTimes()
@@ -399,11 +399,11 @@ class QueueSnapshots:
         self._times = times
         self._reads = reads
         self._key = key
-        self._few = False  # the last read took one call
+        self._few = False  # whether the last read fitted into one call
         self._clock = asyncio.get_running_loop().time
 
     async def read(self, limit: int, *, pause_s: float = 0.0) -> QueueSnapshot:
-        """At most `limit` queues in their order; decisions run in the pauses.
+        """At most `limit` queues in order; sleeps `pause_s` between calls, so that decisions can run.
 
         Raises:
             StateFault: as Reads does.
@@ -419,7 +419,7 @@ class QueueSnapshots:
             except StateFault:
                 if self._client.fault is not None:
                     raise
-                return await self._read(limit, pause_s)  # a Redis that takes no writes can be read
+                return await self._read(limit, pause_s)  # Redis may accept no writes, and still allow reads
             if text:
                 until_s = self._clock() + left_ms / 1000
                 page = await _parsed(text, pause_s)
@@ -435,7 +435,7 @@ class QueueSnapshots:
             await asyncio.sleep(min(_POLL_S, left_ms / 1000))
 
     def _share(self, found: QueueSnapshot) -> None:
-        """Without waiting for the reply."""
+        """Store the snapshot for the other replicas, without waiting for the reply."""
         left_ms = int(found.fresh_s * 1000)
         if left_ms > 0:
             self._client.command("SET", self._key, _text(found.page), "PX", left_ms)
@@ -458,7 +458,7 @@ def _text(page: FlowQueuePage) -> bytes:
 
 
 async def _parsed(text: str, pause_s: float) -> FlowQueuePage | None:
-    """None if it has another version's fields, or is damaged."""
+    """Parse a shared snapshot; None if it is malformed or has another version's fields."""
     queues = list[FlowQueueRow]()
     try:
         snapshot = orjson.loads(text)

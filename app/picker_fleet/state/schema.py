@@ -1,10 +1,10 @@
-"""What Python and Lua agree on: states, modes, refusals, notifications, layouts. It is written here only.
+"""Defines all that Python and Lua share: states, modes, refusals, notifications, layouts.
 
-The loader (state/scripts.py) puts `lua_source()` into the library, once, when it is assembled: constants
-become locals of the library, layouts become functions that pack and unpack. A call pays nothing for it.
+The loader (state/scripts.py) adds `lua_source()` to the library when it assembles it: constants become locals
+of the library, layouts become functions that pack and unpack. Script calls pay nothing for it.
 
-FORMAT numbers all of this and the keys (lua/lib/storage.lua). docs/upgrading.md says which changes need the
-next number.
+FORMAT is the version of this schema and of the keys (lua/lib/storage.lua). docs/upgrading.md says which
+changes need the next number.
 """
 
 import re
@@ -14,10 +14,10 @@ from typing import Literal, get_args
 
 from picker_fleet.units import LEAST_WEIGHT, MOST_COST, MOST_WEIGHT
 
-# Of the state of a pool. A replica neither reads nor changes a pool of another format, or of none.
+# The format of a pool's state. A replica neither reads nor changes a pool of another format, or without one.
 FORMAT = 1
 
-# Policies, by the names of the configuration.
+# Policies, named as in the configuration.
 Fairness = Literal["weighted-fair", "round-robin", "none"]
 Ordering = Literal["fcfs", "edf", "workload-aware"]
 Overload = Literal["preempt", "reject-noncritical"]
@@ -29,41 +29,41 @@ REFUSALS = (
     "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
     "band-bytes", "total-capacity",
 )  # fmt: skip
-# What a replica is notified of about a request of its own. `placed`: granted and placed at once.
+# The notifications that a replica gets about its own requests. `placed`: granted and placed at once.
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
-# Of a request in the pool, numbered from 1. `held`: orphaned, since its replica is silent.
+# The states of a request in the pool, numbered from 1. `orphaned`: queued, and its replica is silent.
 STATES = ("queued", "orphaned", "granted", "placed")
-WAITING_STATES = 2  # the first of them: such a record has no endpoints, takes no stock and has no tag
+WAITING_STATES = 2  # the first two: a record in such a state has no endpoints, takes no stock, has no tag
 
-# The load of an endpoint that takes nothing new is this much higher.
+# Added to the load of an endpoint that takes no new requests.
 UNPICKABLE = 10**9
-# Rows that one call returns: a page of fifty, and whether there are more.
+# Rows that one call returns: a page of fifty, and one row more to show whether another page follows.
 VIEW_LIMIT = 51
 
-# One arrival, as `store.pack_arrival` packs it: texts that end in byte 0, then doubles.
+# The layout of an arrival, packed by `store.pack_arrival`: texts that end in byte 0, then doubles.
 ARRIVAL_TEXTS = ("id", "attempt", "flow", "workload", "model", "candidates")
 ARRIVAL_NUMBERS = ("priority", "weight", "cost", "ttl_ms", "age_ms", "criticality", "limit", "learn", "bytes")
-# The accounting token (state/accounting_token.py): fields joined by tabs. Those that follow are optional.
+# The fields of an accounting token (state/accounting_token.py), joined by tabs; optional fields follow.
 ACCOUNTING_TOKEN = (
     "flow", "band", "weight", "cost", "workload", "criticality", "model", "endpoint", "limit",
 )  # fmt: skip
-ADMITTED_ALONE = "alone="  # begins the field after them, if the request was admitted without Redis
-# Begins the next one, if the band is not one of the three; `band` has the nearest of them.
+ADMITTED_ALONE = "alone="  # prefix of an optional field: the request was admitted without Redis, at this time
+# Prefix of an optional field: the band's priority, if the band is not a named one; `band` has the nearest.
 OTHER_PRIORITY = "priority="
-# A record, field -> its format in `struct`. A waiting request's ends before `endpoints`. Behind it, until the
-# request is placed, are the bytes of its body and the epoch in which they are counted; then, while it waits,
-# a byte 1 if any endpoint will do, so that its grant places it. If there are no bytes and no 1, neither is.
+# A request's record: field -> format in `struct`. A waiting request has only the fields before `endpoints`.
+# Until the request is placed, RECORD_BYTES may follow: the size of its body and the epoch that counts it;
+# then, while it waits, a byte 1 if its grant may place it on any endpoint. Both are absent if neither is set.
 RECORD = {
     "owner": "s", "attempt": "s", "flow": "s", "band": "B", "weight": "d", "cost": "d", "workload": "s",
     "criticality": "B", "model": "s", "arrived": "d", "deadline_ms": "d", "limit": "H",
     "endpoints": "s", "taken": "d", "tag": "d",
 }  # fmt: skip
-_RUNNING_ONLY = 3  # the last fields of a record
+_RUNNING_ONLY = 3  # the last fields of RECORD, which only granted and placed requests have
 RECORD_BYTES = {"bytes": "I", "bytes_epoch": "I"}
-MOST_BYTES = 2**32 - 1  # as many as that holds
+MOST_BYTES = 2**32 - 1  # the largest value of format "I"
 WAITING_LAYOUT = "B" + "".join(list(RECORD.values())[:-_RUNNING_ONLY])
 RUNNING_LAYOUT = "B" + "".join(RECORD.values())
-# Counters of the pool, packed as doubles. Within a format new ones are added at the end.
+# Counters of the pool, packed as doubles. Add new counters at the end, which needs no new FORMAT.
 COUNTERS = (
     "epoch", "stock", "queued", "seq", "dispatches", "guards", "ended", "log_seq",
     "queued:0", "queued:1", "queued:2", "ready", "upper", "lower", "v:0", "v:1", "v:2",
@@ -83,7 +83,7 @@ ITEMS = {
     "cancel": ("id", "attempt", "why"),
     "mark_endpoint": ("address", "mark", "on"),
 }
-# Rows of what an operator reads, field -> its format; fields are separated by byte 31 (state/reads.py).
+# Rows of the admin API's reads (state/reads.py): field -> its format; byte 31 separates fields.
 FLOW_QUEUE_ROW = {
     "throttled": "%d", "priority": "%d", "name": "%s", "start": "%s", "queued": "%d", "arrived_us": "%.17g",
     "weight": "%.17g", "share": "%.17g", "in_flight": "%s",
@@ -98,11 +98,11 @@ WORKLOAD_ROW = {
     "id": "%s", "total": "%.17g", "active": "%.17g", "dispatched": "%.17g", "average_wait_ms": "%.17g",
     "last_request_ms": "%.17g", "rate": "%.17g",
 }  # fmt: skip
-_BYTE_31 = r"\31"  # as Lua spells it
+_BYTE_31 = r"\31"  # the escape sequence in Lua
 
 
 def lua_source() -> str:
-    """The same for Lua, to stand behind `lua/lib/storage.lua`."""
+    """This schema as Lua source, to be put after `lua/lib/storage.lua`."""
     return "-- From app/picker_fleet/state/schema.py.\n" + "\n".join((*_constants(), *_functions())) + "\n"
 
 
@@ -114,7 +114,7 @@ def _constants() -> Iterator[str]:
     for kind, values in words.items():
         for value in values:
             yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"
-    # In one table: a chunk may have 200 locals.
+    # One table instead of a local for each: a Lua chunk may have at most 200 locals.
     yield f"local ITEM = {_list([f'{name} = {len(fields)}' for name, fields in ITEMS.items()])}"
     for name, row in (("FLOW_QUEUE", FLOW_QUEUE_ROW), ("REQUEST", REQUEST_ROW), ("WORKLOAD", WORKLOAD_ROW)):
         yield f"local {name}_ROW =\n{_text(_BYTE_31.join(row.values()))}"

@@ -1,11 +1,11 @@
-"""The Lua as shipped: `lua/` put together into one library of Redis Functions.
+"""Assembles the files of `lua/` into one library of Redis Functions.
 
-A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is put in once,
-before what needs it. `schema` is what Python and Lua share (state/schema.py). The whole is one chunk, so
-pieces are plain locals, which Redis defines once when the library is loaded rather than at every call. Each
-file of `lua/` defines one local function of its own name (`view.lua` several that begin with it), which
-becomes a function of the library, and is a block of its own: a chunk may have 200 locals. Names end in the
-library's own hash, so replicas of two versions never run each other's code.
+A file's `-- include: a b` line names files of `lua/lib/`, which may include others; each is included once,
+before the files that need it. `schema` stands for state/schema.py. The library is one Lua chunk, so included
+files define plain locals, which Redis sets once when it loads the library rather than at each call. Each file
+of `lua/` defines one local function of its own name (`view.lua` defines several with that prefix), which
+becomes a function of the library. Each such file is a block, since a chunk may have at most 200 locals.
+Function names end in the library's hash, so replicas of two versions never run each other's code.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from picker_fleet.state import schema
 
 _INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
 _CLOCK = re.compile(r"^-- \[clock\].*^-- \[/clock\]$", re.MULTILINE | re.DOTALL)
-_PACKAGED = Path(__file__).parent.parent / "_lua"  # in a wheel
+_PACKAGED = Path(__file__).parent.parent / "_lua"  # the Lua files in a wheel
 _SOURCES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "lua"
 
-# In the order in which a message carries them (state/batching.py).
+# Script names, in the order in which a message carries their calls (state/batching.py).
 NAMES = (
     "tombstone", "note_origin", "renew", "report_client_gone", "report_fault", "settle", "admit", "place",
     "acknowledge",
@@ -31,9 +31,9 @@ NAMES = (
     "view_flows", "view_flow", "view_queue", "view_inflight", "view_request",
     "view_workloads", "view_workload", "view_replicas",
 )  # fmt: skip
-ENDS = ("settle", "cancel")  # of them, those that end requests; repeating them changes nothing
-_READING = ("state", "view_")  # prefixes of scripts that also run on a Redis that takes no writes
-# What adds to what Redis holds is refused while that is out of memory. All else goes on: the fleet empties.
+ENDS = ("settle", "cancel")  # scripts that end requests; repeating them changes nothing
+_READING = ("state", "view_")  # prefixes of scripts that run even if Redis accepts no writes
+# Scripts that add data: Redis refuses them while it is out of memory. The others run, so the pool empties.
 _ADDING = ("note_origin", "admit", "publish", "publish_changes", "claim_queue_snapshot")
 _REGISTER = (
     "redis.register_function{function_name='%s', flags={%s},\n"
@@ -43,7 +43,7 @@ _REGISTER = (
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The source that FUNCTION LOAD takes, and the version that its functions' names carry."""
+    """The source for FUNCTION LOAD, and the version at the end of its functions' names."""
 
     source: str
     version: str
@@ -53,14 +53,14 @@ class Library:
         return f"picker_{self.version}"
 
     def function(self, name: str) -> str:
-        """What FCALL knows the function `name` by. Raises KeyError if there is none."""
+        """The name of script `name` for FCALL. Raises KeyError for an unknown script."""
         if name not in NAMES:
             raise KeyError(name)
         return f"{name}_{self.version}"
 
 
 def load_library(clock: str | None = None) -> Library:
-    """The library; `clock` replaces the clock of `lua/lib/pool.lua`, for those who need to set the time."""
+    """Assemble the library; `clock` replaces the clock in `lua/lib/pool.lua`, for tests that set the time."""
     pieces: list[str] = []
     seen: set[str] = set()
     for name, functions in itertools.groupby(NAMES, _file_of):
@@ -87,7 +87,7 @@ def _flags(name: str) -> str:
 
 
 def _include(text: str, pieces: list[str], seen: set[str]) -> None:
-    """Add what `text` includes and has not been added yet."""
+    """Append the files that `text` includes to `pieces`, except files in `seen`."""
     for name in (name for names in _INCLUDE.findall(text) for name in names.split()):
         if name in seen:
             continue
@@ -101,9 +101,9 @@ def _include(text: str, pieces: list[str], seen: set[str]) -> None:
 
 
 def write_library(folder: Path) -> None:
-    """Write the library into `folder`, where luacheck sees what Redis would."""
+    """Write the assembled library into `folder`, so that luacheck can check it as one chunk."""
     folder.mkdir(parents=True, exist_ok=True)
-    body = load_library().source.split("\n", 1)[1]  # the first line is for Redis, not Lua
+    body = load_library().source.split("\n", 1)[1]  # without the shebang, which is not Lua
     (folder / "library.lua").write_text(body, encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Whether the Redis server is fit for the shared state, as it says itself; replica/heartbeat.py runs it.
+"""Checks whether the Redis server is configured for the shared state; replica/heartbeat.py runs the check.
 
-Each fault is logged when it appears; `epp_redis_unfit` and `/healthz` say it while it lasts. A user who may
-not ask (`+info`, `+function|list`) is told nothing.
+Each fault is logged when it appears; `epp_redis_unfit` and `/healthz` show it while it lasts. Checks for
+which the Redis user lacks the rights (`+info`, `+function|list`) report no fault.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from picker_fleet.errors import StateFault
 from picker_fleet.state.store import Store
 
 _CHECK_S = 10.0
-_LOOK_S = 1.0  # how often a new connection, or a heartbeat that is denied, is looked for
-_CHANGED_S = 60.0  # for how long a library that was changed is a fault
-_NEARLY_FULL = 0.9  # of maxmemory
+_LOOK_S = 1.0  # how often to look for a new connection or a failed heartbeat
+_CHANGED_S = 60.0  # for how long a changed library counts as a fault
+_NEARLY_FULL = 0.9  # part of maxmemory
 KINDS = ("evicts", "nearly_full", "read_only", "library_changed", "refuses")
 
 _log = logging.getLogger(__name__)
 
 
 def faults_in(info: str) -> dict[str, str]:
-    """The faults that the reply to INFO shows, each with what to do."""
+    """The faults in the reply to INFO: kind -> description with the remedy."""
     facts = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     policy, limit = facts.get("maxmemory_policy", ""), int(facts.get("maxmemory", 0))
     found = {}
@@ -41,8 +41,8 @@ def faults_in(info: str) -> dict[str, str]:
 
 
 class ServerCheck:
-    """`refusal` says why the last heartbeat failed although Redis answered, '' if it did not. `on_checked` is
-    called with each of KINDS, and whether the server has that fault."""
+    """Checks the server every `_CHECK_S` and on each new connection. `refusal` returns why Redis refused the
+    last heartbeat, '' if it did not. `on_checked` gets each of KINDS -> whether the server has that fault."""
 
     def __init__(
         self, store: Store, refusal: Callable[[], str], on_checked: Callable[[Mapping[str, bool]], object]
@@ -83,7 +83,7 @@ class ServerCheck:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[bool]:
-        """Whether `what` may be asked. Once it was denied it is not asked again on this connection."""
+        """Yields whether to ask for `what`: False once Redis has denied it on this connection."""
         try:
             yield self._may_ask[what]
         except StateFault:
@@ -91,7 +91,7 @@ class ServerCheck:
 
     def _report(self, faults: Mapping[str, str]) -> None:
         for kind in faults.keys() - self.faults.keys():
-            if kind != "refuses":  # the heartbeat logs it
+            if kind != "refuses":  # the heartbeat logs refusals
                 _log.warning("Redis is unfit for the shared state: %s", faults[kind])
         self.faults = faults
         self._on_checked({kind: kind in faults for kind in KINDS})

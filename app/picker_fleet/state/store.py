@@ -1,7 +1,7 @@
-"""The shared state as typed methods, one a script; state/reads.py has those of the admin API.
+"""Typed access to the state in Redis: one method a script. state/reads.py has the admin API's reads.
 
-Admission, failover, replica/ and admin/ call it. No other code names a script or reads its replies.
-Arguments and replies are those of the files in `lua/`; times are seconds unless named `_ms`."""
+Admission, failover, replica/ and admin/ call this module. Only state/ names scripts and reads their replies.
+The files in `lua/` describe arguments and replies; times are seconds unless named `_ms`."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
 _ADOPTED = " adopted"
 _KEPT_CHANGES = 200
-_ANSWERED = "answered"  # `completed` of a request whose endpoint is well
+_ANSWERED = "answered"  # the outcome `completed`, and the request's endpoint is healthy
 
 
 _UNKNOWN_EJECTION = Ejection("unknown", 0)
@@ -32,10 +32,10 @@ _UNKNOWN_EJECTION = Ejection("unknown", 0)
 
 @dataclass(slots=True)
 class Decision:
-    """The reply about one request: its `status` and a `detail` (endpoints, a time, a reason). With a new
-    placement, `loads` are the loads that it was chosen from, as `lua/place.lua` gives them.
+    """The reply about one request: its `status` and a `detail` (endpoints, a time, a reason). For a new
+    placement, `loads` are the endpoint loads that the script compared, in the form of `lua/place.lua`.
 
-    Not frozen: one is made for each request, and a frozen one takes three times as long."""
+    Not frozen: each request makes a Decision, and a frozen dataclass takes three times as long to make."""
 
     status: str
     detail: str
@@ -44,7 +44,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0 while it is unknown."""
+    """The reply to a heartbeat. `epoch` identifies a lifetime of the shared state; 0: Redis has no pool."""
 
     epoch: str
     was_known: bool
@@ -67,14 +67,14 @@ class SweepReply:
     expired: int
     reclaimed: int
     more: bool
-    given_up: int = 0  # requests whose end nobody reported, reclaimed before their lease ran out
-    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more of them
+    given_up: int = 0  # requests that ended without a report, reclaimed before their lease ran out
+    suspects: tuple[str, ...] = ()  # endpoints whose metrics pages may show more such requests
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """What publishing an unknown pool has filed anew: how many requests, and which key was lost, '' if that
-    was `pool`."""
+    """The result of rebuilding an unknown pool: `records` requests were indexed again, and the key `lost`
+    was missing ('': the key `pool`)."""
 
     records: int
     lost: str
@@ -83,7 +83,7 @@ class Rebuilt:
 @dataclass(frozen=True, slots=True)
 class LiveConfig:
     """The live changes in force: the settings they override, and the changes in the operator's words
-    (replica/live_config.py). `version` is '' while nothing has ever been changed."""
+    (replica/live_config.py). `version` is '' until the first live change."""
 
     version: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -92,12 +92,12 @@ class LiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The pool's state at one moment, by the names of the admin API. `in_flight` is by endpoint.
+    """The pool's state at one moment, by the names of the admin API. The keys of `in_flight` are endpoints.
 
-    What is by band is by its name, the highest first: the configured bands, and others that are in use.
-    `queue_bytes` are those of the bodies of waiting requests.
+    The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
+    first: all configured bands, and others in use. `queue_bytes` adds up the bodies of waiting requests.
     `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
-    `about`: what each of the live `replicas` says of itself, the JSON objects of its heartbeats.
+    `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
     """
 
     born_us: int
@@ -129,13 +129,13 @@ class PoolState:
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_notification(what, about)` is called with each grant, expiry or eviction in a reply;
-    `on_dequeued(attempts, successes)` with what a call dispatched; `on_adopted()` for each admission of a
-    request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes unavailable.
-    `reads` are those of the admin API, `queue_snapshots` the part that is read once for all replicas.
-    Heartbeats keep `signing` in step with the fleet's keys. `bands` are the configured ones.
-    Every method raises StateFault: StateUnavailable without Redis, the others if Redis answers with an error
-    (state/batching.py).
+    `on_notification(what, about)` is called with each notification in a reply (schema.NOTIFICATIONS);
+    `on_dequeued(attempts, successes)` after a call that dispatched requests; `on_adopted()` for each
+    admission of a request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes
+    unavailable. `reads` serves the admin API; `queue_snapshots` reads all flow queues once for the fleet.
+    Heartbeats keep `signing` in step with the fleet's keys. `bands` are the configured bands.
+    Every method raises StateFault: StateUnavailable without Redis, other subclasses if Redis answers with an
+    error (state/batching.py).
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Store:
         self._bands = bands
         self.epoch = "0"
         self._clock = asyncio.get_running_loop().time
-        self._redis_clock: tuple[str, int, float] | None = None  # epoch, its clock in µs, ours in s
-        self._read: dict[str, tuple[str, Endpoint]] = {}  # what was last read of each endpoint
+        self._redis_clock: tuple[str, int, float] | None = None  # epoch, Redis's clock (µs), our clock (s)
+        self._read: dict[str, tuple[str, Endpoint]] = {}  # address -> its last JSON, and that JSON parsed
         self._replica = replica
         self._on_notification = on_notification
         self._on_dequeued = on_dequeued
@@ -191,7 +191,7 @@ class Store:
 
     @property
     def connection_epoch(self) -> int:
-        """Connections made so far. A new one may lead to a server that lacks the last writes (a failover)."""
+        """Connections made so far. After a failover the new server may lack the last writes."""
         return self._client.connection_epoch
 
     def unsent_ends(self) -> list[str]:
@@ -203,8 +203,8 @@ class Store:
     ) -> Decision:
         """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool | foreign
 
-        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*' a
-        request that is queued is placed when it is granted.
+        `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*'
+        the call that grants a queued request also places it.
         """
         reply: str = await self._client.submit("admit", (_arrival(request, attempt, candidates, age_s),))
         if reply.endswith(_ADOPTED):
@@ -217,8 +217,8 @@ class Store:
         return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
-        """taken | unknown: this replica knows where a request is that was placed when it was granted. Kept
-        until taken."""
+        """taken | unknown: confirm the endpoint of a request that its grant placed. Repeated until Redis
+        accepts it."""
         return self._client.submit("acknowledge", (request_id, attempt), durable=True)
 
     def settle(
@@ -231,60 +231,61 @@ class Store:
         answered: bool = False,
         urgent: bool = False,
     ) -> asyncio.Future[str]:
-        """settled MODEL | left MODEL | unknown. Kept until Redis takes it.
+        """settled MODEL | left MODEL | unknown. Repeated until Redis accepts it.
 
-        `actual` is the request's real cost, in the unit it was charged in; `answer_tokens` what its answer
-        had, for the estimate of later ones. None: not known. `answered`: its endpoint is well. `urgent`: a
-        request may wait for its place.
+        `actual` is the request's real cost, in the unit it was charged in; `answer_tokens`, the answer's
+        tokens, improve later estimates. None: unknown. `answered`: the endpoint is healthy. `urgent`: send
+        at once, since another request may wait for the freed capacity.
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
         args = (request_id, _ANSWERED if answered else outcome.value, *known)
         return self._client.submit("settle", args, durable=True, urgent=urgent)
 
     def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[str]:
-        """ejected, down (by this fault) | noted | unknown. `flow` is that of its request, '' unknown."""
+        """ejected, down (by this fault) | noted | unknown. `flow` is the request's flow, '' if unknown."""
         args = (fault.id, fault.endpoint, flow, fault.why, _milliseconds(fault.hold_s))
         return self._client.submit("report_fault", args)
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        """stored | back (it had been restored, and counts). After it, no sign of life from before the end,
-        which was `ago_s` ago, restores the request."""
+        """stored | back (stored, but the request had been restored and counts). The request ended `ago_s`
+        ago; renewals of a request that was last seen alive before then no longer restore it."""
         return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
-        """noted: `endpoint` has the state of an id of the Responses API. Kept until taken."""
+        """noted: `endpoint` has the state of an id of the Responses API. Repeated until Redis accepts it."""
         return self._client.submit("note_origin", (state_id, endpoint), durable=True)
 
     async def origins(self, ids: Sequence[str]) -> list[str | None]:
-        """The endpoints that have the state of `ids`, in their order; None for one that is not known."""
+        """The endpoint that has the state of each of `ids`, in the order of `ids`; None for an unknown id."""
         found: list[str | None] = await self._client.command("HMGET", self.keys.origins, *ids)
         return found
 
     def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        """suspected | waiting | unknown: the client may have gone. Of a request that is placed the endpoint's
-        next metrics pages decide."""
+        """suspected | waiting | unknown: the client may have gone. If the request is placed, the sweep checks
+        the endpoint's next metrics pages."""
         return self._client.submit("report_client_gone", (request_id,))
 
     def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[str]:
-        """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Kept until taken."""
+        """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Repeated until Redis
+        accepts it."""
         return self._client.submit("cancel", (request_id, attempt, why), durable=True)
 
     def return_grant(self, request_id: str) -> asyncio.Future[str]:
-        """Give back a grant that no stream here waits for: ended | foreign | unknown. Repeated if lost."""
+        """ended | foreign | unknown: give back a grant without a stream. If lost, the grant is repeated."""
         return self._client.submit("cancel", (request_id, "", "unclaimed"))
 
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
-        """renewed | restored | waiting | unknown; `attempt` is None when an access log reports it. It was
-        last seen alive `ago_s` ago."""
+        """renewed | restored | waiting | unknown; the request was last seen alive `ago_s` ago. `attempt` is
+        None if an access log reports the request."""
         mine = "" if attempt is None else attempt
         return self._client.submit(
             "renew", (request_id, mine, served, accounting_token, _milliseconds(ago_s))
         )
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
-        """Report that this replica is alive. `about` is its replica info, JSON; '': the same as last time."""
+        """Report that this replica is alive. `about` is its replica info (JSON); '': unchanged."""
         signing = self._signing
         keys = (signing.offer(), signing.first)
         reply = await self._client.call(
@@ -303,7 +304,7 @@ class Store:
         )  # fmt: skip
 
     def _now_at_least(self) -> tuple[str, ...]:
-        """The last epoch known, and a lower bound of its clock now (µs); empty before the first heartbeat."""
+        """The last known epoch, and a lower bound of Redis's clock (µs); empty before the first heartbeat."""
         if self._redis_clock is None:
             return ()
         epoch, now_us, read_s = self._redis_clock
@@ -315,18 +316,17 @@ class Store:
         return int(clock[1]) // 1000 if clock else 0
 
     async def notifications(self) -> list[tuple[str, str]]:
-        """The notifications in this replica's inbox, each as (what, request id). They stay there. What was
-        placed when it was granted is among the granted, as in a heartbeat's reply."""
+        """The notifications in this replica's inbox: (what, request id), `placed` as `granted`. They stay."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return [("granted" if what.startswith("placed") else what, request_id) for request_id, what in pairs]
 
     async def server_info(self) -> str:
-        """What the server says of its memory, and of its part in replication."""
+        """The sections `memory` and `replication` of the server's INFO."""
         return str(await self._client.command("INFO", "memory", "replication"))
 
     async def library_is_intact(self) -> bool:
-        """Whether the library that the server has under our name is ours; so it is while it has none."""
+        """Whether the server's library of this version has our source; True if the server has none."""
         listed = await self._client.command(
             "FUNCTION", "LIST", "LIBRARYNAME", self._client.library.name, "WITHCODE"
         )
@@ -336,7 +336,7 @@ class Store:
         await self._client.command("FUNCTION", "LOAD", "REPLACE", self._client.library.source)
 
     async def leave(self) -> None:
-        """Take this replica off the list of live ones; the sweep takes care of requests that it left."""
+        """Remove this replica from the live ones; the sweep orphans the queued requests that it leaves."""
         await self._client.command("ZADD", self.keys.replicas, "XX", 0, self._replica)
 
     async def publish(
@@ -347,10 +347,10 @@ class Store:
         config_version: str,
         endpoints_version: str,
     ) -> Rebuilt | None:
-        """Returns what was rebuilt if the pool was unknown."""
+        """Publish settings and endpoints. Returns what was rebuilt; None if the pool was known."""
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
-            settings = {**settings, "caps": caps}  # read at each choice
+            settings = {**settings, "caps": caps}  # the scripts read caps for each placement
         pairs = [text for each in endpoints for text in (each.address, _description(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
@@ -361,8 +361,8 @@ class Store:
     async def publish_changes(
         self, former_version: str, version: str, changes: Mapping[str, Endpoint | None]
     ) -> bool:
-        """Change the published endpoints by address; None: no longer published. None of them may have a
-        limit. False, and nothing done, unless `former_version` is published."""
+        """Change published endpoints by address; None removes an endpoint. No endpoint may have a limit.
+        Returns False and changes nothing unless `former_version` is the published version."""
         pairs = [
             text
             for address, each in changes.items()
@@ -373,10 +373,10 @@ class Store:
         return bool(reply[4] == 1)
 
     async def set_live_config(self, overrides: Mapping[str, object], note: Mapping[str, object]) -> str:
-        """Change settings for the whole fleet; the version that results, '' while the pool is unknown.
+        """Change settings for the whole fleet. Returns the new version; '' while the pool is unknown.
 
-        `overrides` are named as `publish` names them, `note` says the same in the operator's words; None
-        takes a change back.
+        `overrides` uses the setting names of `publish`; `note` has the same changes in the operator's words.
+        The value None removes a change.
         """
         reply = await self._client.call("tune", self._replica, json.dumps(overrides), json.dumps(note))
         self._take_head(reply)
@@ -389,21 +389,22 @@ class Store:
         return LiveConfig(version or "", json.loads(overrides or "{}"), json.loads(note or "{}"))
 
     async def note_change(self, text: str) -> None:
-        """Keep what an operator has changed, among the last ones."""
+        """Append an operator's change to the log, which keeps the last `_KEPT_CHANGES`."""
         await self._client.command(
             "XADD", self.keys.operator_changes, "MAXLEN", _KEPT_CHANGES, "*", "change", text
         )
 
     async def operator_changes(self) -> list[str]:
-        """What operators have changed, the newest first."""
+        """The logged changes of operators, newest first."""
         found = await self._client.command(
             "XREVRANGE", self.keys.operator_changes, "+", "-", "COUNT", _KEPT_CHANGES
         )
         return [fields[1] for _, fields in found]
 
     def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
-        """marked | ejected | unknown. `what`: drained, down; nothing new goes to a marked endpoint.
-        `ejected`: a probe has found one unwell (`on`) or well. `stuck`: its page stands still."""
+        """marked | ejected | unknown. `what`: `drained` or `down`: the endpoint takes no new requests;
+        `ejected`: a probe found the ejected endpoint unhealthy (`on`) or healthy; `stuck`: the endpoint's
+        metrics page does not change while requests run there."""
         return self._client.submit("mark_endpoint", (address, what, int(on)))
 
     async def evict(self, request_id: str) -> str:
@@ -423,7 +424,7 @@ class Store:
         """The pool's endpoints as published, by address."""
         published = await self._client.command("HGETALL", self.keys.endpoints)
         marks, ejections = await self.marks(), await self.ejections()
-        # Few of thousands differ from one reading to the next.
+        # Of thousands of endpoints few change between two calls: parse only those.
         read, self._read = self._read, {}
         for address, text in sorted(zip(published[::2], published[1::2], strict=True)):
             known = read.get(address)
@@ -435,18 +436,18 @@ class Store:
         return marked((endpoint for _, endpoint in self._read.values()), marks, ejections)
 
     async def ejections(self) -> Mapping[str, Ejection]:
-        """Of the endpoints that are ejected or were lately, by address."""
+        """Ejections by address, of endpoints that are ejected now or were recently."""
         flat = await self._client.command("HGETALL", self.keys.outliers)
         found = {}
         for address, text in zip(flat[::2], flat[1::2], strict=True):
-            # One that was never ejected has no time; others may be another program's.
+            # Skip entries without a time (never ejected), and malformed ones of other programs.
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 entry = json.loads(text)
                 found[address] = Ejection(str(entry["why"]), int(entry["until_ms"]))
         return found
 
     async def marks(self) -> frozenset[tuple[str, str]]:
-        """What is marked: `drained`, `down` or `ejected`, and the address."""
+        """The marks of all endpoints, as pairs of `drained`, `down` or `ejected` and the address."""
         fields = (await self._client.command("HGETALL", self.keys.marks))[::2]
         parts = (field.partition(BETWEEN) for field in fields)
         return frozenset((what, address) for what, _, address in parts)
@@ -461,7 +462,7 @@ class Store:
         by_band = {band.priority: (0.0, 0, 0) for band in self._bands}
         rows = zip(bands[::5], bands[1::5], bands[3::5], bands[4::5], strict=True)
         for priority, v, length, size_bytes in rows:
-            # Two have one priority for a while after the configuration gave it to one of the three.
+            # After a reconfiguration a dynamic band may share a named band's priority: add their counts.
             former_v, former, former_bytes = by_band.get(priority, (0.0, 0, 0))
             by_band[priority] = max(former_v, float(v)), former + length, former_bytes + int(size_bytes)
         named = {self._bands.of(each).name: by_band[each] for each in sorted(by_band, reverse=True)}
@@ -512,7 +513,7 @@ def marked(
     marks: frozenset[tuple[str, str]],
     ejections: Mapping[str, Ejection] = MappingProxyType({}),
 ) -> tuple[Endpoint, ...]:
-    """`endpoints`, of which none is marked, with their marks."""
+    """`endpoints`, which carry no marks yet, with `marks` and `ejections` set."""
     if not marks:
         return tuple(endpoints)
     addresses = {address for _, address in marks}
@@ -532,7 +533,7 @@ def marked(
 
 
 def _description(endpoint: Endpoint) -> str:
-    """What is published of an endpoint beside its address."""
+    """The JSON that is published for an endpoint, under its address."""
     about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
     if endpoint.max_inflight is not None:
         about["max_inflight"] = endpoint.max_inflight
@@ -544,7 +545,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _info(text: str) -> Mapping[str, object]:
-    """The info that a replica publishes; empty if it is damaged."""
+    """A replica's published info, parsed; empty if it is malformed."""
     try:
         about = json.loads(text)
     except json.JSONDecodeError:
@@ -560,10 +561,8 @@ def _verdict(reply: str) -> Decision:
 
 
 def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0) -> bytes:
-    """Packed for Redis; times in ms, the age to the µs: it orders those that come again in one message.
-
-    ValueError where a text holds byte 0, which would end it early.
-    """
+    """`request` packed for `lua/admit.lua`. Times are ms; the age is exact to the µs, since ages order the
+    requests that one message submits again. Raises ValueError where a text holds byte 0."""
     workload = request.workload
     return pack_arrival(
         (request.id, attempt, request.flow, workload.id, request.model, candidates),
@@ -582,7 +581,8 @@ def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: fl
 
 
 def pack_arrival(texts: tuple[str, str, str, str, str, str], numbers: tuple[float, ...]) -> bytes:
-    """ARRIVAL_TEXTS and ARRIVAL_NUMBERS in their order. Raises ValueError where a text holds byte 0."""
+    """Pack the values of ARRIVAL_TEXTS and ARRIVAL_NUMBERS, in that order. Each text ends in byte 0: raises
+    ValueError where a text holds one."""
     packed = ("\0".join(texts) + "\0").encode(errors="surrogateescape")
     if packed.count(0) != len(ARRIVAL_TEXTS):
         raise ValueError("byte 0 in a text")

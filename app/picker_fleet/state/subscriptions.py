@@ -1,8 +1,8 @@
-"""Channels and plain commands, each on a connection of its own, beside the transport (state/batching.py).
+"""Subscriptions and plain commands on separate Redis connections, beside the batches of state/batching.py.
 
 `listen` follows the wake-up channel (pool.py), `follow` any channel (endpoints/metrics_channel.py);
-CommandClient runs commands that must not delay decisions (endpoints/, scheduling/route_stream.py). A message
-that is published while nobody is subscribed is missed.
+CommandClient runs commands that must not delay decisions (endpoints/, scheduling/route_stream.py). A
+subscriber misses messages that are published while it is not connected.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from picker_fleet.state.connection import DOWN, RedisConnection
 from picker_fleet.state.error_replies import Meaning, meaning_of
 from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled
 
-CHECK_S = 1.0  # between two PINGs of a channel; each has as long to be answered
+CHECK_S = 1.0  # interval of a subscription's PINGs, and the time in which each must be answered
 _CONNECT_S = 2.0
 _PAUSE_S = 0.2
 
@@ -38,10 +38,10 @@ async def follow(
 ) -> None:
     """Pass each message of `channel` to `on_message` until cancelled, reconnecting as needed.
 
-    The connection is pinged every `check_s`: nothing else notices a peer that has vanished. `on_subscribed`
-    is awaited each time messages begin to come, so that it can read what was missed; StateUnavailable from
-    it reconnects. `what` names the messages in the log, which has one line for each interruption, however
-    often a new connection fails."""
+    The connection is pinged every `check_s`, to detect a server that has vanished. `on_subscribed` is awaited
+    after each SUBSCRIBE, so that it can read the state that missed messages told of; if it raises
+    StateUnavailable, the connection is made again. `what` names the messages in the log. Each interruption
+    logs one line, however many attempts to reconnect fail."""
     interrupted = False
     while True:
         subscription = _Subscription(channel, on_message)
@@ -60,17 +60,17 @@ class _Subscription:
         loop = asyncio.get_running_loop()
         self._channel = channel
         self._on_message = on_message
-        self._received = True  # anything since the last PING
+        self._received = True  # whether anything was received since the last PING
         self._subscribed: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[str] = loop.create_future()
 
     @property
     def began(self) -> bool:
-        """Whether messages have begun to come."""
+        """Whether Redis has confirmed the subscription."""
         return self._subscribed.done()
 
     async def follow(self, url: str, on_subscribed: OnSubscribed | None, check_s: float) -> None:
-        """Raises one of DOWN when the connection has ended, or was silent for twice `check_s`."""
+        """Follow the channel. Raises one of DOWN when the connection ends, or leaves a PING unanswered."""
         async with asyncio.timeout(_CONNECT_S):
             connection = await RedisConnection.connect(
                 connections(url, self._channel), self._take, self._end, text=False
@@ -114,7 +114,7 @@ async def listen(
     url: str, name: str, on_notification: Callable[[str, str], object], *, check_s: float = CHECK_S
 ) -> None:
     """Pass each line `WHAT ABOUT` of the wake-up channel `name` to `on_notification` until cancelled.
-    Wake-ups are hints: a lost one costs at most a heartbeat."""
+    Wake-ups are hints: a lost wake-up delays its request by at most a heartbeat interval."""
 
     def take(message: bytes) -> None:
         for line in message.decode(errors="replace").split("\n"):
@@ -128,8 +128,8 @@ Command = tuple[Any, ...]
 
 
 class CommandClient:
-    """Runs commands on the server that holds `key`. It connects when first needed, and again after a fault.
-    One event loop; concurrent calls take turns."""
+    """Runs commands on the server that holds `key`. Connects at the first call, and again after a fault. One
+    event loop; concurrent calls run one after another."""
 
     def __init__(self, url: str, key: str, *, deadline_s: float) -> None:
         self._url, self._pool = url, connections(url, key)
@@ -142,7 +142,7 @@ class CommandClient:
         self._missing = 0
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to `commands`, texts as bytes. All are sent at once; an error to one fails all.
+        """Send all `commands` at once. Returns their replies, strings as bytes; an error reply fails all.
 
         Raises:
             StateUnavailable: no answer within the deadline, no server, or an error reply.
@@ -174,7 +174,7 @@ class CommandClient:
             self._connection.write(b"".join([hiredis.pack_command(command) for command in commands]))
             await self._answer
         except BaseException:
-            # Replies that are still to come would be taken for those of the next commands.
+            # Close: late replies on this connection would be taken for replies to the next commands.
             await self.close()
             raise
         finally:

@@ -1,8 +1,7 @@
 """Structured logs through the standard library's logging: one line a record on stderr, as text or JSON.
 
-`setup` is called once by the replica. What is passed as `extra` becomes a field of the line; names that the
-logging library uses itself are not available. `DecisionLines` writes the line of each decision for the
-ext_proc exchanges.
+The replica calls `setup` once. Each key of `extra` becomes a field of the line; names that the logging
+library uses itself cannot be used. `DecisionLines` writes one line for each decision.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from picker_fleet.request import InferenceRequest
 from picker_fleet.scheduling.explain import Explanation
 
 _log = logging.getLogger("picker_fleet.telemetry.decisions")  # the name operators filter by
-POOL: Final = ContextVar("pool", default="")  # whose work is done, in a process that serves several
+POOL: Final = ContextVar("pool", default="")  # the pool of the running task, if the process serves several
 _MAX_KINDS = 1000
-_REFUSALS_PER_S = 5  # lines of one code; a flood of refusals must not become a flood of lines
+_REFUSALS_PER_S = 5  # lines for each code; a flood of refusals must not become a flood of lines
 
-# The fields of every record; any other was passed as `extra`.
+# The fields that every record has; any other field was passed as `extra`.
 _OWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -50,7 +49,7 @@ class JsonFormatter(logging.Formatter):
         try:
             return orjson.dumps(line, default=repr).decode()
         except TypeError:
-            # A lone surrogate or a huge integer: the line is written with it escaped.
+            # orjson refuses lone surrogates and huge integers; json escapes them.
             return json.dumps(
                 {key: value if isinstance(value, str) else repr(value) for key, value in line.items()}
             )
@@ -88,9 +87,9 @@ def _word(value: object) -> str:
 def setup(
     level: str = "INFO", stream: IO[str] | None = None, *, style: str = "json", **identity: str
 ) -> logging.Handler:
-    """Send the lines of all loggers to `stream` (stderr), each with the fields of `identity` (replica, pool),
-    in the `style` text or json. Where `identity` has no pool, it is that of `POOL`.
+    """Send the lines of all loggers to `stream` (default: stderr), in the `style` text or json.
 
+    Each line has the fields of `identity` (replica, pool); without a pool there, `POOL` gives the pool.
     Replaces the root logger's handlers, and silences libraries that log every call. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
@@ -111,16 +110,16 @@ def setup(
     root.setLevel(level)
     for noisy in ("uvicorn.access", "watchfiles", "asyncio", "httpx", "httpcore", "opentelemetry", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is not HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of all requests that are not HTTP
     return handler
 
 
 class OneASecond(logging.Filter):
-    """Passes one record a second of each kind, so that no peer can make a flood of lines. Each has as
-    `left_out` how many of its kind were left out since the last; if no other comes, a last line says so.
+    """Passes one record of each kind a second, so that no peer can cause a flood of lines.
 
-    A kind is a logger and a text before its arguments are put in. `clock` is in seconds. Records below INFO
-    pass, and those of decisions, which have a bound of their own.
+    A kind is a logger and a message before formatting. The field `left_out` counts the records dropped since
+    the last line of the kind; if no further record comes, the first dropped one is written a second later.
+    `clock` is in seconds. Records below INFO always pass, and decision lines, which `DecisionLines` limits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +127,7 @@ class OneASecond(logging.Filter):
         self._clock = clock
         self._kinds: dict[
             tuple[str, object], tuple[float, int]
-        ] = {}  # when the last was written, and how many were not
+        ] = {}  # time of the last line, records dropped since
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.INFO or record.name == _log.name:
@@ -148,23 +147,23 @@ class OneASecond(logging.Filter):
         return True
 
     def _repeat_later(self, record: logging.LogRecord) -> None:
-        """Write the line again after a second, unless another of its kind has come."""
+        """Write `record` after a second, unless a further line of its kind was written."""
         with contextlib.suppress(
             RuntimeError
-        ):  # outside an event loop the next line of its kind has the number
+        ):  # outside an event loop only the next line of the kind has the count
             asyncio.get_running_loop().call_later(1.0, self._repeat, record)
 
     def _repeat(self, record: logging.LogRecord) -> None:
         if self._kinds.get((record.name, record.msg), (0.0, 0))[1]:
-            record.exc_info = None  # the first line had it
+            record.exc_info = None  # the kind's first line had the traceback
             logging.getLogger(record.name).handle(record)
 
 
 class DecisionLines:
-    """Writes a line for each decision: a placement at debug level, a refusal at info, limited by code.
+    """Writes a line for each decision: placements at debug level, refusals at info level, limited by code.
 
-    Call `placed` only if `debug`. `explain` returns how a request's endpoint was chosen, and is called at
-    debug level only. `clock` is in seconds. Each line has the fields of `whose`. One event loop.
+    Call `placed` only if `debug`. `explain`, called at debug level only, returns how a request's endpoint was
+    chosen. `clock` is in seconds. Each line has the fields of `whose`. For use in one event loop.
     """
 
     def __init__(
@@ -184,15 +183,15 @@ class DecisionLines:
     def placed(
         self, request: InferenceRequest | None, endpoints: Sequence[str], mode: str, seconds: float
     ) -> None:
-        """A request goes to the first of `endpoints`; `request` is None if it was not admitted (GET)."""
+        """Write that a request goes to the first of `endpoints`; `request` is None for reads (GET)."""
         fields = {**self._whose, **_fields(request, "ok", mode, seconds), "endpoints": ",".join(endpoints)}
         _log.debug("placed", extra={**fields, **self._explanation(request)})
 
     def refused(
         self, request: InferenceRequest | None, code: str, status: int, mode: str, seconds: float
     ) -> None:
-        """A request was refused with `code` and the HTTP `status`, or its client disconnected before
-        (`client_gone`, 499); `request` is None if it could not be parsed."""
+        """Write that a request was refused with `code` and the HTTP `status`, or that its client disconnected
+        first (`client_gone`, 499); `request` is None if it could not be parsed."""
         second = int(self._clock())
         if second != self._second:
             self._second = second

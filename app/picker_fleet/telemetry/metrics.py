@@ -1,13 +1,13 @@
-"""What a replica counts and measures, and the Prometheus text that shows it.
+"""The metrics of a replica, and the Prometheus text that shows them.
 
-Names are those of spec 003 with the prefix `epp_`, and those that operators of such systems expect besides.
-Counters, histograms and `epp_queue_length` are this replica's own and add up over the fleet; gauges of the
-shared state (bounds, stock, queue by band) are the same on every replica and are read with `max`. A label has
-at most 1000 values, then `other`. Times are seconds. `target_model` is empty if the variant is not known.
+Names follow spec 003, with the prefix `epp_`; further metrics have names that operators expect. Counters,
+histograms and `epp_queue_length` are this replica's own: sum them over the fleet. Gauges of the shared state
+(bounds, stock, queue by band) are the same on every replica: query them with `max`. A label has at most 1000
+values; further values become `other`. Times are seconds. `target_model` is empty if the variant is unknown.
 
-prometheus-client's own instruments take a lock for each update and visit every bucket: 1 µs a count and up to
-3 µs an observation; and the text of a thousand models takes more than half a second. The families here belong
-to one event loop, find the bucket by bisection, and keep the text of each series until its value changes.
+prometheus-client's own instruments take a lock for each update and visit every bucket: 1 µs a count, up to
+3 µs an observation; rendering a thousand models takes more than half a second. The families here belong to
+one event loop, find the bucket by bisection, and keep the text of each series until its value changes.
 """
 
 import itertools
@@ -26,10 +26,10 @@ from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
 from picker_fleet.state.store import PoolState
 
-PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the text
+PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the metrics page
 OTHER = "other"
 _MAX_VALUE_CHARS = 128
-# Of a family: several labels that are capped separately still multiply.
+# The most series of a family: labels that are capped separately still multiply.
 _MAX_SERIES = 10_000
 _MAX_HISTOGRAMS = 2_500
 
@@ -57,7 +57,7 @@ _TRANSITIONS = (
     ("resyncing", "answers"),
     ("shared", "all-told"),
 )
-# Of the shared state, by key: the name of the metric and its help.
+# Fields of the shared state: each has the name of its metric, and the help text.
 _POOL_GAUGES = {
     "stock": ("stock_level", "What is in flight, fleet-wide, in the stock's unit."),
     "lower": ("lower_bound", "The stock below which requests are dispatched."),
@@ -81,7 +81,7 @@ _STATUS_TEXTS = {0: "0", **{status: str(status) for status in range(100, 600)}}
 
 
 class Waiting(NamedTuple):
-    """What requests that wait in the queue have in common."""
+    """The key by which this replica counts its waiting requests."""
 
     flow: str
     band: Band
@@ -90,9 +90,10 @@ class Waiting(NamedTuple):
 
 
 class Metrics:
-    """A replica's metrics of one pool. `models` keep their label value whatever names clients send; `labels`
-    are further ones that each series has. `bands` are the configured ones; another has series while it is in
-    use."""
+    """A replica's metrics of one pool.
+
+    `models` keep their label value whatever names clients send; `labels` are added to each series. `bands`
+    are the configured bands; any other band has series while it is in use."""
 
     def __init__(
         self,
@@ -208,9 +209,9 @@ class Metrics:
         )
         self._in_flight = gauges("endpoint_in_flight", "Requests in flight on an endpoint.", ("endpoint",))
         self._ended_labels: dict[tuple[str, Outcome, int], tuple[Labels, Labels, Labels]] = {}
-        self.pool_state: PoolState | None = None  # the newest that is known
-        self.waiting_requests: dict[Waiting, int] = {}  # of this replica, in its queue
-        # A rate of 0 instead of a missing series.
+        self.pool_state: PoolState | None = None  # the newest known state
+        self.waiting_requests: dict[Waiting, int] = {}  # of this replica
+        # Start the series at 0, so that a query finds a rate of 0 and not a missing series.
         self._bands = frozenset(band.name for band in bands)
         for name in sorted(self._bands):
             self._preemptions.add((name,), 0)
@@ -221,7 +222,7 @@ class Metrics:
             self._transitions.add(transition, 0)
 
     def answered(self, mode: str, model: str, code: str, seconds: float, target_model: str = "") -> None:
-        """A decision was sent: `code` is `ok` or the RequestError's code."""
+        """Count a decision sent to Envoy; `code` is `ok` or the RequestError's code."""
         labels = self._variant(model, target_model)
         self.requests.add((*labels, code, mode))
         if code != "ok":
@@ -229,7 +230,7 @@ class Metrics:
         self._decision.observe(seconds, (mode,))
 
     def completed(self, completion: Completion, model: str) -> None:
-        """A request ended. Fields of `completion` that are None are not counted."""
+        """Count the end of a request. Fields of `completion` that are None are not counted."""
         ended = model, completion.outcome, completion.status
         labels = self._ended_labels.get(ended) or self._labels_of_end(*ended)
         label, of_outcome, of_status = labels
@@ -248,7 +249,7 @@ class Metrics:
             self.waited(model, completion.waited_s, success, completion.target_model)
 
     def _labels_of_end(self, model: str, outcome: Outcome, status: int) -> tuple[Labels, Labels, Labels]:
-        """The labels of the model, of its outcome and of its status; remembered, since few differ."""
+        """The labels of the series by model, outcome and status; cached, since few combinations occur."""
         name = self._model(model)
         text = _STATUS_TEXTS.get(status, OTHER)
         if status == 0 and outcome is Outcome.CLIENT_GONE:
@@ -260,15 +261,15 @@ class Metrics:
         return labels
 
     def access_log(self, kind: str) -> None:
-        """An access-log entry arrived: `kind` is `ended`, `alive` or `ignored`."""
+        """Count an access-log entry; `kind` is `ended`, `alive`, `failed` or `ignored`."""
         self._entries.add((kind,))
 
     def access_log_rejected(self, reason: str) -> None:
-        """An entry was ignored for its accounting token; `reason` is a code of state/accounting_token.py."""
+        """Count an entry without a valid accounting token; `reason`: a code of state/accounting_token.py."""
         self._rejected.add((reason,))
 
     def waited(self, model: str, seconds: float, success: bool, target_model: str = "") -> None:
-        """A request waited `seconds` in the queue, and its outcome is known; `success`: answered in full."""
+        """Record a request's wait in the queue once its outcome is known; `success`: answered in full."""
         labels = (*self._variant(model, target_model), "true" if success else "false")
         self.waits.observe(seconds, labels)
 
@@ -279,13 +280,13 @@ class Metrics:
         self._expired.add(self._variant(model, target_model))
 
     def client_gone(self, mode: str, model: str, seconds: float, target_model: str = "") -> None:
-        """The client of a request disconnected before the decision: status 499."""
+        """Count a request whose client disconnected before the decision, as status 499."""
         self.answered(mode, model, ClientGone.code, seconds, target_model)
         self._cancelled.add(self._variant(model, target_model))
         self._statuses.add((self._model(model), _CLIENT_GONE))
 
     def waiting(self, request: InferenceRequest, change: int) -> None:
-        """`change` more (or fewer) requests like `request` wait in this replica's queue."""
+        """Add `change` (or subtract, if negative) requests like `request` that wait for this replica."""
         self._waiting.add(self._variant(request.model, request.target_model), change)
         alike = Waiting(request.flow, request.band, request.model, request.target_model)
         count = self.waiting_requests.pop(alike, 0) + change
@@ -293,7 +294,7 @@ class Metrics:
             self.waiting_requests[alike] = count
 
     def follow_bodies(self, held_bytes: Callable[[], float]) -> None:
-        """Read the bytes of bodies that this replica holds from `held_bytes`."""
+        """Call `held_bytes`, whenever the page is rendered, for the body bytes that this replica holds."""
         self._bodies.follow(held_bytes)
 
     def preempted(self, band: Band) -> None:
@@ -303,7 +304,7 @@ class Metrics:
         self._evictions.add((band.name,))
 
     def push_error(self, model: str, error_type: str, target_model: str = "") -> None:
-        """The queue refused a request; `error_type` is the Dropped error's code."""
+        """Count a request that the queue refused; `error_type` is the Dropped error's code."""
         self._push_errors.add((*self._variant(model, target_model), error_type))
 
     def dequeued(self, attempts: int, successes: int) -> None:
@@ -326,20 +327,20 @@ class Metrics:
         self._keys_lost.add()
 
     def redis_unfit(self, faults: Mapping[str, bool]) -> None:
-        """Each of state/server_check.py, and whether the server has it."""
+        """Show each fault of state/server_check.py, and whether the Redis server has it."""
         self._unfit.replace({(fault,): float(has_it) for fault, has_it in faults.items()})
 
     def strays(self, n: int) -> None:
         self._strays.add(amount=n)
 
     def redis_call(self, script: str, seconds: float, items: int) -> None:
-        """One answered call of `script` that carried `items` items."""
+        """Record one answered call of `script` with `items` items."""
         label = (script,)
         self._calls.observe(seconds, label)
         self._items.observe(items, label)
 
     def redis_error(self, script: str, kind: str) -> None:
-        """`kind`: no-answer, or the meaning of the error reply (state/error_replies.py)."""
+        """Count a failed call; `kind` is `no-answer` or a meaning of state/error_replies.py."""
         self._errors.add((script, kind))
 
     def scraped(self, address: str, seconds: float, reading: EndpointMetrics) -> None:
@@ -356,7 +357,7 @@ class Metrics:
         self._probes.add((self._endpoint(address),))
 
     def scrape_failed(self, address: str, kind: str, seconds: float) -> None:
-        """`kind`: timeout, silent, connection, status or page."""
+        """Count a failed scrape; `kind` is timeout, silent, connection, status or page."""
         self._scrapes.add((self._endpoint(address), kind))
         self._scrape_s.observe(seconds, ("failed",))
 
@@ -392,12 +393,12 @@ class Metrics:
         self._in_flight.follow_all(lambda: _by_endpoint(state.in_flight))
 
     def redis_silence(self, seconds: float, paused_s: float) -> None:
-        """Redis last answered `seconds` ago; this replica itself was paused for `paused_s` in all."""
+        """Redis last answered `seconds` ago; this replica's pauses add up to `paused_s`."""
         self._redis_answer_age.set(seconds)
         self._paused_s.follow(paused_s)
 
     def failover(self, state: str, cause: str = "") -> None:
-        """The failover state of this replica (failover/gate.py), and the cause of the change to it."""
+        """Show this replica's failover state (failover/gate.py); a `cause` counts a transition to it."""
         self._failover_state.replace({(side,): float(side == state) for side in _FAILOVER_STATES})
         if cause:
             self._transitions.add((state, cause))
@@ -406,7 +407,7 @@ class Metrics:
         self._pool_gauges["degraded"].set(float(on))
 
     def follow_scores(self, scores: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Read the scores of each endpoint from `scores`: `ip:port` -> scorer -> score in [0, 1]."""
+        """Call `scores`, whenever the page is rendered, for `ip:port` -> scorer -> score in [0, 1]."""
 
         def by_endpoint_and_scorer() -> dict[Labels, float]:
             name = LabelCap()
@@ -419,18 +420,18 @@ class Metrics:
         self._scores.follow_all(by_endpoint_and_scorer)
 
     def add(self, families: "Callable[[], Iterable[Family]]") -> None:
-        """Show further families, those that `families` gives each time the text is made."""
+        """Also show the families that `families` returns, called whenever the page is rendered."""
         self._page.add(families)
 
     def families(self) -> "Iterator[Family]":
-        """All families, in the order of the text."""
+        """All families, in exposition order."""
         return self._page.families()
 
 
 class MetricsPage:
     """The Prometheus text of a replica, of type `PAGE_TYPE`: metrics of the process and of each of its pools.
 
-    All pools have the same families; where there are several, a label of each series says whose it is.
+    All pools have the same families. With several pools, each series has the label `pool`.
     """
 
     def __init__(self, pools: Sequence[Metrics]) -> None:
@@ -439,8 +440,8 @@ class MetricsPage:
         ProcessCollector(registry=self._process)
 
     def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces that take microseconds each. A series that changes meanwhile has its old or its
-        new value."""
+        """The text, in pieces that take microseconds each to render. A series that changes meanwhile shows
+        its old or its new value."""
         yield generate_latest(self._process)
         for same in zip(*(metrics.families() for metrics in self._pools), strict=True):
             yield same[0].head
@@ -449,13 +450,12 @@ class MetricsPage:
 
 
 def _class_of(why: str) -> str:
-    """A fault's reason with few values: `5xx` for a status."""
+    """The fault's reason as a label with few values: a status becomes its class, such as `5xx`."""
     return f"{why[0]}xx" if why.isdecimal() else why
 
 
 def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
-    """The sums by label value. The cap is a new one: only the present endpoints count, not all that there
-    ever were."""
+    """Sum `values` by endpoint label. The new LabelCap counts only present endpoints, not former ones."""
     name = LabelCap()
     found: dict[Labels, float] = {}
     for address, value in values.items():
@@ -465,20 +465,20 @@ def _by_endpoint(values: Mapping[str, float]) -> dict[Labels, float]:
 
 
 class Family(Protocol):
-    """A metric family with its part of the text."""
+    """A metric family that renders its part of the metrics page."""
 
     @property
     def head(self) -> bytes:
-        """Its help and its type."""
+        """The lines with the family's help and type."""
         ...
 
     def series(self) -> Iterator[bytes]:
-        """The text of its series, in pieces that take microseconds each."""
+        """The text of the series, in pieces that take microseconds each to render."""
         ...
 
 
 class Page:
-    """The families of a text, in the order in which they were added; `labels` are those of every series."""
+    """Metric families in exposition order, the order in which they were added; each series has `labels`."""
 
     def __init__(self, labels: Mapping[str, str] = MappingProxyType({})) -> None:
         self.labels = labels
@@ -493,16 +493,16 @@ class Page:
 
 
 def label_value(text: str) -> str:
-    """`text` as a label can have it: short, and without what cannot be encoded: one bad name must not cost
-    the whole page."""
+    """`text` as a label value: cut to 128 characters, with characters that UTF-8 cannot encode replaced. One
+    bad name must not make the whole page fail."""
     return text[:_MAX_VALUE_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 class LabelCap:
-    """Keeps the first `limit` values of a label; any further one becomes `other`.
+    """Keeps the first `limit` values of a label; any further value becomes `other`.
 
-    Clients choose some labels (model names): without a cap they would choose how much memory and how long a
-    text this process needs. `known` values keep their names whatever clients send first.
+    Clients choose some labels (model names): without a cap they could make the process's memory and metrics
+    page arbitrarily large. `known` values keep their names whatever clients send first.
     """
 
     def __init__(self, limit: int = 1000, known: Iterable[str] = ()) -> None:
@@ -524,10 +524,10 @@ class LabelCap:
 
 
 class PairCap:
-    """Caps a model and its variant, each by itself and as a pair.
+    """Caps the values of model and variant, and the pairs of both.
 
-    With separate caps only, a client that chooses both could make a million pairs. Past `limit` pairs a
-    model's new variants are `other`.
+    With separate caps only, a client that chooses both could make a million pairs. After `limit` pairs, new
+    variants of a model become `other`.
     """
 
     def __init__(self, limit: int = 1000, known: Iterable[tuple[str, str]] = ()) -> None:
@@ -553,8 +553,8 @@ class PairCap:
 
 
 class _Writer:
-    """Writes the lines of a family. Label values are passed in the order of `labels`, and written sorted by
-    label."""
+    """Writes the lines of a family. Callers pass label values in the order of `labels`; the text has them
+    sorted by label name."""
 
     def __init__(
         self, name: str, kind: str, help_text: str, labels: Labels, constant: Mapping[str, str]
@@ -568,7 +568,7 @@ class _Writer:
         return f"{name}{{{pairs}}} {_number(value)}\n" if pairs else f"{name} {_number(value)}\n"
 
     def bucket(self, name: str, values: Labels) -> tuple[str, str]:
-        """The text before and after the bound in the line of a bucket."""
+        """The text before and after the upper bound in a bucket's line."""
         pairs = self._pairs(values)
         before = "".join(f"{pair}," for label, pair in pairs if label < "le")
         after = "".join(f",{pair}" for label, pair in pairs if label > "le")
@@ -588,7 +588,7 @@ def _escaped(text: str) -> str:
 
 
 class _Values:
-    """Series of one number each. The text of a series is kept until its value changes or it is gone."""
+    """Series of one number each. Keeps the text of a series until its value changes or it is removed."""
 
     _read: Callable[[], dict[Labels, float]] | None = None
 
@@ -611,7 +611,7 @@ class _Values:
             self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def follow_all(self, read: Callable[[], dict[Labels, float]]) -> None:
-        """Call `read` for all series when the text is rendered: nobody pays for them in between."""
+        """Call `read` for all series whenever the page is rendered; in between they cost nothing."""
         self._read = read
 
     @property
@@ -632,28 +632,28 @@ class _Values:
 
 
 class Counters(_Values):
-    """A counter family. `name` is without `_total`; label values are in the order of `labels`."""
+    """A counter family. `name` lacks the suffix `_total`; label values are in the order of `labels`."""
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, f"{name}_total", "counter", help_text, labels)
 
     def follow(self, total: float) -> None:
-        """Show a total that is counted elsewhere; it may start again at 0."""
+        """Show a total that another part counts; the total may restart at 0."""
         self._values = {(): total}
 
     def keep(self, wanted: Callable[[Labels], bool]) -> None:
-        """Drop all other series."""
+        """Remove the series whose labels are not `wanted`."""
         self._values = {labels: value for labels, value in self._values.items() if wanted(labels)}
 
 
 class Gauges(_Values):
-    """A gauge family; `replace` sets all of its series at once, so that none describes what is gone."""
+    """A gauge family; `replace` sets all series at once, so that no series of a removed object remains."""
 
     def __init__(self, page: Page, name: str, help_text: str, labels: Labels = ()) -> None:
         super().__init__(page, name, "gauge", help_text, labels)
 
     def follow(self, read: Callable[[], float]) -> None:
-        """Call `read` for the value when the text is rendered."""
+        """Call `read` for the value whenever the page is rendered."""
         self._read = lambda: {(): read()}
 
     def set(self, value: float) -> None:
@@ -669,11 +669,11 @@ class _Cell:
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
         self.total = 0.0
-        self.text: bytes | None = None  # until the next observation
+        self.text: bytes | None = None  # the rendered series; dropped at the next observation
 
 
 class Histograms:
-    """A histogram family over ascending upper bounds `bounds`; the bucket `+Inf` is added."""
+    """A histogram family with the ascending upper bounds `bounds`, and the bucket `+Inf`."""
 
     def __init__(
         self, page: Page, name: str, help_text: str, bounds: tuple[float, ...], labels: Labels = ()
@@ -699,7 +699,7 @@ class Histograms:
         cell.text = None
 
     def also(self, page: Page, name: str, labels: Labels) -> None:
-        """Show the same on `page` under another name, with other names of the labels."""
+        """Also show this histogram on `page`, under another name and with other label names."""
         copy = Histograms(page, name, self._help, self._bounds, labels)
         copy._cells = self._cells
         copy._keeps_texts = False

@@ -1,8 +1,8 @@
-"""The metrics of the reference picker that dashboards and autoscalers read, under its names.
+"""Metrics under the reference picker's names, which existing dashboards and autoscalers query.
 
-`llm_d_epp_…` are those of llm-d, `inference_…` the older ones of the Gateway API inference extension. Each is
-worked out when the page is read. What waits and what runs are this replica's own and add up over the fleet;
-what describes the pool is the same on every replica.
+`llm_d_epp_…` are the names of llm-d, `inference_…` the older names of the Gateway API inference extension.
+Values are computed when the page is rendered. Queue sizes and running requests are this replica's own: sum
+them over the fleet. Metrics of the pool are the same on every replica.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,11 +35,10 @@ _AVERAGES: Final[Mapping[str, Callable[[EndpointMetrics], float | None]]] = {
 
 
 class ReferenceMetrics:
-    """Families of `Metrics` (`Metrics.add`) for the pool that is named `pool`.
+    """Metric families of the pool `pool`, to be shown beside those of `Metrics` (`Metrics.add`).
 
-    `readings` are the newest of each endpoint; `running` counts by model the requests whose answers pass this
-    replica.
-    """
+    `readings` returns each endpoint's newest reading; `running` returns how many answers in flight pass
+    through this replica, by model."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class ReferenceMetrics:
         return found
 
     def families(self) -> Iterator[Family]:
-        """The families, with the figures of now."""
+        """The families with their current values."""
         _show(self._queue, self._waiting())
         self._running_seen = dict.fromkeys(self._running_seen, 0.0)
         for model, count in self._running().items():
@@ -122,8 +121,8 @@ class ReferenceMetrics:
         return self._page.families()
 
     def _waiting(self) -> dict[Labels, float]:
-        """What waits, and 0 for what waited before. Clients name flows and models: past `_MOST_QUEUE_SERIES`
-        series those that have fallen to 0 go, then what is over is counted as `other`."""
+        """The queue length of each series, and 0 for series that had requests before. Clients name flows and
+        models: beyond `_MOST_QUEUE_SERIES` series, drop those at 0, and count further requests as `other`."""
         found: dict[Labels, float] = {}
         for each, count in self._metrics.waiting_requests.items():
             priority = str(each.band.priority)

@@ -1,13 +1,13 @@
-"""OpenTelemetry traces of requests, sent over OTLP to a collector; used by admission/traced.py. It is
-imported only if tracing is configured.
+"""OpenTelemetry traces of requests, sent over OTLP to a collector. admission/traced.py uses this module,
+which is imported only if tracing is configured.
 
     decide ─┬─ admit      the admit script
-            ├─ wait       in the queue; again if the request is requeued
-            ├─ place      the choice of an endpoint after the grant; without length where the grant made it
-            └─ settle     the request's end, by the replica that receives it
+            ├─ wait       the wait in the queue; one more span if the request is requeued
+            ├─ place      the choice of an endpoint after the grant; zero length if the grant placed it
+            └─ settle     the request's end, from the replica that receives it
 
-`decide` is a child of the client's span if the request has a W3C `traceparent`, whose sampling flag counts;
-other requests are sampled by the configured share.
+If the request has a W3C `traceparent`, `decide` is a child of the client's span, and the client's sampling
+flag decides; other requests are sampled with the configured probability.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from picker_fleet.request import Completion, InferenceRequest, Placement
 from picker_fleet.sections import Tracing
 
 _HEADER = "traceparent"
-_EXPORT_S = 2  # timeout of an export, in the background; spans of a failed export are lost
+_EXPORT_S = 2  # timeout of an export in the background; a failed export loses its spans
 _MAX_SETTLING = 10_000
 _W3C = TraceContextTextMapPropagator()
 
@@ -53,18 +53,18 @@ class DecisionSpans:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Span]:
-        """A child span around the block; it ends a wait."""
+        """Open a child span for the block, after ending the wait span if there is one."""
         self._end_wait()
         with self._tracer.start_as_current_span(name, self._context, record_exception=False) as span:
             yield span
 
     def on_verdict(self, verdict: str) -> None:
-        """The verdict of a script; `queued` begins a wait."""
+        """Take the verdict of a script; `queued` starts a wait span."""
         if verdict == "queued":
             self._wait = self._tracer.start_span("wait", self._context)
 
     def end(self, placement: Placement | None, fault: str = "") -> None:
-        """End the trace of the decision: a placement, or `fault`."""
+        """End the decision's span with the endpoint of `placement`, or with the error `fault`."""
         self._end_wait()
         if placement is not None:
             self._root.set_attribute("picker.endpoint", placement.endpoints[0])
@@ -79,7 +79,7 @@ class DecisionSpans:
 
 
 class Traces:
-    """A replica's traces. One event loop; a thread exports them."""
+    """A replica's traces. Used in one event loop; a background thread exports the spans."""
 
     def __init__(self, processor: SpanProcessor, *, sample: float, replica: str, pool: str) -> None:
         self._provider = TracerProvider(
@@ -133,7 +133,7 @@ class Traces:
             del self._undecided[request_id]
 
     def settling(self, parent: str, completion: Completion) -> None:
-        """Start the span of a request's end; its decision has the traceparent `parent`."""
+        """Start the span of a request's end, as a child of the decision's traceparent `parent`."""
         tokens = {
             "gen_ai.usage.input_tokens": completion.prompt_tokens,
             "gen_ai.usage.output_tokens": completion.completion_tokens,
@@ -152,13 +152,13 @@ class Traces:
             self._settling.popitem(last=False)[1].end()
 
     def settled(self, request_id: str, answer: "asyncio.Future[str]") -> None:
-        """End the span with `answer`, the reply of the settle script."""
+        """End the settle span when `answer`, the reply of the settle script, arrives."""
         span = self._settling.pop(request_id, None)
         if span is not None:
             answer.add_done_callback(lambda done: _end_settle(span, done))
 
     async def stop(self, deadline_s: float) -> None:
-        """Export the remaining spans, within the deadline."""
+        """Export the remaining spans; wait at most `deadline_s`."""
         done, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def flush() -> None:

@@ -1,6 +1,6 @@
 """The audit: replays the decision log and checks each promise (G1–G6, docs/guarantees.md).
 
-Used by `picker audit`, the load generator, the fault suite and the tests.
+`picker audit`, the load generator, the fault suite and the tests call it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ _CHECKS: tuple[type[Check], ...] = (Capacity, Fairness, Starvation, Order, Deadl
 class Auditor:
     """Checks the log entry by entry. Its memory grows with the open requests, not with the log.
 
-    `settings` (JSON, as a `tuned` entry has them) are those in force where the log begins, if the log does
-    not show them itself.
+    `settings` (JSON, as in a `tuned` entry) are the settings in force where the log begins; None if the log
+    itself shows them.
     """
 
     def __init__(self, settings: str | None = None) -> None:
@@ -33,10 +33,10 @@ class Auditor:
         self._start(Rules.parse(settings) if settings else None)
 
     def take(self, raw: Mapping[str, str]) -> None:
-        """Check the next entry, given as the stream has it.
+        """Check the next entry, given as the fields in the stream.
 
         Raises:
-            EntryError: it cannot be read.
+            EntryError: the entry cannot be parsed.
         """
         entry = Entry.parse(raw)
         self._log.checked += 1
@@ -54,7 +54,7 @@ class Auditor:
             self.skip(f"the log was off after entry {entry.seq}")
 
     def skip(self, why: str) -> None:
-        """Entries are missing here, which is no violation: the checks start again with the next entry."""
+        """Restart the checks at the next entry. Entries are missing here, which is no violation."""
         self._remarks.append(why)
         self._close()
         self._last = None
@@ -65,7 +65,7 @@ class Auditor:
         return self._last.seq if self._last else None
 
     def report(self) -> Report:
-        """The findings on all entries. No entry may be taken after it."""
+        """The findings on all entries. Do not call `take` afterwards."""
         self._close()
         remarks = list(self._remarks)
         if self._first is not None and not self._from_start:
@@ -97,10 +97,10 @@ class Auditor:
 def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> Report:
     """Replay `entries`, the decision log oldest first, and check G1 to G6.
 
-    `settings` as `Auditor` takes them.
+    `settings`: see `Auditor`.
 
     Raises:
-        EntryError: an entry cannot be read.
+        EntryError: an entry cannot be parsed.
     """
     auditor = Auditor(settings)
     for raw in entries:
@@ -109,11 +109,11 @@ def audit(entries: Iterable[Mapping[str, str]], settings: str | None = None) -> 
 
 
 def audited(url: str, pool: str) -> Report:
-    """Check the whole decision log of `pool` that the Redis at `url` has now.
+    """Check the whole decision log of `pool` in the Redis at `url`.
 
     Raises:
-        LogUnreadable: there is none, or Redis does not answer.
-        EntryError: an entry cannot be read.
+        LogUnreadable: the pool has no decision log, or Redis does not answer.
+        EntryError: an entry cannot be parsed.
     """
     with LogStream(url, pool) as log:
         auditor = Auditor(log.settings_throughout())

@@ -24,18 +24,18 @@ class Check:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Called when no more steps come."""
+        """Complete the check after the last step."""
 
     def _with_previous(self, entry: Entry) -> list[Entry]:
         return [self._replay.last, entry] if self._replay.last else [entry]
 
 
 class Capacity(Check):
-    """G1. Checked wherever stock or an endpoint is taken: nothing else raises them, so the bounds hold
-    always.
+    """Checks G1 whenever a request takes stock or an endpoint: no other event raises these counts, so the
+    bounds hold at all times.
 
-    A request that is restored, or that Envoy moved to a fallback, runs already: it is counted, not checked.
-    So is one that comes back to the queue.
+    Requests that are restored, or that Envoy moved to a fallback, run already: the check counts them without
+    checking a limit. The same goes for requests that return to the queue.
     """
 
     PROMISE = "G1"
@@ -43,11 +43,11 @@ class Capacity(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._in_flight: Counter[str] = Counter()  # of limited flows, granted and placed
-        self._placed: Counter[tuple[str, str]] = Counter()  # of limited flows, by endpoint
-        self._on: Counter[str] = Counter()  # all requests, by endpoint
-        self._waiting: Counter[int] = Counter()  # requests by band
-        self._waiting_bytes: Counter[int] = Counter()  # of their bodies, by band
+        self._in_flight: Counter[str] = Counter()  # granted and placed requests, by limited flow
+        self._placed: Counter[tuple[str, str]] = Counter()  # placed requests, by limited flow and endpoint
+        self._on: Counter[str] = Counter()  # all placed requests, by endpoint
+        self._waiting: Counter[int] = Counter()  # waiting requests, by band
+        self._waiting_bytes: Counter[int] = Counter()  # bytes of their bodies, by band
 
     def check(self, step: Step) -> None:
         entry, request = step.entry, step.request
@@ -123,7 +123,7 @@ class Capacity(Check):
             self._finding.add(f"endpoint limit passed: {what}", entry)
 
     def _others(self, entry: Entry, endpoint: str = "") -> list[Entry]:
-        """Entries of up to five requests of the same flow that run, and `entry`."""
+        """Entries of up to five running requests of the same flow, and `entry`."""
         found = [
             request.charge_entry
             for request in self._replay.requests.values()
@@ -143,14 +143,14 @@ class Capacity(Check):
 
 
 _Key = tuple[int, str, str]  # band, flow, workload
-_Queue = list[tuple[int, str]]  # a heap of rank and request id; requests that have left may linger
+_Queue = list[tuple[int, str]]  # a heap of rank and request id; may include requests that have left
 
 
 class Order(Check):
-    """G4. `fcfs` is checked by arrival, `edf` by deadline. The log has no rates, so of `workload-aware` only
-    the order of arrival within one workload of a flow is checked.
+    """Checks G4: `fcfs` by arrival, `edf` by deadline. The log has no rates, so for `workload-aware` the
+    check covers only the order of arrival within one workload of a flow.
 
-    What the guard serves is out of turn by design (G3).
+    The guard serves requests out of turn by design (G3), so its dispatches are exempt.
     """
 
     PROMISE = "G4"
@@ -165,7 +165,7 @@ class Order(Check):
         entry, replay = step.entry, self._replay
         if replay.rules is not self._rules:
             if replay.rules is None or not replay.rules.orders_like(self._rules):
-                self._queues.clear()  # requests that still wait are not checked
+                self._queues.clear()  # the order of requests that already wait is not checked
             self._rules = replay.rules
         if step.enters_queue:
             self._push(entry)
@@ -207,7 +207,7 @@ class Order(Check):
             self._finding.add(what, earlier, entry)
 
     def _waits(self, key: _Key, position: tuple[int, str]) -> bool:
-        """Whether the request at `position` still waits there; its id may have been used again."""
+        """Whether the request at `position` still waits there; a later request may have reused its id."""
         request = self._replay.requests.get(position[1])
         if request is None or request.state is not RequestState.QUEUED:
             return False
@@ -231,7 +231,7 @@ class Order(Check):
             }
 
     def _key(self, entry: Entry) -> _Key | None:
-        """The queue whose order `entry` is checked in; None: in none."""
+        """The queue in which the order of `entry` is checked; None if its order is not checked."""
         rules = self._replay.rules
         if rules is None:
             return None
@@ -245,13 +245,13 @@ class Order(Check):
         return entry.arrived
 
 
-ANSWER_MS = 1000  # from the deadline to the client's answer
+ANSWER_MS = 1000  # the client gets its answer within this time after the deadline
 _WAITING = (RequestState.QUEUED, RequestState.ORPHANED)
 
 
 class Deadline(Check):
-    """G5. A request is late if it still waits after a decision more than a second past its deadline. Without
-    a decision nothing could have expired it.
+    """Checks G5. A request is late if it still waits after a decision more than a second past its deadline.
+    Only a decision can expire a request.
     """
 
     PROMISE = "G5"
@@ -291,7 +291,7 @@ class Deadline(Check):
                 self._finding.add(f"{request_id} {what}", request.first_entry, entry)
 
     def _compact(self) -> None:
-        """Drop requests that have left once they are the most."""
+        """Drop the heap items of ended requests once they outnumber the open requests."""
         requests = self._replay.requests
         if len(self._ends) > 2 * len(requests) + 64:
             self._ends = [each for each in self._ends if each[1] in requests]
@@ -299,8 +299,8 @@ class Deadline(Check):
 
 
 class Conservation(Check):
-    """G6. Checked at every entry. Stock and queue length follow from the entry before. A wrong number is
-    reported once; the next entry is checked against the log's own number.
+    """Checks G6 at every entry. Stock and queue length follow from the entry before. The check reports a
+    wrong number once, and continues with the logged number.
     """
 
     PROMISE = "G6"
@@ -323,7 +323,7 @@ class Conservation(Check):
         entry = step.entry
         request = self._replay.requests.get(entry.request)
         if request is None:
-            # While a request from before the log may be in the pool, this may be its end.
+            # The entry may belong to a request that began before the log.
             all_known = self._replay.complete or not self._replay.has_unseen_requests
             possible = STATES_BEFORE[entry.event]
             may_be_orphaned = not self._replay.complete and RequestState.ORPHANED in possible
@@ -349,7 +349,7 @@ class Conservation(Check):
             self._finding.add(f"{entry.queued} are queued where {queued} follow", *self._with_previous(entry))
 
     def _check_largest_bound(self, entry: Entry) -> None:
-        """A restored request may take a part of the bound that all endpoints would have, ready or not."""
+        """Check that a restored request was limited by the upper bound of all endpoints, ready or not."""
         bound, rules = largest_bound(entry), self._replay.rules
         per_endpoint = rules.upper_per if rules else 0.0
         endpoints = round(bound / per_endpoint) if per_endpoint > 0 else 0
@@ -358,7 +358,7 @@ class Conservation(Check):
             self._finding.add(f"request {entry.request} is restored under a bound of {bound:.17g}", entry)
 
     def _check_idle(self, step: Step) -> None:
-        """Nothing runs exactly when the stock is 0, and nothing waits when the queue is empty."""
+        """Check that no request runs exactly when the stock is 0, and none waits when the queue is empty."""
         entry, replay = step.entry, self._replay
         if replay.has_unseen_requests:
             return

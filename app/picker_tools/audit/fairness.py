@@ -1,9 +1,9 @@
-"""The check of G2: each turn goes to the least start tag, tags advance by what was served, and the gap in
-service between two flows is bounded.
+"""The check of G2: each turn goes to the least start tag, each dispatch advances its flow's tag by its share,
+and the service gap between two flows is bounded.
 
-The tags are rebuilt by the rules of docs/fairness.md and compared with those of the log. The bound is checked
-on what was dispatched (`Service`). This is an implementation of its own on purpose: it shares no code with
-the queue it checks.
+The check recomputes the tags by the rules of docs/fairness.md and compares them with the logged tags. It
+checks the bound on the dispatched service (`Service`). The implementation is independent on purpose: it
+shares no code with the queue under check.
 """
 
 import heapq
@@ -29,12 +29,12 @@ from picker_tools.audit.report import Finding
 class VirtualTimes:
     """The virtual time of each band.
 
-    A turn moves it to the tag that was served. An idle band moves it to the highest finish tag. A rebase
-    lowers it together with all tags. Nothing else moves it.
+    A dispatch moves a band's virtual time up to the served start tag. While a band is idle, its virtual time
+    may move to the highest finish tag. A rebase lowers it together with all tags. Nothing else moves it.
     """
 
     def __init__(self, finding: Finding, flow_queues: FlowQueues, first: float | None) -> None:
-        """`first` is the time each band starts with; None: the first that the log shows."""
+        """`first`: the initial virtual time of each band; None: take the first logged value."""
         self._finding = finding
         self._flow_queues = flow_queues
         self._first = first
@@ -43,7 +43,7 @@ class VirtualTimes:
         self._idle: dict[int, bool] = {}  # whether nothing has waited or run since the band's last entry
 
     def forget_flow_queues(self) -> None:
-        """Flow queues may have tags that were not seen."""
+        """From now on flow queues may have tags that the log has not shown."""
         self._knows_all = False
 
     def of(self, band: int) -> float | None:
@@ -53,7 +53,7 @@ class VirtualTimes:
         self._v[band], self._idle[band] = 0.0, False
 
     def accept(self, entry: Entry) -> None:
-        """Take over what `entry` shows, unchecked."""
+        """Take the virtual time of `entry` without checking it."""
         self._v[entry.band] = entry.v
         self._record_idle(entry)
 
@@ -62,7 +62,7 @@ class VirtualTimes:
         self._v[band] = None if before is None else before - by
 
     def check(self, entry: Entry) -> float:
-        """Check what `entry` shows. Returns the virtual time before its decision."""
+        """Check the virtual time of `entry`. Returns the virtual time before its decision."""
         before = self.of(entry.band)
         idle = self._idle.get(entry.band, False)
         self.accept(entry)
@@ -80,7 +80,7 @@ class VirtualTimes:
         return entry.v
 
     def _is_highest(self, entry: Entry) -> bool:
-        """Whether `entry` shows the virtual time of an idle band."""
+        """Whether the virtual time of `entry` is the band's highest tag, as after the band was idle."""
         tags = [queue.tag for queue in self._flow_queues.of(entry.band) if queue.tag is not None]
         return not self._knows_all or same(max(tags, default=0.0), entry.v)
 
@@ -91,16 +91,14 @@ class VirtualTimes:
 
 
 class TagOrder:
-    """The flow queues of each band by start tag: a heap whose outdated items are dropped when they reach the
-    top.
-    """
+    """The flow queues of each band by start tag: a heap that drops outdated items when they reach the top."""
 
     def __init__(self, flow_queues: FlowQueues) -> None:
         self._flow_queues = flow_queues
         self._heaps: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)
 
     def push(self, queue: FlowQueue) -> None:
-        """`queue` has a new tag, or can be served again."""
+        """Record that `queue` has a new tag, or has become servable again."""
         if queue.tag is None:
             return
         heap = self._heaps[queue.band]
@@ -115,7 +113,7 @@ class TagOrder:
         heapq.heapify(heap)
 
     def earlier_than(self, queue: FlowQueue, tag: float) -> FlowQueue | None:
-        """The flow queue whose turn it was before `queue` at `tag`; None if there is none."""
+        """The servable flow queue that precedes `queue` with start tag `tag`; None if there is none."""
         heap = self._heaps[queue.band]
         while heap:
             least, name = heap[0]
@@ -133,14 +131,14 @@ _FREE_STARTS = 100  # as in lua/lib/queue.lua
 
 
 class NewFlows:
-    """The start tag of flows that become backlogged without a charge.
+    """Computes the start tag of flows that become backlogged and owe nothing for earlier service.
 
-    They start at v. Together they are charged like one flow of weight 1; when too many have started, the next
-    start a share later (docs/fairness.md, "Flows").
+    Such flows start at v. Each band charges them together like one flow of weight 1; when too many have
+    started, further flows start one share later (docs/fairness.md, "Flows").
     """
 
     def __init__(self, first: float | None) -> None:
-        """`first` is the charge each band starts with; None: unknown, so that either start is right."""
+        """`first`: the initial charge of each band; None: unknown, so either start tag is accepted."""
         self._first = first
         self._charged: dict[int, float | None] = {}
 
@@ -152,7 +150,7 @@ class NewFlows:
         self._charged[band] = None if charged is None else max(charged - by, 0.0)
 
     def start(self, band: int, v: float, share: float, shown: float | None) -> float:
-        """The start tag of a flow whose next request costs `share`; `shown` is what the log has."""
+        """The start tag of a flow whose next request costs `share`; `shown` is the logged start tag."""
         charged = self._charged.get(band, self._first)
         if charged is None:
             return v + share if shown is not None and same(shown, v + share) else v
@@ -163,7 +161,7 @@ class NewFlows:
         return v
 
 
-ROUNDING = 1e-9  # of the sums, relative to their size
+ROUNDING = 1e-9  # tolerance for rounding errors of sums, relative to their size
 
 
 @dataclass(slots=True)
@@ -171,22 +169,22 @@ class Service:
     """The service of one flow since it became backlogged at `since`, measured against its band's virtual
     time.
 
-    The bound is that of two flows f and g of a band, over every interval [s, e] in which both are backlogged:
+    For two flows f and g of a band and every interval [s, e] in which both are backlogged, the bound is:
 
         W_f − W_g <= c_f + c_g + debt_f(e) + debt_g(s) + claim_f(s) + claim_g(e)
 
     W is dispatched service by weight (the sum of shares), corrections included; c is the flow's largest
-    share. With v the band's virtual time and S a flow's start tag, debt = max(0, S − v − c) is service
-    received out of turn (by the guard, or estimated too low) and not yet worked off; claim = max(0, v − S) is
-    service still owed since a charge was corrected downwards. Without guard and corrections both are 0: the
-    bound of start-time fair queueing.
+    share. With v the band's virtual time and S a flow's start tag, debt = max(0, S − v − c) is service that
+    the flow received out of turn (by the guard, or estimated too low) and has not yet worked off;
+    claim = max(0, v − S) is service owed to the flow since a charge was corrected downwards. Without guard
+    and corrections both are 0, which leaves the bound of start-time fair queueing.
 
-    To check all pairs, each flow is measured against v. With a = W − debt − v and b = W + claim − v the left
-    side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So it is enough that for each flow,
-    for all s <= e of a time it was backlogged, a(e) − b(s) <= c (never far ahead) and a(s) − b(e) <= c (never
-    far behind): a few operations a dispatch, whatever the number of flows. a and b only fall between the
-    flow's own events, so they are checked just before and just after each of these. `served` is W since
-    `since`.
+    To check all pairs, the check compares each flow with v. With a = W − debt − v and b = W + claim − v the
+    left side less debts and claims is [a_f(e) − b_f(s)] + [a_g(s) − b_g(e)]. So this suffices for each flow:
+    for all s <= e of one backlogged interval, a(e) − b(s) <= c (never far ahead) and a(s) − b(e) <= c (never
+    far behind). This takes a few operations per dispatch, whatever the number of flows. a and b only fall
+    between the flow's own events, so the check runs just before and just after each event. `served` is W
+    since `since`.
     """
 
     since: Entry
@@ -202,25 +200,26 @@ class Service:
         return cls(since, 0.0, claim, claim - v, -debt - v)
 
     def before(self, tag: float, v: float, largest: float) -> str:
-        """Check just before an event of the flow. Returns what is wrong, '' if nothing is."""
-        # If v passes a tag, the flow missed its turn; that makes no new claim, so the check sees it.
+        """Check just before an event of the flow. Returns a description of the violation, or ''."""
+        # If v passes the flow's tag, the flow missed its turn. A missed turn adds no claim, so the check
+        # reports it.
         self.claim = min(self.claim, max(0.0, v - tag))
         return self._check_service(tag, v, largest)
 
     def serve(self, share: float, tag: float, v: float, largest: float) -> str:
-        """`share` was dispatched, and the tag is now `tag`. Returns as `before`."""
+        """Record a dispatch of `share` that moved the tag to `tag`. Returns as `before`."""
         self.served += share
         self.claim = min(self.claim, max(0.0, v - tag))
         return self._check_service(tag, v, largest)
 
     def correct(self, change: float, tag: float, v: float, largest: float) -> str:
-        """The charge was corrected by `change`. Returns as `before`."""
+        """Record a correction of the flow's charge by `change`. Returns as `before`."""
         self.served += change
         self.claim = max(0.0, v - tag)
         return self._check_service(tag, v, largest)
 
     def rebase(self, by: float) -> None:
-        """All tags of the band, and v, fall by `by`."""
+        """Record that a rebase lowered v and all tags of the band by `by`."""
         self.low += by
         self.high += by
 
@@ -237,8 +236,8 @@ class Service:
 
 
 class Fairness(Check):
-    """G2. An unknown tag (the log was joined midway, or the order was changed) is taken from the log when it
-    is next shown. A change of settings begins a new interval for every flow.
+    """Checks G2. If a tag is unknown (the log begins midway, or the order changed), the check takes it from
+    the next entry that shows it. A change of settings begins a new interval for every flow.
     """
 
     PROMISE = "G2"
@@ -347,7 +346,7 @@ class Fairness(Check):
             uncharged = share if entry.event == "requeued" else 0.0
             shown = None if entry.tag is None else entry.tag + uncharged
             start = self._new_flows.start(queue.band, v, share, shown)
-        if entry.event == "requeued":  # back to its position, uncharged
+        if entry.event == "requeued":  # the request returns to its position and its charge is refunded
             self._adjust(queue, None if start is None else start - share, -share, entry, v)
             if not queue.waiting:
                 self._begin_service(queue, entry, v)
@@ -364,7 +363,7 @@ class Fairness(Check):
         queue, change = self._flow_queue(entry.band, rules.flow_key(entry.flow)), _number(entry.note)
         after = None if queue.tag is None else queue.tag + change
         if not queue.waiting and queue.tag is not None and queue.tag <= v:
-            # If its finish tag was forgotten, the request's own charge is corrected.
+            # If the queue forgot the flow's finish tag, the correction applies to the request's own charge.
             charged = request.grant_entry.tag if request and request.grant_entry else None
             own = None if charged is None else min(charged + rules.share(entry), v) + change
             if entry.tag is not None and (own is None or same(entry.tag, own)):
@@ -372,7 +371,7 @@ class Fairness(Check):
         self._adjust(queue, after, change, entry, v)
 
     def _adjust(self, queue: FlowQueue, after: float | None, change: float, entry: Entry, v: float) -> None:
-        """The flow's charge changes by `change`, and its tag becomes `after` (None: unknown)."""
+        """Change the flow's charge by `change` and expect the tag `after` (None: unknown)."""
         self._check_service(queue, entry, v)
         self._expect(queue, after, entry)
         service = self._services.get(queue.key)
@@ -380,7 +379,7 @@ class Fairness(Check):
             self._report(queue, service.correct(change, queue.tag, v, queue.largest), entry)
 
     def _expect(self, queue: FlowQueue, tag: float | None, entry: Entry) -> None:
-        """`entry` must show `tag` (None: unknown). The tag that it shows is taken over."""
+        """Check that `entry` shows `tag` (None: unknown), then continue with the logged tag."""
         self._finding.checked += 1
         if entry.tag is None:
             return
@@ -415,7 +414,7 @@ class Fairness(Check):
             del self._services[queue.key]
 
     def _end_service(self, queue: FlowQueue) -> None:
-        """The flow is no longer backlogged. Drop flow queues whose tags do not matter any more."""
+        """End the interval of a flow that is no longer backlogged. Drop flow queues with outdated tags."""
         self._services.pop(queue.key, None)
         requests, flow_queues = self._replay.requests, self._replay.flow_queues
         if len(flow_queues) <= 2 * len(requests) + 1000:
@@ -423,7 +422,7 @@ class Fairness(Check):
         charged = {request.queue_key for request in requests.values() if request.state in RUNNING}
         for each in flow_queues.all():
             v = self._virtual_times.of(each.band) if self._virtual_times else None
-            # The scripts drop a finish tag that v has passed, too.
+            # The scripts also drop finish tags that v has passed.
             known = each.tag is not None and v is not None and each.tag <= v
             if each is not queue and not each.waiting and known and each.key not in charged:
                 flow_queues.drop(each)
@@ -441,7 +440,7 @@ class Fairness(Check):
         return queue
 
     def _restart(self, entry: Entry, rules: Rules) -> None:
-        """New settings: earlier service says nothing about shares under these."""
+        """Begin new intervals under new settings: earlier service used other shares."""
         self._services.clear()
         flow_queues = self._replay.flow_queues
         for queue in flow_queues.all():
@@ -456,7 +455,7 @@ class Fairness(Check):
                 self._begin_service(queue, entry, v)
 
     def _collect(self, band: int, times: VirtualTimes) -> None:
-        """Its number is free: whatever band has it next begins at 0."""
+        """Reset band number `band`, which is free: the next band with this number begins at 0."""
         times.collect(band)
         self._new_flows.collect(band)
         for queue in self._replay.flow_queues.of(band):
@@ -466,7 +465,7 @@ class Fairness(Check):
         self._tag_order.rebuild(band)
 
     def _rebase(self, band: int, by: float, times: VirtualTimes) -> None:
-        """All tags of `band` fall by `by`; their differences stay."""
+        """Lower all tags of `band` by `by`; their differences stay the same."""
         times.rebase(band, by)
         self._new_flows.rebase(band, by)
         for queue in self._replay.flow_queues.of(band):

@@ -1,7 +1,7 @@
-"""The decision log: one entry, and the stream in Redis that holds them.
+"""The decision log: its entries, and the Redis stream that holds them.
 
-Every reader of the log uses this module: the auditor, the load generator, the benchmarks. `lua/lib/pool.lua`
-writes the entries (docs/redis-schema.md).
+The auditor, the load generator and the benchmarks read the log with this module. `lua/lib/pool.lua` writes
+the entries (docs/redis-schema.md).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ENDS = frozenset({
     "completed", "client_gone", "upstream_failed", "withdrawn", "cancelled", "refused", "reclaimed",
     "expired", "abandoned", "preempted", "evicted",
 })  # fmt: skip
-THROTTLING = frozenset({"throttled", "unthrottled"})  # of a flow queue; `flow` is its name
+THROTTLING = frozenset({"throttled", "unthrottled"})  # events of a flow queue; `flow` is its name
 EVENTS = ENDS | THROTTLING | {
     "queued", "bypassed", "granted", "placed", "requeued", "adopted", "orphaned", "restored", "moved",
     "corrected", "tuned", "rebased", "collected",
@@ -31,18 +31,18 @@ EVENTS = ENDS | THROTTLING | {
 
 
 class EntryError(ValueError):
-    """An entry that cannot be read; the message names the entry and the field."""
+    """An entry cannot be parsed; the message names the entry and the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A decision. `stock`, `queued`, `v`, `upper` and `lower` are those after it.
+    """A decision. `stock`, `queued`, `v`, `upper` and `lower` are the values after the decision.
 
-    `band` is the number of a band, which may be that of another one once this one is `collected`; `priority`
-    orders bands, the highest first. `tag` is the flow's start tag, in `rebased` the amount that all tags of
-    the band fall by; `due_ms` is when the request becomes overdue. Both are None where the log does not show
-    them. `limit` is the flow's limit on each endpoint (0: none), `endpoint` is '' while the request has none.
-    `body_bytes` is 0 if unknown, and once the request is placed.
+    `band` is the number of a band; another band may get the number once the band is `collected`. `priority`
+    orders bands, the highest first. `tag` is the flow's start tag; in `rebased` entries, the amount by which
+    all tags of the band fall. `due_ms` is the time at which the request becomes overdue. Both are None if
+    the log omits them. `limit` is the flow's limit on each endpoint (0: none). `endpoint` is '' while the
+    request has no endpoint. `body_bytes` is 0 if unknown, and once the request is placed.
     """
 
     seq: int
@@ -73,10 +73,10 @@ class Entry:
 
     @classmethod
     def parse(cls, raw: Mapping[str, str]) -> "Entry":
-        """The entry whose fields are `raw`.
+        """Parse the fields in `raw`.
 
         Raises:
-            EntryError: a field is missing or no number, or the event is unknown.
+            EntryError: a field is missing or not a number, or the event is unknown.
         """
         field = ""
         try:
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def now_ms(self) -> int:
-        """The time of the decision in ms, as the scripts round it."""
+        """The time of the decision in ms, rounded down like in the scripts."""
         return self.time_us // 1000
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
-PAGE = 1000  # entries a call
-TIMEOUT_S = 10.0  # for each call
+PAGE = 1000  # entries per call to Redis
+TIMEOUT_S = 10.0  # timeout of each call to Redis
 
 
 class LogUnreadable(PickerError):
@@ -142,17 +142,17 @@ class LogUnreadable(PickerError):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Consecutive entries. `trimmed`: entries before the first of them may have been trimmed by the cap."""
+    """Consecutive entries. `trimmed`: the stream's cap may have trimmed entries before the first of them."""
 
     entries: list[dict[str, str]]
     trimmed: bool
 
 
 class LogStream:
-    """Synchronous; every call is given up after TIMEOUT_S.
+    """A synchronous reader of the decision log. Each call to Redis times out after TIMEOUT_S.
 
     Raises:
-        LogUnreadable: from every method, when Redis does not answer or answers with an error.
+        LogUnreadable: from every method, if Redis does not answer or answers with an error.
     """
 
     def __init__(self, url: str, pool: str, page: int = PAGE) -> None:
@@ -170,7 +170,7 @@ class LogStream:
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
-                protocol=3,  # its greeting also takes in what TLS sends after its handshake
+                protocol=3,  # reading the reply to HELLO also reads TLS messages sent after the handshake
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
                 driver_info=None,
             )
@@ -186,7 +186,7 @@ class LogStream:
         self._redis.close()
 
     def pages(self) -> Iterator[Page]:
-        """The log as it is now, without entries that are added meanwhile."""
+        """The pages of the log up to its present end; entries added while reading are left out."""
         newest = self._call("XREVRANGE", self._keys.log, "+", "-", "COUNT", 1)
         if not newest:
             return
@@ -203,9 +203,9 @@ class LogStream:
             read = entries[-1][0]
 
     def settings_throughout(self) -> str | None:
-        """The settings (JSON) in force throughout a log that begins midway and shows no change of them.
+        """The settings (JSON) in force throughout a log that begins midway and has no change of settings.
 
-        None if the log begins with the pool's first decision, shows a change, or the settings are unknown.
+        None if the log begins with the pool's first decision or has a change, or the settings are unknown.
         """
         settings = self._call("HGET", self._keys.pool, "settings")
         for number, page in enumerate(self.pages()):
@@ -227,7 +227,7 @@ class LogStream:
 
 
 def _connection(address: Address, url: str, key: str) -> dict[str, Any]:
-    """The server to connect to, as arguments of redis-py."""
+    """The arguments of redis-py that name the server to connect to."""
     if address.kind == "socket":
         return {"unix_socket_path": address.path}
     host, port = address.nodes[0] if address.kind == "server" else asyncio.run(find_primary(url, key))

@@ -1,7 +1,7 @@
-"""Measures of fairness read from a decision log: gaps of service, shares, waits, inversions of bands. Pure.
+"""Measures of fairness from a decision log: service gaps, shares, waits, inversions of bands. Pure.
 
-The fairness benchmark uses them. They follow who waits with the auditor's replay. `SourceOf` names the source
-(a kind of client) that a request came from, by its id.
+The fairness benchmark calls these functions. They use the auditor's replay to know which requests wait.
+`SourceOf` maps a request id to the source (a kind of client) that sent the request.
 """
 
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from picker_tools.audit.replay import Replay
 FlowKey = tuple[int, str]  # band, flow
 SourceOf = Callable[[str], str]
 
-_ROUNDING = 1e-6  # sums of shares are compared
+_ROUNDING = 1e-6  # tolerance for rounding errors in sums of shares
 
 
 def flow_key(entry: Entry) -> FlowKey:
@@ -22,7 +22,7 @@ def flow_key(entry: Entry) -> FlowKey:
 
 
 class Backlog:
-    """How many requests wait, by flow and by priority, after the entries applied so far."""
+    """The number of waiting requests, by flow and by priority, after the entries applied so far."""
 
     def __init__(self) -> None:
         self._replay = Replay()
@@ -30,7 +30,7 @@ class Backlog:
         self.of_priority: Counter[int] = Counter()
 
     def apply(self, entry: Entry) -> int:
-        """By how much `entry` changes the length of its flow's queue: -1, 0 or 1."""
+        """Apply `entry`. Returns the change in length of the entry's flow queue: -1, 0 or 1."""
         step = self._replay.step(entry)
         self._replay.advance(step)
         change = step.enters_queue - step.leaves_queue
@@ -43,8 +43,8 @@ class Backlog:
 class Gap:
     """A maximal interval in which two flows of a band were both backlogged.
 
-    `widest` is the largest difference of weight-normalised service over any interval within it, `bound` what
-    G2 allows: c_f/w_f + c_g/w_g.
+    `widest` is the largest difference of weight-normalised service over any subinterval. `bound` is the
+    bound of G2: c_f/w_f + c_g/w_g.
     """
 
     flows: tuple[str, str]
@@ -58,7 +58,7 @@ class Gap:
 
 @dataclass(slots=True)
 class _Pair:
-    """Two flows while both are backlogged: the difference of their service, and its extremes."""
+    """The service difference of two flows while both are backlogged, and its extremes."""
 
     apart: float = 0.0
     low: float = 0.0
@@ -70,7 +70,7 @@ class _Pair:
 
 
 def gaps(entries: Sequence[Entry]) -> list[Gap]:
-    """Every doubly backlogged interval, by the dispatches in it (Goyal et al., SFQ, theorem 1)."""
+    """The gap of every interval in which two flows are backlogged (Goyal et al., SFQ, theorem 1)."""
     largest: dict[FlowKey, float] = defaultdict(float)
     for entry in entries:
         if entry.event == "granted":
@@ -106,7 +106,7 @@ def gaps(entries: Sequence[Entry]) -> list[Gap]:
 
 @dataclass(slots=True)
 class Window:
-    """Dispatches while all of some flows were backlogged. `served` is the service by source."""
+    """The dispatches of an interval in which all given flows were backlogged. `served`: service by source."""
 
     grants: int = 0
     served: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -118,7 +118,7 @@ def window(
     source_of: SourceOf,
     size: Callable[[Entry], float] = lambda entry: entry.cost,
 ) -> Window:
-    """The longest such time, by dispatches. `size` is the service that a request counts for."""
+    """The interval with most dispatches in which all `flows` are backlogged. `size`: service of a request."""
     best, now = Window(), Window()
     backlog = Backlog()
     backlogged: set[str] = set()
@@ -136,14 +136,14 @@ def window(
 
 
 def normalised(served: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Service by weight, relative to its mean: 1 is a fair share."""
+    """Each source's service divided by its weight, relative to the mean; 1 is a fair share."""
     by_weight = {name: served.get(name, 0.0) / weight for name, weight in weights.items()}
     mean = sum(by_weight.values()) / len(by_weight)
     return {name: each / mean if mean else 0.0 for name, each in by_weight.items()}
 
 
 def jain(shares: Iterable[float]) -> float:
-    """Jain's index: 1 if all are equal, 1/n if one has all."""
+    """Jain's fairness index: 1 if all shares are equal, 1/n if one source has everything."""
     found = list(shares)
     squares = sum(each * each for each in found)
     return sum(found) ** 2 / (len(found) * squares) if squares else 0.0
@@ -155,7 +155,7 @@ def min_by_max(shares: Iterable[float]) -> float:
 
 
 def waits_ms(entries: Iterable[Entry], source: str, source_of: SourceOf) -> list[float]:
-    """The wait of each served request of `source`; 0 for those that bypassed the queue."""
+    """The wait of each served request of `source`; 0 for requests that bypassed the queue."""
     return [
         (entry.time_us - entry.arrived) / 1000 if entry.event == "granted" else 0.0
         for entry in entries
@@ -164,7 +164,7 @@ def waits_ms(entries: Iterable[Entry], source: str, source_of: SourceOf) -> list
 
 
 def highest_wait_ms(entries: Iterable[Entry], source: str, source_of: SourceOf) -> float:
-    """The longest wait of the requests of `source`: served, ended otherwise, or still waiting."""
+    """The longest wait among all requests of `source`: served, ended otherwise, or still waiting."""
     since_us: dict[str, int] = {}
     highest_us = now_us = 0
     for entry in entries:
@@ -184,11 +184,11 @@ def events(entries: Iterable[Entry], source: str, source_of: SourceOf) -> Counte
 
 @dataclass(slots=True)
 class Order:
-    """Dispatches across bands but the guard's. One is inverted if a request of a higher band waited at that
-    time."""
+    """Dispatches in band order, without the guard's. A dispatch is inverted if a request of a higher band
+    waits at that time."""
 
     inverted_turns: int = 0
-    low_turns: int = 0  # below the highest band, so they may be inverted
+    low_turns: int = 0  # dispatches below some band seen so far, so an inversion was possible
 
 
 def order(entries: Iterable[Entry]) -> Order:

@@ -1,8 +1,8 @@
 """The pool's state rebuilt from the log: requests, flow queues and the settings in force.
 
-The checks read it before each entry is applied. A log that does not begin with the pool's first decision is
-joined midway: requests whose beginning is not in it are ignored, and what depends on them is not checked
-until the last of them has left.
+The checks read this state before the replay applies each entry. If the log begins after the pool's first
+decision, the replay ignores requests that began before the log, and the checks that depend on them start
+once the last of these requests has left.
 """
 
 import enum
@@ -20,7 +20,7 @@ from picker_tools.audit.log import ENDS, THROTTLING, Entry, EntryError
 
 @dataclass(frozen=True, slots=True)
 class BandLimits:
-    """How many requests may wait in the band of `priority`, and how many bytes of their bodies."""
+    """The most requests, and the most bytes of request bodies, that may wait in the band of `priority`."""
 
     priority: int
     capacity: float = math.inf
@@ -29,28 +29,28 @@ class BandLimits:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings of order and capacity, as a `tuned` entry has them (docs/redis-schema.md, `base`)."""
+    """The settings of order and capacity from a `tuned` entry (docs/redis-schema.md, `base`)."""
 
     fairness: str = "weighted-fair"
     ordering: str = "fcfs"
     band_policy: str = "strict"
     guard_share: float = 0.0
-    starvation_ms: int = 0  # 0: half the time a request has
+    starvation_ms: int = 0  # 0: half of the request's TTL
     upper_per: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
     caps: Mapping[str, int] = field(default_factory=dict)  # of endpoints that have a limit
-    bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # the three first
+    bands: tuple[BandLimits, ...] = tuple(BandLimits(band.priority) for band in NAMED)  # named bands first
     paused: bool = False
-    claim_share: float = 1.0  # the largest part of the bound that one request takes
-    queues: bool = True  # False: the queue is switched off, and nothing takes stock
-    logged: bool = True  # False: later decisions were not written
+    claim_share: float = 1.0  # the largest part of the upper bound that one request takes
+    queues: bool = True  # False: the queue is switched off, and requests take no stock
+    logged: bool = True  # False: the decision log is off from this entry on
 
     @classmethod
     def parse(cls, note: str) -> "Rules":
-        """The settings in `note`, a JSON object. Missing settings have the default of the scripts.
+        """Parse the settings in `note`, a JSON object. Missing settings get the defaults of the scripts.
 
         Raises:
-            EntryError: it is no JSON object, or a value has the wrong type.
+            EntryError: `note` is no JSON object, or a value has the wrong type.
         """
         try:
             settings: dict[str, Any] = json.loads(note)
@@ -61,7 +61,7 @@ class Rules:
                 guard_share=float(settings.get("guard_share", 0)),
                 starvation_ms=int(settings.get("starvation_ms", 0)),
                 upper_per=float(settings.get("upper_per", 0)),
-                # Lua's empty table may come as an empty list.
+                # Lua may encode an empty table as an empty list.
                 weights={flow: float(weight) for flow, weight in dict(settings.get("weights") or {}).items()},
                 caps={address: int(most) for address, most in dict(settings.get("caps") or {}).items()},
                 bands=_bands_of(settings),
@@ -74,11 +74,11 @@ class Rules:
             raise EntryError(f"settings cannot be read: {fault}") from None
 
     def flow_key(self, flow: str) -> str:
-        """The name of the queue that `flow` waits in: the flow itself, or '' if the band has only one."""
+        """The name of the flow queue for `flow`: the flow itself, or '' if each band has only one queue."""
         return "" if self.fairness == "none" else flow
 
     def share(self, entry: Entry) -> float:
-        """What serving the request of `entry` costs its flow."""
+        """The share that a flow is charged for serving the request of `entry`."""
         if self.fairness == "round-robin":
             return 1.0
         if self.fairness == "none":
@@ -86,29 +86,29 @@ class Rules:
         return entry.cost / (self.weights.get(entry.flow) or entry.weight)
 
     def due_ms(self, entry: Entry) -> int:
-        """When the request of `entry` becomes overdue."""
+        """The time (ms) at which the request of `entry` becomes overdue."""
         arrived_ms = entry.arrived // 1000
         patience_ms = self.starvation_ms or (entry.deadline_ms - arrived_ms) // 2
         return min(arrived_ms + patience_ms, entry.deadline_ms)
 
     def ready(self, upper: float) -> int:
-        """How many ready endpoints the bound `upper` stands for."""
+        """The number of ready endpoints that yields the upper bound `upper`; 0 if unknown."""
         return round(upper / self.upper_per) if self.upper_per > 0 else 0
 
     def limits_at(self, priority: int) -> BandLimits:
-        """Those of the nearest configured band at or below `priority`, or else of the lowest."""
+        """The limits of the nearest configured band at or below `priority`, or else of the lowest band."""
         at_or_below = [band for band in self.bands if band.priority <= priority]
         if at_or_below:
             return max(at_or_below, key=lambda band: band.priority)
         return min(self.bands, key=lambda band: band.priority)
 
     def orders_like(self, other: "Rules | None") -> bool:
-        """Whether waiting requests have the same flow queues and order under both."""
+        """Whether waiting requests have the same flow queues and order under `other`."""
         return other is not None and (self.fairness, self.ordering) == (other.fairness, other.ordering)
 
 
 def _bands_of(settings: Mapping[str, Any]) -> tuple[BandLimits, ...]:
-    """The configured bands; the three where the settings name none."""
+    """The configured bands; the named bands if the settings have none."""
     given = settings.get("bands") or [{"priority": band.priority} for band in NAMED]
     return tuple(
         BandLimits(
@@ -119,7 +119,7 @@ def _bands_of(settings: Mapping[str, Any]) -> tuple[BandLimits, ...]:
 
 
 class RequestState(enum.StrEnum):
-    """`ORPHANED`: queued by a replica that is silent; the log calls the event `held`."""
+    """The state of a request. `ORPHANED`: the request was queued by a replica that is now silent."""
 
     ABSENT = "absent"
     QUEUED = "queued"
@@ -179,8 +179,8 @@ def state_after(event: str, before: RequestState) -> RequestState:
 class OpenRequest:
     """A request that has begun and not ended.
 
-    `flow_key` names the flow queue it last waited in, `stock_taken` is the stock it holds (None: unknown),
-    `grant_entry` the entry of its grant, whose start tag is where its charge began.
+    `flow_key` names the request's last flow queue, and `stock_taken` is the stock that the request holds
+    (None: unknown). `grant_entry` is the entry of its grant; the charge began at the start tag in that entry.
     """
 
     first_entry: Entry
@@ -196,13 +196,13 @@ class OpenRequest:
 
     @property
     def charge_entry(self) -> Entry:
-        """The entry that shows best how it runs: its grant, or its beginning."""
+        """The entry of the request's grant, or of its beginning if it has no grant."""
         return self.grant_entry or self.first_entry
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One entry and what it does to its request. `request` is None where no request of that id is known."""
+    """One entry and the transition of its request. `request` is None if the replay knows no such request."""
 
     entry: Entry
     request: OpenRequest | None
@@ -228,10 +228,10 @@ class Step:
 
 @dataclass(slots=True)
 class FlowQueue:
-    """The requests of one flow that wait in one band. `tag` is its start tag while it is backlogged,
-    else its finish tag; None: unknown.
+    """The requests of one flow that wait in one band. `tag` is the flow's start tag while the flow is
+    backlogged, else its finish tag; None: unknown.
 
-    `largest` is the largest share that any of its requests costs or has cost.
+    `largest` is the largest share of all waiting and served requests of the flow.
     """
 
     band: int
@@ -251,19 +251,19 @@ class FlowQueue:
 
 
 class FlowQueues:
-    """All flow queues in which a request waits or whose tag is still needed."""
+    """All flow queues with waiting requests or with a tag that is still needed."""
 
     def __init__(self) -> None:
         self._flow_queues: dict[tuple[int, str], FlowQueue] = {}
         self._servable: Counter[int] = Counter()
-        # Of each band that was seen, by its number, as the last entry has it.
+        # The latest logged priority of each band, by the band's number.
         self.priorities = {number: band.priority for number, band in enumerate(NAMED)}
 
     def find(self, key: tuple[int, str]) -> FlowQueue | None:
         return self._flow_queues.get(key)
 
     def at(self, key: tuple[int, str]) -> FlowQueue:
-        """The flow queue; a new one without a known tag if there was none."""
+        """The flow queue `key`; a new one with an unknown tag if there was none."""
         queue = self._flow_queues.get(key)
         if queue is None:
             queue = self._flow_queues[key] = FlowQueue(*key)
@@ -276,18 +276,18 @@ class FlowQueues:
         return list(self._flow_queues.values())
 
     def above(self, priority: int) -> list[int]:
-        """The bands of a higher priority in which a request may be served."""
+        """The bands of a higher priority that have a servable flow queue."""
         return [band for band, of in self.priorities.items() if of > priority and self._servable[band] > 0]
 
     def collect(self, band: int) -> None:
-        """Forget a band in which nothing waits."""
+        """Forget an empty band."""
         for queue in self.of(band):
             if not queue.waiting:
                 self.drop(queue)
         self.priorities.pop(band, None)
 
     def wait(self, queue: FlowQueue, change: int) -> None:
-        """`change` more requests wait in `queue`."""
+        """Add `change` to the number of requests waiting in `queue`."""
         self._count(queue, -1)
         queue.waiting += change
         self._count(queue, 1)
@@ -319,15 +319,15 @@ class FlowQueues:
 
 
 def same(left: float, right: float) -> bool:
-    """Equal but for rounding."""
+    """Whether two numbers are equal apart from rounding."""
     return math.isclose(left, right, rel_tol=1e-12, abs_tol=1e-9)
 
 
 def largest_bound(restored: Entry) -> float:
-    """The upper bound if all endpoints were ready, as the entry of a restored request has it.
+    """The upper bound with all endpoints ready, from the note of a restored request's entry.
 
     Raises:
-        EntryError: its note is no finite number.
+        EntryError: the note is no finite number.
     """
     try:
         bound = float(restored.note)
@@ -339,13 +339,13 @@ def largest_bound(restored: Entry) -> float:
 
 
 class Replay:
-    """The state after the entries so far. Call `advance` after the checks have seen the step.
+    """The pool's state after the entries so far. Call `advance` after the checks have seen the step.
 
     requests: by id. rules: the settings in force; None while unknown.
-    waiting, orphaned, running: how many requests are known to be in that state.
-    stock, queued: as in the last entry; None before the first.
-    reordering: requests that waited when the order changed. The sweep reorders them at moments that the log
-    does not show, so order is not checked while one of them waits.
+    waiting, orphaned, running: the number of known requests in that state.
+    stock, queued: the values of the last entry; None before the first.
+    reordering: requests that waited when the order changed. The log does not show when the sweep reorders
+    each of them, so order is not checked while any of them waits.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -359,13 +359,13 @@ class Replay:
         self.last: Entry | None = None
         self.complete = False  # whether the log begins with the pool's first decision
         self.waiting = 0
-        self._in_use = 0.0  # stock of the known requests
-        self._unseen_waiting = True  # requests are queued whose beginning is not in the log
+        self._in_use = 0.0  # stock held by the known requests
+        self._unseen_waiting = True  # requests that began before the log may be queued
         self._unseen_running = True
 
     @property
     def settled(self) -> bool:
-        """Whether flow queues and order are known, so that they can be checked."""
+        """Whether the replay knows all flow queues and their order, so that the checks can rely on them."""
         return self.rules is not None and not self.reordering and not self._unseen_waiting
 
     @property
@@ -374,12 +374,12 @@ class Replay:
 
     @property
     def has_unseen_requests(self) -> bool:
-        """Whether the pool may have a request whose beginning is not in the log."""
+        """Whether the pool may have a request that began before the log."""
         return self._unseen_waiting or self._unseen_running
 
     def step(self, entry: Entry) -> Step:
-        """What `entry` does. An event that is impossible in the request's state and is no end leaves it as it
-        is."""
+        """The transition that `entry` causes. An event that is impossible in the request's state leaves the
+        state unchanged, unless the event ends the request."""
         if self.last is None:
             self._join(entry)
         if not entry.request:
@@ -397,7 +397,7 @@ class Replay:
         return Step(entry, request, before, after)
 
     def stock_after(self, step: Step) -> float | None:
-        """What the stock must be after `step`; None where that cannot be known."""
+        """The stock that must follow `step`; None if unknown."""
         if self.stock is None:
             return None
         if step.takes_stock:
@@ -410,7 +410,7 @@ class Replay:
         return self.stock
 
     def queued_after(self, step: Step) -> int | None:
-        """How many must be queued after `step`; None where that cannot be known."""
+        """The number of queued requests that must follow `step`; None if unknown."""
         if self.queued is None or (step.request is None and step.entry.request and self._unseen_waiting):
             return None
         return self.queued + step.enters_queue - step.leaves_queue
@@ -446,7 +446,7 @@ class Replay:
         self._in_use -= request.stock_taken or 0.0
 
     def _stock_taken_by(self, entry: Entry) -> float:
-        """What the request of `entry` takes of the stock."""
+        """The stock that the request of `entry` takes."""
         rules = self.rules or Rules()
         if not rules.queues:
             return 0.0
@@ -454,7 +454,7 @@ class Replay:
         return min(entry.cost, largest_claim(rules.claim_share, bound))
 
     def _join(self, entry: Entry) -> None:
-        """Decide from the first entry whether the pool was empty before it."""
+        """Decide from the first entry whether the pool was empty before that entry."""
         first = Step(entry, None, RequestState.ABSENT, state_after(entry.event, RequestState.ABSENT))
         stock = self._stock_taken_by(entry) if first.takes_stock else 0.0
         if entry.seq == 1 and same(entry.stock, stock) and entry.queued == first.enters_queue:
@@ -515,7 +515,7 @@ class Replay:
         request.flow_key = self._flow_key(entry)
         queue = self.flow_queues.at((entry.band, request.flow_key))
         if entry.tag is not None and entry.event != "requeued":
-            self.flow_queues.set_throttled(queue, False)  # it has just become backlogged
+            self.flow_queues.set_throttled(queue, False)  # the flow has just become backlogged
         self.flow_queues.wait(queue, 1)
         self.waiting += 1
 

@@ -1,4 +1,4 @@
-"""What an audit found, promise by promise, and how a terminal shows it."""
+"""The report of an audit, promise by promise, and its output on a terminal."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +7,12 @@ from rich.table import Table
 
 from picker_tools.audit.log import Entry
 
-KEPT = 50  # violations of one promise that are kept; all are counted
+KEPT = 50  # a finding keeps this many violations, and counts all
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken promise: what is wrong, and the entries that show it."""
+    """A broken promise: a description, and the entries that prove it."""
 
     promise: str
     what: str
@@ -21,7 +21,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Finding:
-    """One promise: its number, what it says, how often it was checked and broken."""
+    """The result for one promise: number, title, how often it was checked and broken."""
 
     promise: str
     title: str
@@ -37,8 +37,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`entries` were replayed, numbered `first_seq` to `last_seq` (None: there were none). There is one
-    finding a promise. `open_at_end` requests had not ended, which is no violation: the log goes on.
+    """The result of an audit of `entries` entries, numbered `first_seq` to `last_seq` (None: no entries),
+    with one finding per promise. `open_at_end` requests had not ended: no violation, as the log goes on.
     """
 
     entries: int
@@ -65,7 +65,7 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the table of promises, then each violation with the entries that show it."""
+    """Print the table of promises, then each violation with the entries that prove it."""
     table = Table(title=f"{report.entries} entries, {report.first_seq} to {report.last_seq}")
     table.add_column("promise")
     table.add_column("checked", justify="right")

@@ -1,13 +1,13 @@
 """The check of G3: overdue requests get the guard's share of dispatches, longest overdue first.
 
-Checked at every dispatch, of which the guard may have `guard_share`:
+The guard's share of dispatches is `guard_share`. At every dispatch this module checks:
 
 - The guard serves the request with the least due time whose flow queue is not throttled.
-- Over any run of n dispatches it has at most share·n + 1; over any run in which it sees an overdue request,
-  at least ⌊share·n⌋ − 1.
+- Of any n successive dispatches the guard makes at most share·n + 1. If it sees an overdue request at each
+  of them, it makes at least ⌊share·n⌋ − 1.
 - A request with k others overdue for longer is served, or ends, within ⌈(k + 1)/share⌉ dispatches at which
-  the guard sees an overdue request. The count restarts when the throttling of its flow ends. Where the share
-  changes, each dispatch counts with the share of the dispatch before, which is what the guard had to spend.
+  the guard sees an overdue request. The count restarts when the throttling of its flow ends. After a change
+  of the share, each dispatch counts with the share at the dispatch before, which the guard had earned.
 
 The guard looks at the 16 requests that are overdue longest and skips throttled flows, as in
 `lua/lib/queue.lua`.
@@ -24,7 +24,7 @@ from picker_tools.audit.report import Finding
 _LOOKS_AT = 16
 _ROUNDING = 1e-9
 
-_Key = tuple[int, str]  # due time with the order of arrival within one ms; request id
+_Key = tuple[int, str]  # due time (µs, the last three digits from the arrival); request id
 
 
 class Starvation(Check):
@@ -33,17 +33,17 @@ class Starvation(Check):
 
     def __init__(self, finding: Finding, replay: Replay) -> None:
         super().__init__(finding, replay)
-        self._not_due: list[_Key] = []  # a heap: waiting, not yet overdue
-        self._overdue: list[_Key] = []  # sorted
-        self._keys: dict[str, _Key] = {}  # of all waiting requests
-        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # by flow queue
+        self._not_due: list[_Key] = []  # a heap: waiting requests that are not overdue yet
+        self._overdue: list[_Key] = []  # overdue requests, sorted
+        self._keys: dict[str, _Key] = {}  # keys of all waiting requests
+        self._overdue_of: dict[tuple[int, str], set[str]] = {}  # overdue requests by flow queue
         self._credit = 0.0  # sum of the guard's shares at dispatches where it saw an overdue request
         self._limits: dict[str, float] = {}  # the `_credit` at which an overdue request must have been served
-        self._limit_heap: list[tuple[float, str]] = []  # of `_limits`
-        # Guard dispatches less shares, over the run where that is most; more than 1 is a violation.
+        self._limit_heap: list[tuple[float, str]] = []  # `_limits` as a heap
+        # Guard dispatches minus shares, maximised over runs that end now; above 1 is a violation.
         self._excess = 0.0
         self._share_before: float | None = None
-        # Shares less guard dispatches while a request is overdue, since `_run_start`.
+        # Shares minus guard dispatches since `_run_start`, while the guard sees an overdue request.
         self._shortfall = self._least_shortfall = 0.0
         self._order_unknown = False
         self._run_start: Entry | None = None
@@ -92,7 +92,7 @@ class Starvation(Check):
             self._limits.pop(request_id, None)
 
     def _promote(self, entry: Entry) -> None:
-        """Move requests whose due time has come to the overdue ones."""
+        """Move requests whose due time has come to `_overdue`."""
         while self._not_due and self._not_due[0][0] // 1000 <= entry.now_ms:
             key = heapq.heappop(self._not_due)
             request_id = key[1]
@@ -122,7 +122,7 @@ class Starvation(Check):
                 )
 
     def _restart(self) -> None:
-        """The order is known again: earlier counts do not apply to it."""
+        """Restart all counts when the order is known again: earlier counts no longer apply."""
         self._order_unknown = False
         self._run_start = None
         self._excess, self._share_before = 0.0, None
@@ -136,7 +136,7 @@ class Starvation(Check):
         return queue is not None and not queue.throttled
 
     def _next_overdue(self) -> str | None:
-        """The request that the guard should serve next."""
+        """The id of the request that the guard should serve next; None if it sees no overdue request."""
         return next(
             (request_id for _, request_id in self._overdue[:_LOOKS_AT] if self._can_be_served(request_id)),
             None,

@@ -1,4 +1,4 @@
-"""Checks a run against the fleet's promises: those that hold for any load, and those a scenario shows. Pure.
+"""Checks a run against the fleet's promises: general ones, and those of the run's scenario. Pure.
 
 `picker load` calls `check_promises`.
 """
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """`says`: the promise. `evidence`: the reason of the verdict. `cases`: the first that break it."""
+    """A checked promise. `says`: its text. `evidence`: reason of the verdict. `cases`: first violations."""
 
     name: str
     says: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 def kept_unless(cases: Sequence[object], evidence: str) -> Finding:
-    """Kept if there are no `cases` against it."""
+    """The finding that the promise is kept if `cases`, its violations, is empty."""
     if not cases:
         return Finding(Verdict.KEPT, evidence)
     return Finding(Verdict.BROKEN, f"{evidence}; {len(cases)} against it", tuple(map(str, cases[:MAX_CASES])))
@@ -63,10 +63,10 @@ def unknown(why: str) -> Finding:
 
 
 EXPIRED = "rejected-ttl-expired"
-_LATE_S = 1.0  # a client has its answer so soon after its TTL (G5)
-RECOUNTED_S = 10.0  # after Redis is back, empty, until all that runs is counted (two access-log intervals)
-_LATENESS_S = 0.25  # of the load generator; above it the load is not the planned one
-_FEW = 20  # answers that the check of an objective needs
+_LATE_S = 1.0  # a client gets its answer within this time after its TTL (G5)
+RECOUNTED_S = 10.0  # Redis, back empty, counts all running requests by then (two access-log intervals)
+_LATENESS_S = 0.25  # if the load generator sends later than this, the load differs from the plan
+_FEW = 20  # least number of answers for the check of an objective
 
 
 def one_answer(run: RunResult) -> Finding:
@@ -88,7 +88,7 @@ def refusals_explained(run: RunResult) -> Finding:
     bad = [
         f"{answer} (retry-after {answer.retry_after or 'none'}, reason {answer.reason or 'none'})"
         for answer in refused
-        # A refusal without Redis needs no reason of the shared queue.
+        # While Redis is unavailable a refusal needs no reason from the shared queue.
         if not answer.retry_after.isdecimal() or (not answer.reason and not _overlaps_outage(run, answer))
     ]
     return kept_unless(bad, f"{len(refused)} refusals")
@@ -207,12 +207,12 @@ def _overlaps_outage(run: RunResult, answer: Answer) -> bool:
     return run.disturbed(answer.sent_s + answer.took_s, RECOUNTED_S)
 
 
-_NEAR = 0.9  # of its fair share a flow must get,
-_EDGE = 3  # less so many requests, which may wait when counting begins or ends
-_SHORTER = 0.25  # of the other's mean wait: the most that a client within its share waits
-_AT_ONCE_S = 1.0  # a later refusal is of a request that was admitted and preempted
-_GOES_ON = 0.5  # of the throughput with Redis is kept without it (G8)
-_OVER_S = 1.0  # after Redis is away, until calls in flight have failed
+_NEAR = 0.9  # a flow must get this part of its fair share,
+_EDGE = 3  # less this many requests, which may be waiting when counting begins or ends
+_SHORTER = 0.25  # a client within its share waits at most this part of the other client's mean wait
+_AT_ONCE_S = 1.0  # a refusal after this time means that the request was admitted and then preempted
+_GOES_ON = 0.5  # without Redis the fleet keeps this part of its throughput (G8)
+_OVER_S = 1.0  # calls in flight have failed this long after Redis becomes unavailable
 
 
 def no_errors(run: RunResult) -> Finding:
@@ -292,7 +292,7 @@ def not_refused(name: str) -> Callable[[RunResult], Finding]:
 
 
 def low_not_starved(run: RunResult) -> Finding:
-    """G3: what the queue has admitted is served within its TTL."""
+    """G3: the queue serves every admitted low-ranking request within its TTL."""
     low = [each for each in run.sources if each.band is Band.SHEDDABLE or each.criticality == 1]
     cases: list[object] = []
     text: list[str] = []
@@ -338,7 +338,7 @@ def outage_serves(run: RunResult) -> Finding:
 
 
 def _served_per_s(run: RunResult, from_s: float, to_s: float) -> float | None:
-    """Answers that began between two moments, a second; None if no request was sent between them."""
+    """Rate of served answers that began in an interval; None if no request was sent in the interval."""
     if not any(from_s <= each.sent_s < to_s for each in run.answers):
         return None
     served = [each for each in run.answers if each.served]
@@ -350,7 +350,7 @@ def outage_bound(run: RunResult) -> Finding:
         return unknown("there was no outage")
     began_s, end_s = run.outage
     before = latest_before(run.samples, began_s)
-    # Also while the shared state is rebuilt: it could admit before it counts what runs.
+    # Include the resync: the shared queue could admit requests before it counts the running ones.
     every = max((each.answered for each in run.endpoint_samples), default=0)
     seen = [
         each
@@ -419,7 +419,7 @@ def _lengths(run: RunResult, source: Source) -> list[float]:
 
 
 def check_promises(run: RunResult) -> tuple[Promise, ...]:
-    """Checks of the scenario, then of a given objective, then those of any load."""
+    """Check the promises of the scenario, then of the plan's objective, if any, then the general ones."""
     wanted = [(name, *SCENARIO_CHECKS[name]) for name in run.scenario.promises]
     plan = run.plan
     if plan.slo_ttft_p95_s is not None:

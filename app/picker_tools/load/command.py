@@ -1,4 +1,4 @@
-"""`picker load`: runs a named load against a fleet and checks what the fleet promises."""
+"""`picker load`: runs a named load against a fleet and checks the fleet's promises."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ _LINE_EVERY_S = 2.0
 
 
 class ProgressView:
-    """`say` prints a line, `show` the progress of the load towards `duration_s`, on a terminal as a `bar`."""
+    """Shows the progress of a load of `duration_s`: on a terminal as a `bar`, otherwise as lines."""
 
     def __init__(self, duration_s: float) -> None:
         self._duration_s = duration_s
@@ -85,13 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 1 if a promise is broken, which stdout names; 130 if interrupted and none is.
+    """Run `picker load`. Exit status 1 if a promise is broken (see stdout), else 130 if interrupted, else 0.
 
     Raises:
-        ConfigError: the arguments do not fit each other or the fleet.
+        ConfigError: the arguments conflict with each other or with the fleet.
         StartupError: the fleet did not start or does not answer.
     """
-    if find_spec("matplotlib") is None:  # before the run, not when its report is drawn
+    if find_spec("matplotlib") is None:  # fail before the run instead of after it
         raise ModuleNotFoundError(name="matplotlib")
     scenario = SCENARIOS[args.scenario]
     plan = Plan(
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView) -> RunResult | None:
-    """The result; None if the run was interrupted before the load began."""
+    """Run the load. Returns None if the run was interrupted before the load began."""
     sessions: list[Session] = []
 
     def interrupt() -> None:
@@ -135,7 +135,7 @@ async def _run(args: argparse.Namespace, plan: Plan, folder: Path, shown: Progre
 async def _load(
     args: argparse.Namespace, plan: Plan, folder: Path, shown: ProgressView, sessions: list[Session]
 ) -> RunResult:
-    """Run the session, which is added to `sessions` before."""
+    """Find or start the fleet, then add a session to `sessions` and run it."""
     found = await _found(args, plan)
     if found is not None:
         shown.say(f"{plan.scenario.name}: against the fleet at {found.url}")
@@ -162,7 +162,7 @@ async def _load(
 
 
 async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
-    """The running fleet that the load is for; None: one of its own is to be started."""
+    """The running fleet that gets the load; None if this run must start its own."""
     own = args.own or args.replicas or args.endpoints or args.mode
     given = args.target or args.state_file
     if own and (given or args.admin):
@@ -192,7 +192,7 @@ async def _found(args: argparse.Namespace, plan: Plan) -> Target | None:
 
 
 def _report(evidence: RunResult, report: Path) -> int:
-    """Write the report, print the verdicts; the exit status."""
+    """Write the report and print the verdicts. Returns the exit status."""
     from picker_tools.load import report as reports  # matplotlib takes long to import
 
     promises = check_promises(evidence)

@@ -1,4 +1,4 @@
-"""The fleet that a load goes to: one that runs, or a local one started for the run."""
+"""The fleet under load: a running fleet, or a local fleet that `picker load` starts for the run."""
 
 import asyncio
 import json
@@ -19,16 +19,16 @@ from picker_tools.local_fleet.network import ADMIN_TOKEN, get
 from picker_tools.local_fleet.parts import Mode, SimOptions, Valkey
 from picker_tools.local_fleet.processes import Report, Supervisor
 
-DEFAULT_URL = "http://127.0.0.1:8080"  # where `picker up` puts its Envoy
+DEFAULT_URL = "http://127.0.0.1:8080"  # the Envoy that `picker up` starts
 DEFAULT_ADMIN = "http://127.0.0.1:8081"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`admins` are the replicas' admin addresses, `endpoints` (`ip:port`) their model servers.
+    """The fleet under load. `admins`: its replicas' admin URLs. `endpoints`: its model servers (`ip:port`).
 
-    `redis` is where the decision log is; '' where it is not known. `mode` is '' for a fleet that was found.
-    `own` says that this run has started it.
+    `redis`: URL of the Redis with the decision log; '' if unknown. `mode`: '' for a fleet that already ran.
+    `own`: whether this run started the fleet.
     """
 
     url: str
@@ -41,10 +41,10 @@ class Target:
 
 
 def check_url(url: str, option: str, *, allow_remote: bool) -> str:
-    """`url` without what follows its port.
+    """Return `url` without its path.
 
     Raises:
-        ConfigError: it is no http://host:port, or not on the loopback and `allow_remote` is not set.
+        ConfigError: `url` is no http://host:port, or not on the loopback and `allow_remote` is not set.
     """
     parts = urlsplit(url)
     try:
@@ -62,22 +62,22 @@ def check_url(url: str, option: str, *, allow_remote: bool) -> str:
 
 
 async def default_fleet_answers() -> bool:
-    """Whether the fleet of a `picker up` with its usual ports answers."""
+    """Whether a fleet started by `picker up` with the default ports answers."""
     envoy, replica = await asyncio.gather(get(f"{DEFAULT_URL}/v1/models"), get(f"{DEFAULT_ADMIN}/readyz"))
     answer = replica.json() if replica is not None else None
     return envoy is not None and envoy.status == 200 and isinstance(answer, dict) and "replica" in answer
 
 
 def url_from_state_file(state_file: Path) -> str:
-    """Where the fleet of `state_file` takes requests. Raises ConfigError if it is no state file."""
+    """The URL of the Envoy in `state_file`. Raises ConfigError if the file is no state file."""
     return str(_read_state(state_file)["envoy"])
 
 
 async def found(url: str, *, admin: str | None, state_file: Path | None, allow_remote: bool) -> Target:
-    """The running fleet at `url`, with what `state_file` or `admin` say of it.
+    """The running fleet at `url`, with the addresses from `state_file` and `admin`.
 
     Raises:
-        ConfigError: it does not answer, or the file is no state file.
+        ConfigError: the fleet does not answer, or the file is no state file.
     """
     state = _read_state(state_file) if state_file is not None else {}
     admins = [str(replica["admin"]) for replica in state.get("replicas", ())]
@@ -98,10 +98,10 @@ async def found(url: str, *, admin: str | None, state_file: Path | None, allow_r
 
 
 async def check_needs(target: Target, scenario: Scenario) -> None:
-    """Whether a fleet that was found is configured for what `scenario` is about; unknown counts as yes.
+    """Check that a running fleet has the settings that `scenario` needs; unknown settings pass.
 
     Raises:
-        ConfigError: it is not; the message says what is missing.
+        ConfigError: a setting is missing; the message names it.
     """
     token = os.environ.get(ADMIN_TOKEN, "")
     reply = await get(f"{target.admins[0]}/api/v1/config", token) if target.admins else None
@@ -131,14 +131,14 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     return state
 
 
-_LOG_ENTRIES = 1_000_000  # more than a run can write, so that nothing is trimmed before it is audited
+_LOG_ENTRIES = 1_000_000  # more than a run can write, so that Redis trims no entry before the audit
 _VALKEY_ATTEMPTS = 3
 _VALKEY_GRACE_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What the fleet is made of."""
+    """Number of replicas and endpoints, mode and random seed of a local fleet."""
 
     replicas: int
     endpoints: int
@@ -147,7 +147,7 @@ class Size:
 
 
 class LineReport(Report):
-    """What the parts of the fleet have to say, handed to `say` line by line."""
+    """Passes the messages of the fleet's processes to `say`, line by line."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._print_line, self._console = say, None
@@ -157,7 +157,7 @@ class LineReport(Report):
 
 
 class OwnFleet:
-    """To be started and stopped once. Files and logs of its parts are in `folder`."""
+    """A local fleet for one run; start and stop it once. Files and logs of its processes are in `folder`."""
 
     def __init__(self, scenario: Scenario, size: Size, folder: Path, say: Callable[[str], None]) -> None:
         self._scenario = scenario
@@ -165,26 +165,26 @@ class OwnFleet:
         self._folder = folder
         self._report = LineReport(say)
         self._state_file = folder / "state.json"
-        # The Valkey is not the fleet's own child: that one would be started again at once when it is stopped.
+        # The local fleet does not supervise this Valkey, as it would restart the Valkey after `stop_redis`.
         self._valkey = Valkey(folder)
         self._valkeys = Supervisor(folder, self._report)
         self._fleet: LocalFleet | None = None
 
     @property
     def settings(self) -> config.Settings:
-        """What its replicas run with, but for addresses."""
+        """The settings of its replicas, without addresses."""
         tree: dict[str, Any] = {
             "decision_log": {"enabled": True, "max_entries": _LOG_ENTRIES},
-            "extproc": {"drain_grace": "100ms"},  # nothing is sent any more when it ends
+            "extproc": {"drain_grace": "100ms"},  # the load has ended before the fleet stops
             **self._scenario.config,
         }
         return config.parse(tree)
 
     async def start(self) -> Target:
-        """Bring everything up.
+        """Start all processes of the fleet.
 
         Raises:
-            StartupError: a part did not become ready.
+            StartupError: a process did not become ready.
         """
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
         options = UpOptions(
@@ -209,12 +209,12 @@ class OwnFleet:
         )
 
     async def watch(self) -> None:
-        """Start again what dies, until cancelled."""
+        """Restart processes that die, until cancelled."""
         assert self._fleet is not None
         await self._fleet.watch()
 
     async def stop(self) -> None:
-        """Returns with every child gone."""
+        """Stop the fleet. Returns once every child process has ended."""
         if self._fleet is not None:
             await self._fleet.stop()
         await self._valkeys.stop([self._valkey], _VALKEY_GRACE_S)
@@ -226,7 +226,7 @@ class OwnFleet:
         self._valkeys.kill()
 
     def kill_replica(self, number: int) -> str | None:
-        """SIGKILL to replica `number` (from 0); its name, or None if it is not running just now."""
+        """SIGKILL replica `number` (from 0). Returns its name, or None if it is not running."""
         pid = int(self._state()["replicas"][number]["pid"])
         try:
             os.kill(pid, signal.SIGKILL)
@@ -235,11 +235,11 @@ class OwnFleet:
         return f"replica-{number + 1}"
 
     async def stop_redis(self) -> None:
-        """End the Valkey at once; its data is lost."""
+        """Kill the Valkey; its data is lost."""
         await self._valkeys.stop([self._valkey], 0.0)
 
     async def start_redis(self) -> None:
-        """Start it again, empty, at the same address. Raises StartupError as `start` does."""
+        """Start the Valkey again, empty, at the same address. Raises StartupError as `start` does."""
         await self._valkeys.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS)
 
     def _state(self) -> Any:

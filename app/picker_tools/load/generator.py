@@ -1,10 +1,10 @@
 """The load generator: an HTTP/1.1 client on the event loop, closed and open loops of requests, and a record
 of each answer.
 
-`picker load`, the fault suite, the long tests and the benches send their load with it. It costs little CPU,
-so that the load does not slow the fleet on the same machine.
+`picker load`, the fault suite, the long tests and the benches send their load with this module. The client
+costs little CPU, so that the load does not slow the fleet on the same machine.
 
-A closed loop has a fixed number of clients, each of which sends its next request after its last answer: a
+A closed loop has a fixed number of clients. Each client sends its next request after its last answer, so a
 slow fleet gets less load. An open loop sends each request at a planned time, whatever the fleet answers.
 """
 
@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
-LONGEST_BODY_BYTES = 60_000  # what Envoy can send again to another replica
-HANGS_S = 90.0  # no answer takes longer unless it hangs
+LONGEST_BODY_BYTES = 60_000  # Envoy can retry requests up to this size on another replica
+HANGS_S = 90.0  # an answer that takes longer hangs
 _CONNECT_S = 5.0
 _SERVED_WITHIN_S = 120.0
 _REFUSED_PAUSE_S = 0.05
@@ -37,8 +37,8 @@ _TEXT_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A completion of `tokens` tokens. `pad_bytes` lengthen the prompt; the client hangs up after `leaves_s`
-    (None: never).
+    """A request for a completion of `tokens` tokens. `pad_bytes` lengthen the prompt; the client hangs up
+    after `leaves_s` (None: never).
     """
 
     prompt: str
@@ -59,7 +59,7 @@ class Request:
         return orjson.dumps(tree)
 
 
-@lru_cache(maxsize=16)  # of requests that a loop repeats
+@lru_cache(maxsize=16)  # for loops that repeat a few requests
 def _encode(request: Request, host: str) -> bytes:
     body = request.body()
     lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers)
@@ -71,23 +71,23 @@ def _encode(request: Request, host: str) -> bytes:
 
 
 class Kind(StrEnum):
-    """How a request ended for its client."""
+    """The outcome of a request as its client sees it."""
 
     SERVED = "served"  # a whole answer
     REFUSED = "refused"  # 503 or 429
-    FAILED = "failed"  # anything else: an error, half an answer, none in time
+    FAILED = "failed"  # anything else: an error, an incomplete answer, a timeout
     LEFT = "left"  # the client hung up
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request as its client saw it. `sent_s` and `due_s` (the planned time) are of the monotonic clock;
-    other times are seconds since sending: `head_s` to the answer's head, `first_s` to the first byte of its
-    body (None: never), `took_s` to its end.
+    """A request and its answer as the client saw them. `sent_s` and `due_s` (the planned time) are readings
+    of the monotonic clock. Other times are seconds since sending: `head_s` to the answer's head, `first_s`
+    to the first byte of its body (None: never), `took_s` to its end.
 
-    `source` and `number` are given by the sender. `status` is 0 if no answer began. `fault` says what is
-    wrong with an answer that is not whole. `text` is the beginning of the body, unless the request was
-    served. The other fields are from the answer's headers and body; `reason` is a refusal's.
+    The sender gives `source` and `number`. `status` is 0 if no answer began. `fault` describes why an answer
+    is not whole. `text` is the beginning of the body. The other fields come from the answer's headers and
+    body; `reason` is the reason of a refusal.
     """
 
     request: Request
@@ -133,7 +133,7 @@ class Answer:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in a few words, to count by."""
+        """The request's outcome in a few words, as a key for counters."""
         if self.served or self.left:
             return self.kind.value
         return self.fault or f"{self.status} {self.reason or 'without a reason'}"
@@ -149,7 +149,7 @@ _DONE = b"data: [DONE]"
 
 
 class _Exchange:
-    """An answer while it arrives. `over` is set at its end, good or bad."""
+    """An answer while it arrives. `over` is set when the answer ends, whole or not."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -169,7 +169,7 @@ class _Exchange:
             self.over.set_result(None)
 
     def leave(self) -> None:
-        """End it as the client's own decision."""
+        """End the exchange because the client leaves."""
         self.end(left=True)
 
     def header(self, name: bytes) -> str:
@@ -209,7 +209,7 @@ class _Exchange:
 
 
 def _tokens(body: bytes, *, streamed: bool) -> int | None:
-    """How many tokens an answer has: events with text of a stream, else by its usage."""
+    """The number of tokens in an answer: the text events of a stream, else the count in `usage`."""
     if streamed:
         return len(_CHOICE.findall(body)) - len(_NO_TEXT.findall(body))
     usage = _USAGE.findall(body)
@@ -217,14 +217,14 @@ def _tokens(body: bytes, *, streamed: bool) -> int | None:
 
 
 class _Connection(asyncio.Protocol):
-    """Carries one request at a time; `surplus` is called for each answer beyond one a request."""
+    """A connection that carries one request at a time; calls `surplus` for each answer beyond the first."""
 
     def __init__(self, surplus: Callable[[], None]) -> None:
         self._surplus = surplus
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
-        self._began = self._whole = False  # the answer
+        self._began = self._whole = False  # whether the answer has begun, and is complete
         self._closing = False
 
     @property
@@ -242,7 +242,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(request)
 
     def hang_up(self) -> None:
-        """Close, as a client that leaves."""
+        """Close the connection because the client leaves."""
         if self._exchange is not None:
             self._exchange.leave()
         self.close()
@@ -295,17 +295,16 @@ class _Connection(asyncio.Protocol):
         if self._exchange is not None and not self._whole:
             assert self._transport is not None
             self._whole = True
-            # Envoy closes a connection whose request it has answered and not read to its end.
+            # Envoy closes a connection if it answers a request before it has read the whole request.
             self._closing |= bool(self._transport.get_write_buffer_size())
             self._exchange.end()
 
 
 class Client:
-    """Clients of one `http://host:port`, with as many connections as there are open requests; close it with
-    `with`.
+    """An HTTP client of one `http://host:port`, with one connection per open request; a context manager.
 
-    `keep`: a connection is used again. `exact`: an answer of other than the asked number of tokens is a
-    fault; other servers than simulators may end an answer early. One event loop.
+    `keep`: reuse connections. `exact`: an answer with fewer or more tokens than requested is a fault; servers
+    other than the simulators may end an answer early. Use it on one event loop.
     """
 
     def __init__(self, url: str, *, keep: bool = True, exact: bool = True) -> None:
@@ -315,7 +314,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._hung_up = False
-        self.surplus_answers = 0  # beyond one a request
+        self.surplus_answers = 0  # answers beyond one per request
 
     def __enter__(self) -> Self:
         return self
@@ -330,7 +329,7 @@ class Client:
             connection.hang_up()
 
     async def get(self, path: str, *, within_s: float, token: str = "") -> tuple[int, bytes] | None:
-        """Status and body of the answer, with a bearer `token` if there is one; None if none came."""
+        """GET `path` with the bearer `token`, if given. Returns status and body; None without an answer."""
         exchange = _Exchange()
         bearer = f"authorization: Bearer {token}\r\n" if token else ""
         request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n{bearer}\r\n".encode()
@@ -348,16 +347,16 @@ class Client:
     ) -> Answer:
         """Send `request` and read the whole answer. Raises nothing but CancelledError.
 
-        After `within_s`, or when the client leaves, the connection is closed.
+        Closes the connection after `within_s`, or when the client leaves.
         """
-        exchange = _Exchange()  # its time includes connecting
+        exchange = _Exchange()  # starts the clock, so times include connecting
         await self._exchange(_encode(request, self.address), exchange, within_s, request.leaves_s)
         return exchange.answer(request, source, number, due_s, exact=self._exact)
 
     async def _exchange(
         self, request: bytes, exchange: _Exchange, within_s: float, leaves_s: float | None = None
     ) -> None:
-        """Send `request` and wait for the end of `exchange`, by the client itself after `leaves_s`."""
+        """Send `request` and wait for the end of `exchange`; the client leaves after `leaves_s`."""
         try:
             connection = self._idle_connection() or await self._connect()
         except (OSError, TimeoutError) as fault:
@@ -369,7 +368,7 @@ class Client:
         else:
             timer = loop.call_later(leaves_s, exchange.leave)
         try:
-            if self._hung_up:  # while this connected
+            if self._hung_up:  # `hang_up` was called during connecting
                 exchange.leave()
             else:
                 connection.send(request, exchange)
@@ -415,7 +414,7 @@ MakeRequest = Callable[[random.Random, int], Request]
 
 
 def mixed_request(dice: random.Random, number: int) -> Request:
-    """Short and medium answers, half of them streamed, six flows, a few bodies near the limit."""
+    """A random request: a short or medium answer, half of them streamed, six flows, a few large bodies."""
     return Request(
         prompt=f"request {number} ",
         tokens=dice.choice((1, 3, 10, 30)),
@@ -426,7 +425,7 @@ def mixed_request(dice: random.Random, number: int) -> Request:
 
 
 def requests_of_flows(flows: int) -> MakeRequest:
-    """Requests for one token, of `flows` flows in turn."""
+    """Makes requests for one token, in turn from each of `flows` flows."""
     return lambda _, number: Request(f"request {number}", 1, headers=flow_header(f"flow-{number % flows}"))
 
 
@@ -441,16 +440,16 @@ class Planned:
 
 
 def steady(per_s: float, make_request: MakeRequest, seed: int = 1) -> Iterator[Planned]:
-    """`per_s` requests a second at equal distances, without end."""
+    """An endless plan of `per_s` requests a second, evenly spaced."""
     dice = random.Random(seed)
     for number in itertools.count(1):
         yield Planned((number - 1) / per_s, make_request(dice, number), number=number)
 
 
 class Load:
-    """Requests of one `Client` in loops, and their answers in `history`, in the order in which they ended.
+    """Sends the requests of closed or open loops with one `Client`. `history` has the answers as they ended.
 
-    `began_s` (monotonic) is the beginning of the last loop.
+    `began_s` (monotonic) is the start time of the last loop.
     """
 
     def __init__(self, client: Client) -> None:
@@ -464,7 +463,7 @@ class Load:
 
     @property
     def open(self) -> int:
-        """Requests that wait for the end of their answer."""
+        """The number of requests whose answer has not ended."""
         return self.sent - self.ended.total()
 
     @property
@@ -473,7 +472,7 @@ class Load:
 
     @property
     def unserved(self) -> list[Answer]:
-        """Those whose client waited and was not served."""
+        """The answers that were refused or failed."""
         return [answer for answer in self.history if answer.unserved]
 
     @property
@@ -486,11 +485,11 @@ class Load:
         return self._stopping.is_set()
 
     def finish(self) -> None:
-        """Send nothing more; the loops end with the last answer."""
+        """Stop sending; the loops end when the last answer has ended."""
         self._stopping.set()
 
     def stop(self) -> None:
-        """Send nothing more and hang up on what is open."""
+        """Stop sending, and hang up on all open requests."""
         self.finish()
         self._client.hang_up()
 
@@ -501,7 +500,7 @@ class Load:
             await self.wait_until(lambda: self.served >= goal)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is asked whenever a request has ended."""
+        """Wait until `condition` holds; it is evaluated whenever a request has ended."""
         while not condition():
             await self._ended.wait()
 
@@ -515,8 +514,8 @@ class Load:
         pause_s: float = _REFUSED_PAUSE_S,
         think_s: float = 0.0,
     ) -> None:
-        """A closed loop of `clients` until `requests` are answered, or until `finish`. A client that was not
-        served waits for `pause_s` before its next request, another one for `think_s`.
+        """Run a closed loop of `clients` until `requests` are answered, or until `finish`. Before its next
+        request a client waits for `think_s`, or for `pause_s` if its last request was not served.
         """
         self.began_s, dice, numbers = time.monotonic(), random.Random(seed), itertools.count(1)
 
@@ -531,7 +530,7 @@ class Load:
                 tasks.create_task(client())
 
     async def send_open(self, plan: Iterable[Planned]) -> None:
-        """An open loop: send each request of `plan` when it is due, a late one at once, until `finish`."""
+        """Run an open loop: send each request of `plan` when due, or at once if late, until `finish`."""
         self.began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for planned in plan:
@@ -540,7 +539,7 @@ class Load:
                 tasks.create_task(self._send(planned))
 
     async def stopped_within(self, seconds: float) -> bool:
-        """Wait `seconds`, or until `finish`; whether it was called."""
+        """Wait for `seconds`, or until `finish` is called. Returns whether it was called."""
         if seconds > 0 and not self.is_stopped:
             try:
                 async with asyncio.timeout(seconds):
@@ -559,7 +558,7 @@ class Load:
         )
         self.ended[answer.kind] += 1
         self.history.append(answer)
-        self._ended.set()  # wakes all who wait now
+        self._ended.set()  # wakes all present waiters
         self._ended.clear()
         return answer
 
@@ -574,8 +573,8 @@ async def closed_loop(
     pause_s: float = _REFUSED_PAUSE_S,
     think_s: float = 0.0,
 ) -> AsyncIterator[Load]:
-    """Run `clients` as `Load.send_closed` does, each request on a connection of its own, until the block ends
-    and each client has finished its last request.
+    """Run `Load.send_closed` with each request on its own connection, until the block ends and each client
+    has finished its last request.
     """
     with Client(url, keep=False) as client:
         load = Load(client)
@@ -588,7 +587,7 @@ async def closed_loop(
 async def open_loop(
     url: str, per_s: float, make_request: MakeRequest, *, keep: bool = False
 ) -> AsyncIterator[Load]:
-    """`per_s` requests a second until the block ends and each has been answered."""
+    """Send `per_s` requests a second until the block ends, then wait until each has been answered."""
     with Client(url, keep=keep) as client:
         load = Load(client)
         async with _during_block(load, load.send_open(steady(per_s, make_request))):
@@ -609,14 +608,14 @@ QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest of `values` (sorted) that `part` of them do not exceed (nearest rank); NaN of none."""
+    """The quantile `part` of sorted `values` by nearest rank; NaN if `values` is empty."""
     if not values:
         return math.nan
     return values[max(0, math.ceil(part * len(values)) - 1)]
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """p50, p90, p95, p99 and max of `values`; empty if there are none."""
+    """p50, p90, p95, p99 and max of `values`; empty if `values` is empty."""
     ordered = sorted(values)
     if not ordered:
         return {}
@@ -624,5 +623,5 @@ def quantiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of none."""
+    """The mean of `values`; NaN if `values` is empty."""
     return sum(values) / len(values) if values else math.nan

@@ -1,4 +1,4 @@
-"""Plots of a run as SVG, for its report."""
+"""Draws the SVG plots for the report of a run."""
 
 import io
 import math
@@ -34,7 +34,7 @@ _STYLE: Any = {
 
 
 def draw(run: RunResult) -> dict[str, str]:
-    """SVG by name, in the order of the page; empty plots are left out."""
+    """SVG by plot name, in the order of the report; plots without data are left out."""
     painters: dict[str, tuple[Callable[[Axes, RunResult], None], bool]] = {
         "waits": (_waits, any(run.waits(source) for source in run.sources)),
         "stock": (_stock, bool(run.samples)),
@@ -55,7 +55,7 @@ def _svg(paint: Callable[[Axes, RunResult], None], run: RunResult) -> str:
 
 def _stock(axes: Axes, run: RunResult) -> None:
     at = [each.at_s for each in run.samples]
-    # A replica without Redis reports an outdated stock, which is not drawn.
+    # A replica without Redis reports an outdated stock: leave a gap.
     stock = [math.nan if each.degraded else each.stock for each in run.samples]
     axes.step(at, stock, where="post", color=_SOURCES[0], label="stock")
     axes.step(at, [each.upper for each in run.samples], "--", where="post", color=_BOUND, label="upper bound")
@@ -75,7 +75,7 @@ def _waits(axes: Axes, run: RunResult) -> None:
             bins.setdefault(int(at_s / width), []).append(length)
         spots = range(max(bins, default=0) + 1)
         at = [(spot + 0.5) * width for spot in spots]
-        # NaN where nothing was served, which leaves a gap.
+        # The quantile of an empty bin is NaN, which leaves a gap in the line.
         middle, high = (
             [quantile(sorted(bins.get(spot, ())), part) for spot in spots] for part in (0.5, 0.95)
         )

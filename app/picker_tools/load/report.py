@@ -1,6 +1,4 @@
-"""The report of a run: `report.md` with its plots (SVG) and `summary.json` in a folder, and verdicts on the
-terminal.
-"""
+"""Writes the report of a run: `report.md`, plots (SVG) and `summary.json` in a folder, verdicts on stdout."""
 
 import json
 import os
@@ -24,9 +22,7 @@ _STYLES = {Verdict.KEPT: "green", Verdict.BROKEN: "bold red", Verdict.UNKNOWN: "
 
 
 def summarise(run: RunResult, promises: Sequence[Promise]) -> dict[str, Any]:
-    """The run in JSON's types: what was sent where, counts, percentiles (seconds) by source, shares,
-    promises.
-    """
+    """The run as JSON types: load, fleet, counts, percentiles (seconds) by source, shares, promises."""
     plan, target, faults = run.plan, run.target, run.faults_injected
     kinds = Counter(answer.kind for answer in run.answers)
     summary = {
@@ -93,7 +89,7 @@ def _rounded(value: Any) -> Any:
 
 
 def page(summary: Mapping[str, Any], plots: Iterable[str]) -> str:
-    """The report in Markdown; `plots` are files beside it."""
+    """The report in Markdown; `plots` are the names of the SVG files in the same folder."""
     fleet = summary["fleet"]
     counts = Counter(promise["verdict"] for promise in summary["promises"])
     machine = summary["machine"]
@@ -143,7 +139,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write(run: RunResult, promises: Sequence[Promise], folder: Path) -> None:
-    """Write all files, in place of earlier ones."""
+    """Write all files of the report to `folder`, replacing earlier ones."""
     summary, plots = summarise(run, promises), draw(run)
     for name, svg in plots.items():
         (folder / f"{name}.svg").write_text(svg, encoding="utf-8")

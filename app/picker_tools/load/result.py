@@ -1,6 +1,6 @@
-"""The record of one run, and the figures that checks, plots and the report take from it.
+"""The record of one run (`RunResult`), and the figures that checks, plots and the report compute from it.
 
-A `Session` makes a `RunResult`.
+`Session.run` returns a `RunResult`.
 """
 
 import json
@@ -16,8 +16,8 @@ from picker_tools.load.scenarios import Plan, Scenario, Source
 
 
 def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) -> dict[str, float]:
-    """Each flow's fair part of `served`: the higher band first, in a band alike, and no flow more than its
-    `demand` (max-min fairness).
+    """Each flow's fair part of `served`: higher bands first, equal parts within a band, and no flow more
+    than its `demand` (max-min fairness).
     """
     due = dict.fromkeys(demand, 0.0)
     for band in sorted({source.band for source in sources}, key=lambda band: -band.priority):
@@ -30,7 +30,7 @@ def fair(sources: Sequence[Source], demand: Mapping[str, float], served: float) 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The dispatch of a request. Times are seconds of Redis's clock."""
+    """The dispatch of a request. Times are in seconds by Redis's clock."""
 
     at_s: float
     flow: str
@@ -40,7 +40,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LogAudit:
-    """The audit of a decision log. `why` says why there is no report; '' if there is."""
+    """The audit of a decision log. `why` explains a missing report; '' if there is a report."""
 
     report: Report | None
     dispatches: tuple[Dispatch, ...] = ()
@@ -48,7 +48,7 @@ class LogAudit:
 
 
 def read_log(url: str, pool: str = "default") -> LogAudit:
-    """Audit all of the log that Redis has now. Blocks: call it in a thread."""
+    """Audit the whole decision log in Redis. Blocks: call it in a thread."""
     dispatches: list[Dispatch] = []
     try:
         with LogStream(url, pool) as log:
@@ -87,14 +87,14 @@ def _turn(entry: Entry) -> Dispatch:
         at_s=entry.time_us / 1e6,
         flow=entry.flow,
         workload=entry.workload,
-        # `arrived` is the time of arrival in µs, or the number after the last one's: never less.
+        # `arrived` is the time of arrival in µs, or one more than its predecessor if that is larger.
         wait_s=max(0.0, (entry.time_us - entry.arrived) / 1e6),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The shared state by the admin API of a replica. `at_s` is since the load began."""
+    """The shared state as a replica's admin API reports it. `at_s`: seconds since the load began."""
 
     at_s: float
     stock: float
@@ -117,7 +117,7 @@ class Sample:
 
     @classmethod
     def read(cls, at_s: float, page: bytes) -> "Sample | None":
-        """From an answer of `GET /api/v1/state`; None if it is not one."""
+        """Parse an answer of `GET /api/v1/state`; None if it is malformed."""
         try:
             state = json.loads(page)
             return cls(
@@ -137,7 +137,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EndpointSample:
-    """The requests that run and wait at the `answered` endpoints, by their own metrics."""
+    """The requests running and waiting at the `answered` endpoints that answered, by their metrics pages."""
 
     at_s: float
     requests: int
@@ -146,24 +146,24 @@ class EndpointSample:
 
 @dataclass(slots=True)
 class FaultsInjected:
-    """The faults, in seconds since the load began. An outage without an end goes on."""
+    """The injected faults, in seconds since the load began. An outage with end None is not over."""
 
     kills: list[tuple[float, str]] = field(default_factory=list)
     outages: list[tuple[float, float | None]] = field(default_factory=list)
-    log_audits: list[LogAudit] = field(default_factory=list)  # of logs that an outage has deleted
+    log_audits: list[LogAudit] = field(default_factory=list)  # audits of logs before an outage deleted them
 
 
-_SETTLING = 0.25  # of the duration: shares are counted after it, when the queue is steady
-SHARED_AGAIN_S = 5.0  # after Redis is back, until the fleet shares again (G8)
+_SETTLING = 0.25  # shares are counted after this part of the duration, when the queue is steady
+SHARED_AGAIN_S = 5.0  # the fleet shares one queue again within this time after Redis is back (G8)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Times in seconds since the load began. `wall_s` is that moment by the clock of the machine.
+    """The record of a run. Times are seconds since the load began, which was at `wall_s` by the wall clock.
 
-    `sent` requests went out. `rest` is the first sample of the fleet, after the last answer, in which all its
-    counts were 0 (None: there was none in `rest_within_s`). `log_audits` are of its decision log, more
-    than one if it was lost meanwhile, and none for a fleet that was found.
+    `sent`: number of requests. `rest`: the first sample after the last answer with all counts 0 (None: no
+    such sample in `rest_within_s`). `log_audits`: audits of the decision log, more than one if an outage
+    deleted the log, and none for a fleet that this run did not start.
     """
 
     plan: Plan
@@ -195,11 +195,11 @@ class RunResult:
 
     @property
     def has_dispatches(self) -> bool:
-        """Whether waits are the queue's own record, and not what clients saw."""
+        """Whether `waits` come from the decision log instead of the clients' measurements."""
         return any(log_audit.dispatches for log_audit in self.log_audits)
 
     def dispatches_of(self, source: Source) -> list[Dispatch]:
-        """Dispatches of requests that `source` sent, by the decision log."""
+        """The dispatches of requests from `source`, by the decision log."""
         return [
             dispatch
             for log_audit in self.log_audits
@@ -208,7 +208,7 @@ class RunResult:
         ]
 
     def waits(self, source: Source) -> list[tuple[float, float]]:
-        """Moment and length of each wait, by the decision log, or else the time to first token."""
+        """End and length of each wait, by the decision log, or else of each time to first token."""
         if self.has_dispatches:
             return [(dispatch.at_s - self.wall_s, dispatch.wait_s) for dispatch in self.dispatches_of(source)]
         return [
@@ -218,7 +218,7 @@ class RunResult:
         ]
 
     def service(self) -> dict[str, float]:
-        """How many requests of each flow were served while the load was settled and the queue shared."""
+        """The number of served requests of each flow while the load was steady and the queue shared."""
         served = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
             if self.has_dispatches:
@@ -230,7 +230,7 @@ class RunResult:
         return served
 
     def demand(self) -> dict[str, float]:
-        """How many requests of each flow were sent in the same time, refused or not."""
+        """The number of requests sent by each flow while the load was steady and the queue shared."""
         asked = {source.flow: 0.0 for source in self.sources}
         for source in self.sources:
             asked[source.flow] += sum(self._is_settled(each.sent_s) for each in self.answers_of(source))
@@ -238,33 +238,33 @@ class RunResult:
 
     @property
     def outage(self) -> tuple[float, float] | None:
-        """When the first began and ended; that of the load, if it goes on."""
+        """Start and end of the first outage; if it has no end, the end of the load."""
         if not self.faults_injected.outages:
             return None
         began_s, ended_s = self.faults_injected.outages[0]
         return began_s, self.plan.duration_s if ended_s is None else ended_s
 
     def disturbed(self, at_s: float, after_s: float) -> bool:
-        """Whether Redis was away at `at_s`, or not yet back for `after_s`."""
+        """Whether at `at_s` Redis was unavailable, or had been back for less than `after_s`."""
         return any(
             began <= at_s and (ended is None or at_s <= ended + after_s)
             for began, ended in self.faults_injected.outages
         )
 
     def _is_settled(self, at_s: float) -> bool:
-        """What is served without Redis is in no decision log, so its time does not count."""
+        """Whether the load was steady and the queue shared. The decision log omits service without Redis."""
         is_steady = _SETTLING * self.plan.duration_s <= at_s <= self.plan.duration_s
         return is_steady and not self.disturbed(at_s, SHARED_AGAIN_S)
 
 
 def latest_before(samples: Sequence[Sample], at_s: float) -> Sample | None:
-    """The last of `samples` before `at_s`, of a fleet that was not degraded."""
+    """The last of `samples` before `at_s` in which the replica was not degraded."""
     return next((each for each in reversed(samples) if each.at_s < at_s and not each.degraded), None)
 
 
 def flow_shares(run: RunResult) -> dict[str, dict[str, float]]:
-    """Of each flow, while the load was settled and the queue shared: its part of the demand, of the service,
-    and its fair part."""
+    """Each flow's part of the demand and of the service, and its fair part of the service, while the load was
+    steady and the queue shared."""
     service, demand = run.service(), run.demand()
     served, asked = sum(service.values()), sum(demand.values())
     due = fair(run.sources, demand, served)

@@ -1,4 +1,4 @@
-"""The scenarios of `picker load`: their sources, faults, the promises a run must show, and what is sent when.
+"""The scenarios of `picker load`: sources, faults, promises to check, and the plan of all requests.
 
 `deploy/locust/locustfile.py` sends requests of the same sources.
 """
@@ -17,19 +17,19 @@ from picker_fleet.bands import Band
 from picker_tools.load.generator import Planned, Request
 
 _PROMPT_BYTES = (200, 400)
-_STREAMED = 0.8  # of the requests
+_STREAMED = 0.8  # part of the requests that are streamed
 _WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett")
 
-TTFT_MS, ITL_MS = 60.0, 12.0  # of the simulators of its own fleet
+TTFT_MS, ITL_MS = 60.0, 12.0  # settings of the simulators in a fleet that the run starts
 ANSWER_TOKENS = 16
-ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # where nothing else is served
+ANSWER_S = (TTFT_MS + ITL_MS * (ANSWER_TOKENS - 1)) / 1000  # duration of an answer on an idle simulator
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One client population. `load` is its demand as a part of what the fleet can serve (1: all).
+    """One client population. `load` is its demand relative to the fleet's capacity (1: all of the capacity).
 
-    `objective` '' sends none.
+    If `objective` is '', its requests name no objective.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Source:
 
 
 class Fault(StrEnum):
-    """What the scenario does to its own fleet."""
+    """The fault that a scenario injects into its own fleet."""
 
     NONE = "none"
     KILL_REPLICAS = "kill replicas"
@@ -61,10 +61,10 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`config` is laid over the defaults for a fleet of its own; `promises` name entries of
-    `SCENARIO_CHECKS`.
+    """A named load. `config` overrides the default settings of a fleet that the run starts; `promises` name
+    entries of `SCENARIO_CHECKS`.
 
-    `needs` are settings (dotted key, value) without which a given fleet cannot show what it is about.
+    `needs` are settings (dotted key, value) that the scenario requires of a fleet that already runs.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Scenario:
 
     @property
     def objectives(self) -> frozenset[str]:
-        """Those that a fleet must know."""
+        """The names of the objectives that the fleet must have."""
         return frozenset(source.objective for source in self.sources if source.objective)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run of `scenario` with at most `max_requests`. `rate_per_s` None: by what the fleet can serve."""
+    """A run of `scenario` with at most `max_requests`. `rate_per_s` None: derived from the capacity."""
 
     scenario: Scenario
     duration_s: float
@@ -163,7 +163,7 @@ _ALL = (
         promises=("overloaded", "urgent-first", "seldom-first"),
         config={
             "fair_request_queue": {"ordering": "workload-aware", "flow_capacity": 400},
-            # A run is short, and small: what a workload asks for counts sooner, and for more.
+            # The run is short and small: a short rate window and a low cap make rates count sooner and more.
             "workloads": {"rate_window": "10s", "rate_cap": 20},
         },
         needs=_BY_WORKLOAD,
@@ -200,7 +200,7 @@ SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _AL
 
 
 def source_request(source: Source, model: str, number: int, seed: int) -> Request:
-    """Request `number` of `source`. Each prompt is unique."""
+    """Make request `number` of `source`. Each prompt is unique."""
     chance = Random(f"{seed}/{source.name}/{number}")
     text = " ".join(chance.choices(_WORDS, k=80))[: chance.randint(*_PROMPT_BYTES)]
     headers = [
@@ -222,8 +222,8 @@ def source_request(source: Source, model: str, number: int, seed: int) -> Reques
 
 
 def planned(plan: Plan, capacity_per_s: float, model: str) -> Iterator[Planned]:
-    """All requests of a run, in order. Each source's arrivals are a Poisson process that depends on the seed
-    only.
+    """All requests of a run, in order. Each source's arrivals are a Poisson process; the seed, the scenario
+    and the capacity determine all times.
     """
     sources = plan.scenario.sources
     arrivals = merge(*(_arrivals(place, plan, capacity_per_s) for place in range(len(sources))))

@@ -24,15 +24,15 @@ from picker_tools.load.result import (
 from picker_tools.load.scenarios import ANSWER_S, Fault, Plan, planned, source_request
 from picker_tools.local_fleet.network import ADMIN_TOKEN, until
 
-# On average; never sooner than a part of it, so that each kill meets a fleet that has recovered.
+# The mean time between kills, and the least time as a part of it, so that the fleet recovers in between.
 _KILL_EVERY_S, _LEAST_PART = 5.0, 0.5
-# Parts of the duration: where Redis is all that is stopped, and where a replica is killed first.
+# Start and length of the outage as parts of the duration: alone, and after the kill of a replica.
 _OUTAGE_AT, _OUTAGE_FOR = 0.3, 1 / 3
 _FIRST_KILL_AT, _LATER_OUTAGE_AT, _LATER_OUTAGE_FOR = 0.25, 0.5, 1 / 5
 
 
 def kill_moments(duration_s: float, replicas: int, seed: int) -> list[tuple[float, int]]:
-    """When which replica (from 0) is killed: random, the same for the same seed, at least once."""
+    """Time and replica (from 0) of each kill, at least one; random, but the same for the same seed."""
     chance = Random(f"{seed}/kills")
     moments: list[tuple[float, int]] = []
     at_s = 0.0
@@ -49,7 +49,7 @@ _ON_ENDPOINT = re.compile(rb"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})
 
 
 class Sampler:
-    """Asks every INTERVAL_S. `admins` are tried in turn, a new one each time; `endpoints` all at once."""
+    """Samples the fleet every INTERVAL_S: one of `admins`, in turn, and all `endpoints` at once."""
 
     def __init__(self, admins: Sequence[str], endpoints: Sequence[str], now_s: Callable[[], float]) -> None:
         self._admins = [Client(url) for url in admins]
@@ -60,7 +60,7 @@ class Sampler:
         self.endpoint_samples: list[EndpointSample] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take samples until cancelled."""
         try:
             while True:
                 next_s = self._now_s() + INTERVAL_S
@@ -96,20 +96,20 @@ class Sampler:
         self.endpoint_samples.append(EndpointSample(self._now_s(), requests, len(pages)))
 
 
-_REST_S = 20.0  # a lease, and some for the sweep
+_REST_S = 20.0  # the duration of a lease, and a margin for the sweep
 _REST_LEFT_S = 5.0  # after Ctrl-C
-_PROBES = 3  # requests, one at a time, to learn how long an answer takes
+_PROBES = 3  # requests, sent one at a time, that measure the duration of an answer
 _PROBE_S = 30.0
 _LOG_S = 60.0
 _SHOW_S = 0.2
 
-# The load so far, and the latest state.
+# A callback that gets the load so far and the latest sample.
 Show = Callable[[Load, Sample | None], None]
 
 
 class Session:
-    """`fleet` is None for one that was found. `show` is called a few times a second while the load runs,
-    `say` with a line for each fault.
+    """One run. `fleet` is None if the run did not start the fleet. The session calls `show` a few times a
+    second while the load runs, and `say` with a line for each fault.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Session:
         return True
 
     async def run(self) -> RunResult:
-        """Send the load, wait for the last answer and for rest; what was seen.
+        """Send the load, then wait for the last answer and until all counts are 0. Returns the record.
 
         Raises:
-            StartupError: the fleet does not answer as it must for the load to be planned.
+            StartupError: the fleet's answers do not suffice to plan the load.
         """
         plan, fault = self._plan, self._plan.scenario.fault
         capacity_per_s = await self._capacity_per_s()
@@ -181,8 +181,8 @@ class Session:
             )
 
     async def _capacity_per_s(self) -> float:
-        """Requests a second that the fleet can serve; dispatch stops with the one that reaches the lower
-        bound.
+        """The requests a second that the fleet can serve. Dispatch stops once stock reaches the lower bound,
+        so that many requests run at once.
         """
         plan = self._plan
         if plan.rate_per_s is not None:
@@ -202,7 +202,7 @@ class Session:
         return math.ceil(state.lower) / answer_s
 
     async def _probe(self) -> float:
-        """Measure how long an answer takes while nothing else is sent."""
+        """The duration of an answer while no other request is sent; the median of a few."""
         source, times = self._plan.scenario.sources[0], []
         with Client(self._target.url, exact=False) as client:
             for number in range(_PROBES):

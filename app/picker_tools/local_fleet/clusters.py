@@ -1,4 +1,4 @@
-"""Envoy's clusters: the pickers it asks, and the pools it sends requests to."""
+"""Envoy's clusters: the picker replicas, and each pool's model servers."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -27,34 +27,34 @@ from picker_tools.local_fleet.envoy_types import (
     upstream_http_v3,
 )
 
-POOL = "pool"  # of one pool, or of the default one; also the name the fleet's endpoint discovery answers to
+POOL = "pool"  # cluster of the only or default pool; also the resource name in the fleet's EDS
 PICKER = "picker"
 PICKER_HTTP = "picker-http"  # the same replicas, at the port of mode `http`
-PICKER_ADMIN = "picker-admin"  # and at that of their admin API
+PICKER_ADMIN = "picker-admin"  # the same replicas, at the port of their admin API
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
 _HEALTH_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-# Queueing is the picker's work: Envoy's own limits (1024 by default) must never be what refuses.
+# The picker queues requests, so Envoy's own limits (1024 by default) must never refuse one.
 _NO_LIMIT = 100_000
 _STREAM_WINDOW_BYTES = 1024 * 1024
 _CONNECTION_WINDOW_BYTES = 16 * 1024 * 1024
-_IDLE_S = 4  # uvicorn, which most model servers run on, closes what was idle for 5 s, maybe under a request
+_IDLE_S = 4  # uvicorn, common for model servers, closes connections idle for 5 s, even as a request arrives
 _LOST_MS = 20_000
 
 
 def cluster_of(name: str, default: str) -> str:
-    """The cluster of the pool `name`, where `default` is the one of requests that name none."""
+    """The cluster of the pool `name`; `default` is the pool of requests that name none."""
     return POOL if name == default else f"{POOL}-{name}"
 
 
 def pool(
     namespace: str, cluster: str = POOL, name: str | None = None, *, retry_percent: int = 20
 ) -> cluster_v3.Cluster:
-    """The model servers of a pool, discovered from the fleet, tried in the order of the picker's header.
+    """A pool's model servers, discovered by EDS from the fleet and tried in the picker header's order.
 
-    The metadata `namespace` names the endpoint that served. `name` is the pool's, None in a fleet with
-    one. At most `retry_percent` of the requests that run are retries; a few always may be.
+    The metadata `namespace` records the endpoint that served. `name` is the pool's name, None in a fleet with
+    one pool. Retries may be at most `retry_percent` of active requests, or `_FEW_RETRIES` if that is more.
     """
     override = override_host_v3.OverrideHost(
         override_host_sources=[override_host_v3.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)],
@@ -80,7 +80,7 @@ def pool(
         circuit_breakers=_no_circuit_breakers(retry_percent),
         common_lb_config=cluster_v3.ClusterCommonLbConfig(
             healthy_panic_threshold=type_v3.Percent(value=0),
-            # A draining endpoint gets nothing new from the picker, but what it was given still goes there.
+            # The picker gives a draining endpoint no new requests; requests already placed still go there.
             override_host_status=core_v3.HealthStatusSet(
                 statuses=[
                     core_v3.HealthStatus.UNKNOWN,
@@ -103,7 +103,7 @@ def _speaking(
     protocol: upstream_http_v3.HttpProtocolOptionsExplicitHttpConfig,
     options: core_v3.HttpProtocolOptions | None = None,
 ) -> dict[str, protobuf.Any]:
-    """How a cluster speaks to its hosts."""
+    """Protocol options: the HTTP version and `options` by which a cluster speaks to its hosts."""
     http = upstream_http_v3.HttpProtocolOptions(
         common_http_protocol_options=options, explicit_http_config=protocol
     )
@@ -111,9 +111,9 @@ def _speaking(
 
 
 def _lost_data() -> list[core_v3.SocketOption]:
-    """What a model server has not acknowledged is given up, where the system can: else TCP tries for 15 min.
+    """Socket option to give up data unacknowledged for 20 s, if the system has it; TCP retries for 15 min.
 
-    A host that vanishes says nothing. Keepalive finds it where Envoy only waits, this where it has sent.
+    It detects a host that vanished after Envoy sent data; keepalive detects one while Envoy only waits.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     if option is None:
@@ -131,8 +131,8 @@ def _lost_data() -> list[core_v3.SocketOption]:
 
 @dataclass(frozen=True, slots=True)
 class PickerTls:
-    """How Envoy speaks TLS to the replicas: files that it reads. Without `ca` it accepts any certificate;
-    `cert` and `key` are its own, for replicas that want one of their clients."""
+    """Files by which Envoy speaks TLS to the replicas. Without `ca` Envoy accepts any certificate; `cert` and
+    `key` are Envoy's own, for replicas that require client certificates."""
 
     ca: str | None = None
     cert: str | None = None
@@ -140,7 +140,7 @@ class PickerTls:
 
     @classmethod
     def of_local(cls, tls: Tls | None) -> "PickerTls | None":
-        """For an Envoy beside the replicas, whose own certificate it shows if they want one."""
+        """For an Envoy on the replicas' machine, which uses their own certificate if they require one."""
         if tls is None:
             return None
         if tls.client_ca is None or tls.cert is None:
@@ -165,7 +165,7 @@ class PickerTls:
 
 
 def picker(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
-    """The replicas by gRPC at `hosts`; names are resolved again and again, addresses used as they are."""
+    """The replicas' gRPC ports at `hosts`. Envoy resolves names repeatedly; IP addresses stay fixed."""
     http2 = core_v3.Http2ProtocolOptions(
         connection_keepalive=core_v3.KeepaliveSettings(interval=seconds(5), timeout=seconds(2)),
         initial_stream_window_size=_STREAM_WINDOW_BYTES,
@@ -181,7 +181,7 @@ def picker(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cl
 
 
 def picker_http(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
-    """The replicas by HTTP/1.1 at `hosts`, for mode `http`."""
+    """The replicas' HTTP/1.1 ports at `hosts`, for mode `http`."""
     return _replicas(
         PICKER_HTTP,
         hosts,
@@ -192,7 +192,7 @@ def picker_http(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) 
 
 
 def picker_admin(hosts: Sequence[tuple[str, int]], tls: PickerTls | None = None) -> cluster_v3.Cluster:
-    """The replicas' admin API at `hosts`; one that is not ready, or drains, is not asked."""
+    """The replicas' admin API at `hosts`; Envoy skips replicas that are not ready or drain."""
     return _replicas(
         PICKER_ADMIN,
         hosts,
@@ -227,7 +227,7 @@ def _replicas(
             core_v3.HealthCheck(
                 timeout=seconds(1),
                 interval=seconds(1),
-                # A cluster without traffic is otherwise looked at once a minute.
+                # By default Envoy checks a cluster without traffic only once a minute.
                 no_traffic_interval=seconds(1),
                 unhealthy_threshold=2,
                 healthy_threshold=1,
@@ -244,7 +244,7 @@ def _replicas(
 def picker_grpc(
     retry: core_v3.RetryPolicy | None = None, metadata: Mapping[str, str] = MappingProxyType({})
 ) -> core_v3.GrpcService:
-    """gRPC to any healthy replica, with `metadata`."""
+    """The gRPC service of any healthy replica; Envoy sends `metadata` with each stream."""
     return core_v3.GrpcService(
         envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=PICKER),
         retry_policy=retry,
@@ -253,7 +253,7 @@ def picker_grpc(
 
 
 def _fleet_source(metadata: Mapping[str, str]) -> core_v3.ConfigSource:
-    # Reconnecting is quick: the default back-off of up to 30 s would leave Envoy with a stale pool.
+    # Reconnect quickly: the default back-off of up to 30 s would leave Envoy with stale endpoints.
     retry = core_v3.RetryPolicy(
         retry_back_off=core_v3.BackoffStrategy(base_interval=seconds(0.1), max_interval=seconds(1)),
     )
@@ -274,12 +274,12 @@ def _policy(kind: str, message: betterproto2.Message) -> cluster_v3.LoadBalancin
     )
 
 
-# At once, however few requests run: a small pool may lose half of its endpoints, with all that they had.
+# Concurrent retries always allowed: a small pool may lose half its endpoints with all their requests.
 _FEW_RETRIES = 128
 
 
 def _no_circuit_breakers(retry_percent: int | None = None) -> cluster_v3.CircuitBreakers:
-    """No limit but that of retries, if there is one."""
+    """Circuit breakers that limit only retries, and only if `retry_percent` is given."""
     budget = None
     if retry_percent is not None:
         budget = cluster_v3.CircuitBreakersThresholdsRetryBudget(

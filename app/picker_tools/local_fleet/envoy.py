@@ -1,4 +1,4 @@
-"""Envoy: the bootstrap it starts with (docs/protocol.md), and its process in a local fleet."""
+"""Envoy's bootstrap configuration (docs/protocol.md), and Envoy as a part of a local fleet."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -37,24 +37,24 @@ from picker_tools.local_fleet.processes import READY_S, Child, envoy_binary
 
 _HEAP = "envoy.resource_monitors.fixed_heap"
 _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
-# As a share of the heap allowed: give back what is free, close connections without a request, answer new
-# requests 503, refuse new connections.
+# Overload actions and the share of the allowed heap at which each starts: return free memory, close idle
+# connections, answer new requests 503, refuse new connections.
 _ACTIONS = {
     "shrink_heap": 0.8,
     "close_idle_http_connections": 0.85,
     "stop_accepting_requests": 0.95,
     "reject_incoming_connections": 0.98,
 }
-# Requests of one connection that Envoy begins at a time. One that its client resets meanwhile never begins.
 _RUNTIME = {
+    # Begin one request of a connection at a time: a request that its client resets meanwhile never begins.
     "http.max_requests_per_io_cycle": 1,
-    # The routes' regular expressions are larger than the 100 instructions that Envoy allows by default.
+    # The routes' regular expressions exceed Envoy's default limit of 100 instructions.
     "re2.max_program_size.error_level": 20_000,
 }
 
 
 def overload_manager(*, max_connections: int, max_heap_bytes: int) -> overload_v3.OverloadManager:
-    """At most `max_connections` of clients, further ones are closed; at most about `max_heap_bytes`."""
+    """Limit client connections to `max_connections` and the heap to about `max_heap_bytes`."""
     connections = connections_v3.DownstreamConnectionsConfig(
         max_active_downstream_connections=max_connections
     )
@@ -105,21 +105,21 @@ def build_bootstrap(
 ) -> dict[str, Any]:
     """Envoy's bootstrap in the JSON mapping of its protobuf.
 
-    `pool_listens` are further listeners, by the pool that all their requests are for. `pickers` are the
-    replicas' gRPC addresses, `http_pickers` those of mode `http`; `admin` is Envoy's own
-    admin page, `admin_listen` a listener for the replicas' admin API at `admin_pickers` (None: no such
-    listener); `picker_tls`, `http_tls` and `admin_tls` say how it speaks TLS to the replicas (None: not);
-    `trusted` are the steering headers that clients may set;
-    `max_connections` and `max_heap_bytes` bound what all clients together may cost Envoy, `client_rate` is
-    how many requests a second one address may begin (None: any number);
-    `debug_headers` adds `x-picker-*` headers to each answer that show what was picked and who served;
-    `origins` are those of web pages that may read answers (`*`: any).
+    `pool_listens` maps a pool to a further listener whose requests are all for that pool. `pickers` are the
+    replicas' gRPC addresses, `http_pickers` their addresses for mode `http`. `admin` is the address of
+    Envoy's own admin page; `admin_listen` is a listener for the replicas' admin API at `admin_pickers` (None:
+    no listener). `picker_tls`, `http_tls` and `admin_tls` configure TLS to the replicas (None: plain text).
+    `trusted` are the steering headers that clients may set.
+    `max_connections` and `max_heap_bytes` limit all clients together; `client_rate` limits the requests a
+    second from one client address (None: no limit).
+    `debug_headers` adds `x-picker-*` headers that show the picked and the serving endpoint to each answer.
+    `origins` are the web origins whose pages may read answers (`*`: any).
     Port 0 in `listen` or `admin` means any free port.
     """
     pools, namespace = pools_of(settings), settings.extproc.metadata_namespace
     bootstrap = bootstrap_v3.Bootstrap(
-        node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # discovery needs both
-        # Health checks get through when clients do not.
+        node=core_v3.Node(id=f"envoy-{settings.pool}", cluster=settings.pool),  # EDS requires both
+        # Accept health checks even when client connections are at their limit.
         admin=bootstrap_v3.Admin(address=address(*admin), ignore_global_conn_limit=True),
         overload_manager=overload_manager(max_connections=max_connections, max_heap_bytes=max_heap_bytes),
         layered_runtime=bootstrap_v3.LayeredRuntime(
@@ -163,7 +163,7 @@ def build_bootstrap(
 
 
 def to_yaml(bootstrap: Mapping[str, Any]) -> str:
-    """`bootstrap` as YAML, keys in the order of Envoy's own messages."""
+    """`bootstrap` as YAML, with keys in the order of Envoy's protobuf messages."""
     text: str = yaml.safe_dump(dict(bootstrap), sort_keys=False, width=110)
     return text
 
@@ -172,9 +172,9 @@ _CONCURRENCY = 2
 
 
 class Envoy:
-    """Envoy in front of `pickers`, for clients of this machine alone. Its admin port is any free one.
+    """Envoy in front of `pickers`, for clients on this machine only. Its admin port is any free port.
 
-    `edit` changes its bootstrap, as YAML, before Envoy reads it.
+    `edit` changes the bootstrap's YAML before Envoy reads it.
     """
 
     name = "envoy"
@@ -231,20 +231,20 @@ class Envoy:
             *("--config-path", str(self._file)),
             *("--admin-address-path", str(self._admin_file)),
             *("--concurrency", str(_CONCURRENCY)),
-            "--disable-hot-restart",  # no shared memory, so that fleets run side by side
+            "--disable-hot-restart",  # hot restart would use memory shared with other fleets
             # `misc` would warn at each start that sse_to_metadata is new.
             *("--log-level", "warning", "--component-log-level", "misc:error"),
         ]
 
     async def ready(self, child: Child) -> str:
-        # The listener is bound, but serves only with replicas: see `missing`.
+        # Envoy binds the listener now, but serves only once it has replicas: see `missing`.
         self._admin_port = await child.until(self._look_admin, within_s=READY_S, what="its admin port")
         self._port = await child.until(self._look_listener, within_s=READY_S, what="its listener")
         return f"{self.url}, mode {self._mode}, admin {self.admin}"
 
     async def missing(self, endpoints: int | None) -> str | None:
-        """What it lacks to serve, in words: healthy replicas, or `endpoints` model servers of each pool
-        (None: any)."""
+        """Why Envoy cannot serve yet: replicas are not healthy, or a pool has not `endpoints` model servers
+        (None: any number will do). Returns None once Envoy can serve."""
         live = await get(f"{self.admin}/ready")
         if live is None or live.status != 200:
             return "Envoy waits for a replica to tell it the endpoints"

@@ -141,7 +141,7 @@ def _http_pickers(args: argparse.Namespace, settings: config.Settings) -> Sequen
 
 
 def _here(listen: str) -> tuple[str, int]:
-    """Where a replica that listens on `listen` is reached from the same machine."""
+    """The host and port by which this machine reaches a replica that listens on `listen`."""
     host, port = split_host_port(listen)
     try:
         everywhere = ip_address(host).is_unspecified

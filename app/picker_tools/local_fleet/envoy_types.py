@@ -1,8 +1,8 @@
-"""Envoy's configuration messages, as `envoy-data-plane` types them, and how extensions are packed.
+"""Envoy's configuration messages, as typed by `envoy-data-plane`, and helpers to pack extensions.
 
-The only module that imports the package: it takes half a second, so only commands that configure Envoy
-import this; and its generated classes use a form that pydantic has deprecated, which is silenced here for the
-import alone. Others import the messages from here, so the linters let it have imports that it does not use.
+Only this module imports the package, which takes half a second; so only commands that configure Envoy import
+this module. The generated classes use a form that pydantic has deprecated: the warning is silenced during the
+import. Other modules import the messages from here, so the linters allow unused imports in this file.
 """
 
 import warnings
@@ -55,24 +55,23 @@ with warnings.catch_warnings():
     from envoy_data_plane.xds.core import v3 as xds_core_v3
     from envoy_data_plane.xds.type.matcher import v3 as xds_matcher_v3
 
-# How often balancing draws again to find a host that a retry has not tried. A dead host has the fewest
-# streams, so of two hosts it is drawn three times in four: with five draws, one retry in six still goes to
-# it.
+# How often Envoy's balancer draws again to find a host that a retry has not tried. A dead host has the fewest
+# streams, so of two hosts it is drawn three times in four: with five draws, a retry in six still goes there.
 OTHER_HOST_DRAWS = 30
 
 
 def packed(message: betterproto2.Message) -> protobuf.Any:
-    """`message` with its type URL, as Envoy nests extensions."""
+    """`message` packed as an Any with its type URL, the form in which Envoy nests extensions."""
     return protobuf.Any.pack(message)
 
 
 def extension(name: str, message: betterproto2.Message) -> core_v3.TypedExtensionConfig:
-    """The extension `name`, configured by `message`."""
+    """The extension `name` with the configuration `message`."""
     return core_v3.TypedExtensionConfig(name=name, typed_config=packed(message))
 
 
 def address(host: str, port: int) -> core_v3.Address:
-    """A TCP address; port 0 lets Envoy take any free one."""
+    """A TCP address; with port 0 Envoy takes any free port."""
     return core_v3.Address(socket_address=core_v3.SocketAddress(address=host, port_value=port))
 
 

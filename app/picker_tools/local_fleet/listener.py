@@ -1,14 +1,14 @@
 """Envoy's listener for each mode: the connection manager, its HTTP filters, its routes, and the access log.
 
-The modes (docs/protocol.md): `standard` sends the picker both directions; `lean` the request only; `http`
-asks by ext_authz instead of ext_proc.
+The modes (docs/protocol.md): in `standard` Envoy sends the picker requests and answers, in `lean` requests
+only; in `http` it asks by ext_authz instead of ext_proc.
 
-Where the fleet serves several pools (docs/protocol.md), the host of a request names its pool: metadata of
-that host's routes, which Envoy passes on to the picker.
+If the fleet serves several pools (docs/protocol.md), a request's host names its pool: Envoy passes the pool
+to the picker as metadata of the matched route.
 
-Operators may have a listener of their own: the admin API and the dashboard of any ready replica, at one
-address. A fleet whose replicas come and go has no other fixed address for them. Envoy checks nothing there:
-the replicas' own tokens say who may do what (docs/admin-api.md).
+An optional operators' listener leads to the admin API and dashboard of any ready replica. A fleet whose
+replicas come and go has no other fixed address for them. Envoy checks no access there: the replicas' own
+tokens decide who may do what (docs/admin-api.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,23 +78,24 @@ _ROUTER = "envoy.filters.http.router"
 _JSON_TO_METADATA = "envoy.filters.http.json_to_metadata"
 _BODY_READERS = (_EXT_AUTHZ, _EXT_PROC)  # filters that need a request's body
 
-# All steering headers; untrusted ones are removed, or ignored by the picker.
+# All steering headers. Envoy removes the untrusted ones, or the picker ignores them.
 _STEERING = frozenset(name for pair in STEERING for name in pair)
 _SEND = ext_proc_v3.ProcessingModeHeaderSendMode.SEND
 _SKIP = ext_proc_v3.ProcessingModeHeaderSendMode.SKIP
 _DUPLEX = ext_proc_v3.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 _NONE = ext_proc_v3.ProcessingModeBodySendMode.NONE
 
-# The last event of a Responses API stream repeats the whole answer; the default is 8 KiB.
+# The last event of a Responses API stream repeats the whole answer: Envoy's default of 8 KiB is too small.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
-# The longest that Envoy accepts. It bounds only requests without a body, which do not queue.
+# Envoy's maximum. The timeout applies only to requests without a body, which do not queue.
 _MESSAGE_TIMEOUT_S = 3600.0
 _GRPC_FAILURES = "reset,connect-failure,unavailable,refused-stream,cancelled,internal"
 _HTTP_FAILURES = "reset,connect-failure,refused-stream"
 _ANSWER_MARGIN_S = 60.0
 
-# Where usage is: in answers and events of OpenAI's, Anthropic's, SGLang's and TGI's APIs; in whole answers of
-# Ollama's; in the last event of Responses; in Anthropic's first event. `accesslog._counts` puts it together.
+# Token usage by JSON path: _USAGE covers answers and events of OpenAI, Anthropic, SGLang and TGI. Whole
+# answers add Ollama's fields; events add the Responses API's last event and Anthropic's first event.
+# `accesslog._counts` combines the fields.
 _USAGE = {
     "prompt_tokens": (
         "usage.prompt_tokens",
@@ -122,23 +123,23 @@ _USAGE_IN_EVENTS = {
     "first_cache_creation_tokens": ("message.usage.cache_creation_input_tokens",),
 }
 
-# Ids of the Responses API (picker_fleet/admission/origins.py): of a response or a conversation.
+# JSON paths of response and conversation ids in the Responses API (picker_fleet/admission/origins.py).
 _IDS_IN_ANSWER = dict(zip(STATE_IDS, (("id",), ("conversation.id",)), strict=True))
 _IDS_IN_EVENTS = dict(zip(STATE_IDS, (("response.id",), ("response.conversation.id",)), strict=True))
 
 
 def _longest_wait_s(settings: Settings) -> float:
-    """How long a request may queue, in any pool."""
+    """The longest time that a request may queue, over all pools."""
     return max(each.fair_request_queue.queue_ttl for each in pools_of(settings).values())
 
 
 def _read_headers(settings: Settings) -> frozenset[str]:
-    """The headers that the picker reads, in any pool, and all that steer."""
+    """The headers that the picker reads in any pool, and all steering headers."""
     return _STEERING.union(*(wanted_headers(each) for each in pools_of(settings).values()))
 
 
 def _naming(settings: Settings, pool: str | None) -> dict[str, str]:
-    """How the filter names the pool of a request: `pool`, or that of the route's metadata."""
+    """The header or gRPC metadata that names a request's pool: `pool`, or the pool of its route."""
     if pool is not None:
         return {POOL_HEADER: pool}
     return {POOL_HEADER: f"%METADATA(ROUTE:{PICKER_NAMESPACE}:pool)%"} if settings.pools else {}
@@ -147,11 +148,11 @@ def _naming(settings: Settings, pool: str | None) -> dict[str, str]:
 def _http_filters(
     mode: Mode, settings: Settings, pool: str | None, client_rate: int | None
 ) -> list[hcm_v3.HttpFilter]:
-    """The filters of `mode` in the order of a request; answers pass them in reverse."""
+    """The HTTP filters of `mode`. Requests pass them in this order, answers in reverse."""
     filters: list[hcm_v3.HttpFilter] = []
     if client_rate is not None:
         filters.append(_named("envoy.filters.http.local_ratelimit", _per_address(client_rate)))
-    if mode != "standard":  # in which the picker reads the answer
+    if mode != "standard":  # in `standard` the picker itself reads usage in the answer
         filters.append(_named("envoy.filters.http.sse_to_metadata", _sse_usage()))
         filters.append(_named(_JSON_TO_METADATA, _json_usage()))
     naming = _naming(settings, pool)
@@ -164,12 +165,12 @@ def _http_filters(
     return [*filters, _named(_ROUTER, router_v3.Router(upstream_log=attempts))]
 
 
-_ADDRESSES = 10_000  # whose rates Envoy remembers
-_WITHOUT_ADDRESS = 1_000_000  # requests a second
+_ADDRESSES = 10_000  # most client addresses whose rate limits Envoy remembers
+_WITHOUT_ADDRESS = 1_000_000  # requests a second that match no address: in effect no limit
 
 
 def _per_address(per_s: int) -> local_ratelimit_v3.LocalRateLimit:
-    """Each address of a client may begin `per_s` requests a second, twice as many at once; then 429."""
+    """Limit each client address to `per_s` requests a second, in bursts of up to twice that; answer 429."""
 
     def bucket(tokens: int) -> type_v3.TokenBucket:
         return type_v3.TokenBucket(max_tokens=2 * tokens, tokens_per_fill=tokens, fill_interval=seconds(1))
@@ -195,10 +196,10 @@ def _per_address(per_s: int) -> local_ratelimit_v3.LocalRateLimit:
 
 
 def _without_own_4xx(processor: ext_proc_v3.ExternalProcessor) -> matching_v3.ExtensionWithMatcher:
-    """`processor`, passed over by Envoy's own answers of 4xx.
+    """`processor`, skipped for 4xx answers that Envoy itself generates.
 
-    Envoy closes the connection of a request that it cannot read as soon as it has sent the answer, and would
-    do so while the picker is asked about that.
+    Envoy answers a malformed request with 4xx and closes the connection at once, which would cut off the
+    exchange with the picker about that answer.
     """
 
     def named(name: str, message: betterproto2.Message) -> xds_core_v3.TypedExtensionConfig:
@@ -238,10 +239,10 @@ def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_
     namespace = settings.extproc.metadata_namespace
     forwarded = [SUBSET_NAMESPACE]
     if mode == "standard":
-        forwarded.append(namespace)  # it names the endpoint that served
+        forwarded.append(namespace)  # this namespace names the endpoint that served
     return ext_proc_v3.ExternalProcessor(
         grpc_service=picker_grpc(_redrive(), naming),
-        # A request without a decision names no endpoint: the pool's own balancing places it.
+        # Without a decision a request names no endpoint: Envoy's load balancing of the pool places it.
         failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
         message_timeout=seconds(_MESSAGE_TIMEOUT_S),
@@ -252,9 +253,9 @@ def _ext_proc(mode: Mode, settings: Settings, naming: Mapping[str, str]) -> ext_
             ),
         ),
         processing_mode=_processing_mode(mode),
-        allow_content_length_header=True,  # the picker sets it where it changes a body
-        # Each header costs the picker time. Gateways that use `standard` send all of them, so this
-        # Envoy does too.
+        allow_content_length_header=True,  # the picker sets content-length when it changes a body
+        # Each header costs the picker time. Gateways that use `standard` forward all headers, so this Envoy
+        # does too.
         forward_rules=None
         if mode == "standard"
         else ext_proc_v3.HeaderForwardingRules(allowed_headers=_exactly(_read_headers(settings))),
@@ -270,8 +271,8 @@ def _exactly(names: Iterable[str]) -> matcher_v3.ListStringMatcher:
 def _ext_authz(settings: Settings, naming: Mapping[str, str]) -> ext_authz_v3.ExtAuthz:
     wait_s = _longest_wait_s(settings) + _ANSWER_MARGIN_S
     retry = _redrive(_HTTP_FAILURES)
-    # Envoy takes the longest pause between two tries as the time that one try may take, the wait in the queue
-    # included. Four tries pause for less than a second in all.
+    # Envoy uses the longest back-off (max_interval) also as the timeout of each try, which includes the wait
+    # in the queue. Four tries back off for less than a second in all.
     retry.retry_back_off = core_v3.BackoffStrategy(base_interval=seconds(0.05), max_interval=seconds(wait_s))
     hint = f"%DYNAMIC_METADATA({SUBSET_NAMESPACE}:{SUBSET})%"
     service = ext_authz_v3.HttpService(
@@ -294,9 +295,9 @@ def _ext_authz(settings: Settings, naming: Mapping[str, str]) -> ext_authz_v3.Ex
         http_service=service,
         failure_mode_allow=settings.extproc.on_failure == "balance",
         status_on_error=type_v3.HttpStatus(code=type_v3.StatusCode.ServiceUnavailable),
-        encode_raw_headers=True,  # else bytes that are not UTF-8 arrive as other characters
+        encode_raw_headers=True,  # otherwise Envoy alters bytes that are not UTF-8
         allowed_headers=_exactly(_read_headers(settings) - {METHOD, PATH}),
-        # One byte more than allowed, so that the picker refuses a body that is too long.
+        # Send one byte more than the limit, so that the picker can see and refuse a body that is too long.
         with_request_body=ext_authz_v3.BufferSettings(
             max_request_bytes=settings.extproc.max_body_bytes + 1, allow_partial_message=True
         ),
@@ -316,10 +317,10 @@ def _processing_mode(mode: Mode) -> ext_proc_v3.ProcessingMode:
 
 
 def _redrive(retry_on: str = _GRPC_FAILURES) -> core_v3.RetryPolicy:
-    """Send a request queued on a replica that dies to another (G7).
+    """Retry a request on another replica if the replica that queues it dies (G7).
 
-    Never to the same one: until its health check fails, a dead replica has the fewest streams and would
-    be chosen again and again.
+    Exclude replicas already tried: until its health check fails, a dead replica has the fewest streams, so
+    least-request balancing would choose it again and again.
     """
     return core_v3.RetryPolicy(
         retry_on=retry_on,
@@ -365,7 +366,7 @@ def _rules(
     numbers = {**usage, "error_code": ("error.code",)}
     rules = [_rule(path, key, _NUMBER) for key, ways in numbers.items() for path in ways]
     rules += [_rule(path, key, _STRING) for key, ways in ids.items() for path in ways]
-    # That the answer is an error; its text may be long, and is not kept.
+    # Record only that the answer is an error, not its text, which may be long.
     told = protobuf.Value(bool_value=True)
     return [*rules, *(_rule(f"error.{field}", "error", told) for field in ("message", "type"))]
 
@@ -373,7 +374,7 @@ def _rules(
 def _rule(
     path: str, key: str, kept: json_rules_v3.JsonToMetadataValueType | protobuf.Value
 ) -> json_rules_v3.JsonToMetadataRule:
-    """Keeps what is at `path` as `key`, if it is of that type, or a value in its place."""
+    """Store the JSON value at `path` under `key`, if it has the type `kept`; or store the value `kept`."""
     pair = json_rules_v3.JsonToMetadataKeyValuePair(metadata_namespace=USAGE_NAMESPACE, key=key)
     if isinstance(kept, protobuf.Value):
         pair.value = kept
@@ -389,20 +390,20 @@ def _named(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:
     return hcm_v3.HttpFilter(name=name, typed_config=packed(message))
 
 
-# What Envoy reads at once, and so the largest message with a part of a body.
+# The most that Envoy reads at once; no message to the picker holds a larger part of a body.
 _CHUNK_BYTES = 1024 * 1024
-# Envoy buffers whole bodies for retries (G9), and plain answers to read their usage: outside `standard` it
-# refuses a longer one (500).
+# Envoy buffers whole bodies for retries (G9), and, outside `standard`, JSON answers to read their usage; it
+# answers 500 in place of a longer answer there.
 _BODY_BYTES = 32 * 1024 * 1024
-# Of a client's connection; the windows bound what Envoy keeps of bodies that the picker has not taken.
+# Limits of a client's connection; the windows bound how much Envoy buffers of bodies the picker has not read.
 _STREAMS = 128
 _STREAM_WINDOW_BYTES = 256 * 1024
 _CONNECTION_WINDOW_BYTES = 1024 * 1024
 _NEVER = seconds(0)
 _HEADERS_S = 10.0  # from a request's first byte to the end of its headers
-_BODY_S = 60.0  # for the whole body, and for a client to take the last of its answer
-_IDLE_S = 120.0  # of a connection without a request; longer than the usual 60 s of balancers in front
-_SILENT_S = 3600.0  # of a request, without a byte in either direction
+_BODY_S = 60.0  # time for a client to send its whole body, and to read the end of its answer
+_IDLE_S = 120.0  # for a connection without requests; balancers in front usually allow 60 s
+_SILENT_S = 3600.0  # for a request that transfers no byte in either direction
 _NOT_FOUND = (
     b'{"error":{"message":"%s","type":"invalid_request_error","code":"unknown_path"}}\n' % NOT_LISTED.encode()
 )
@@ -419,11 +420,10 @@ def listener(
     pool: str | None = None,
     origins: Sequence[str] = (),
 ) -> listener_v3.Listener:
-    """The listener of `mode` at `listen` (host, port). Clients may set the `trusted` steering headers, and
-    begin `client_rate` requests a second from one address (None: any number). Web pages of `origins` may
-    read answers.
+    """The listener for `mode` at `listen` (host, port). Clients may set the `trusted` steering headers; each
+    client address may begin `client_rate` requests a second (None: no limit).
 
-    All its requests are for `pool`; where that is None, the host that a client asks names the pool.
+    Web pages of `origins` may read answers. All requests are for `pool`; if None, their hosts name the pool.
     """
     manager = _manager(
         *(mode, settings, trusted),
@@ -447,8 +447,8 @@ def _listener(
     return listener_v3.Listener(name=name, address=address(*listen), filter_chains=[chain])
 
 
-# The session token, where the picker gives one (picker_fleet/scheduling/chooser.py), and the pressure of the
-# queue. In `standard` the picker sets both.
+# Envoy adds the session token, if the picker issues one (picker_fleet/scheduling/chooser.py), and the queue
+# pressure to answers. In `standard` the picker itself sets both headers.
 _PICKER_HEADERS = {
     SESSION_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:session)%",
     PRESSURE_HEADER: f"%DYNAMIC_METADATA({PICKER_NAMESPACE}:pressure)%",
@@ -456,7 +456,7 @@ _PICKER_HEADERS = {
 
 
 def _debug(namespace: str) -> dict[str, str]:
-    """The picker's choice as header and as metadata, and the endpoint that served, for debugging."""
+    """Answer headers for debugging: the picker's choice, as header and metadata, and the serving endpoint."""
     return {
         "x-picker-header": f"%REQ({DESTINATION_HEADER})%",
         "x-picker-endpoint": f"%DYNAMIC_METADATA({namespace}:{DESTINATION_HEADER})%",
@@ -465,7 +465,7 @@ def _debug(namespace: str) -> dict[str, str]:
     }
 
 
-# What SDKs in browsers send, and what they may read.
+# Headers that SDKs in browsers send, and headers that they may read.
 _CORS_HEADERS = (
     "authorization,content-type,x-api-key,api-key,anthropic-version,anthropic-beta,"
     "anthropic-dangerous-direct-browser-access,openai-organization,openai-project,openai-beta,x-request-id,"
@@ -477,7 +477,7 @@ _CORS_EXPOSED = f"x-request-id,retry-after,{SESSION_HEADER},{PRESSURE_HEADER}"
 
 
 def _cors(origins: Iterable[str]) -> cors_v3.CorsPolicy:
-    """`*` is any origin."""
+    """The CORS policy for web pages of `origins`; `*` allows any origin."""
     return cors_v3.CorsPolicy(
         allow_origin_string_match=[
             matcher_v3.StringMatcher(safe_regex=matcher_v3.RegexMatcher(regex=".*"))
@@ -492,7 +492,7 @@ def _cors(origins: Iterable[str]) -> cors_v3.CorsPolicy:
     )
 
 
-# Where a client's own x-request-id is kept, to be returned to it: Envoy replaces the header itself.
+# Keeps the client's own x-request-id, to return it with the answer: Envoy replaces x-request-id.
 _CLIENT_ID = "x-client-request-id"
 _RETURNED_ID = {"x-request-id": f"%REQ({_CLIENT_ID})%"}
 
@@ -507,19 +507,19 @@ def _manager(
     pool: str | None,
     origins: Sequence[str],
 ) -> hcm_v3.HttpConnectionManager:
-    # Envoy's timeout for a body includes the time in the queue.
+    # Envoy's request timeout includes the time in the queue.
     waits_s = _longest_wait_s(settings) + _BODY_S
     manager = hcm_v3.HttpConnectionManager(
         stat_prefix=mode,
-        # A client with an internal address keeps its own x-request-id, but request ids must come from Envoy
-        # alone. An empty list means every private address, so it lists one that no client can have.
+        # Envoy would let clients with internal addresses keep their own x-request-id, but only Envoy may set
+        # request ids. An empty list means all private addresses, so list an address that no client can have.
         use_remote_address=True,
         internal_address_config=hcm_v3.HttpConnectionManagerInternalAddressConfig(
             cidr_ranges=[core_v3.CidrRange(address_prefix="255.255.255.255", prefix_len=32)]
         ),
         generate_request_id=True,
         preserve_external_request_id=False,
-        # Untrusted steering headers are removed before any filter reads them.
+        # Remove untrusted steering headers before any filter reads them.
         early_header_mutation_extensions=[
             extension(
                 "envoy.http.early_header_mutation.header_mutation",
@@ -543,20 +543,20 @@ def _manager(
             initial_stream_window_size=_STREAM_WINDOW_BYTES,
             initial_connection_window_size=_CONNECTION_WINDOW_BYTES,
         ),
-        # The picker decides how long a request waits, and a model may pause long before its next byte.
+        # The picker decides how long a request waits, and a model may be silent for long between bytes.
         stream_idle_timeout=seconds(max(_SILENT_S, waits_s)),
-        # A client that sends or reads too slowly is disconnected, so that it does not hold its
-        # place for ever.
+        # Disconnect a client that sends or reads too slowly, so that it does not hold an endpoint's slot
+        # for ever.
         request_headers_timeout=seconds(_HEADERS_S),
         request_timeout=seconds(waits_s),
         stream_flush_timeout=seconds(_BODY_S),
         common_http_protocol_options=core_v3.HttpProtocolOptions(idle_timeout=seconds(_IDLE_S)),
-        # Old clients; they need no host.
+        # Accept HTTP/1.0 clients, which need not send a Host.
         http_protocol_options=core_v3.Http1ProtocolOptions(
             accept_http_10=True, default_host_for_http_10=settings.pool
         ),
-        # One spelling of a path for Envoy's routes, the picker and the model server. An escaped
-        # slash stays: the allowed paths have it in model names only.
+        # Give Envoy's routes, the picker and the model server the same normalised path. Keep escaped slashes:
+        # the allowed paths have them only in model names.
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm_v3.HttpConnectionManagerPathWithEscapedSlashesAction.KEEP_UNCHANGED,
@@ -576,7 +576,7 @@ def _manager(
         for host in manager.route_config.virtual_hosts:
             host.typed_per_filter_config = {_CORS: packed(_cors(origins))}
     if mode == "standard":
-        # The picker reads the answer, but cannot tell one that was cut from a client that has left.
+        # The picker reads the answer, but cannot tell an answer that was cut from a client that left.
         manager.access_log = [_access_log(_cut())]
     else:
         manager.access_log = [_access_log()]
@@ -587,7 +587,7 @@ def _manager(
 
 
 def _status_mapper(carried: int, status: int) -> hcm_v3.ResponseMapper:
-    """Turns the status `carried` of a refusal into `status`."""
+    """Maps a refusal's `carried` status, sent in place of the real one, to the real `status`."""
     mapper = _any_mapper(carried, _EQ)
     mapper.status_code = status
     return mapper
@@ -598,7 +598,7 @@ def _any_mapper(
     op: accesslog_v3.ComparisonFilterOp = accesslog_v3.ComparisonFilterOp.GE,
     added: Sequence[core_v3.HeaderValueOption] = (),
 ) -> hcm_v3.ResponseMapper:
-    """Adds the client's x-request-id and the headers `added` to Envoy's own answers of such a `status`."""
+    """Adds the client's x-request-id and `added` to Envoy's own answers whose status is `op` `status`."""
     return hcm_v3.ResponseMapper(filter=_status(op, status), headers_to_add=[*_added(_RETURNED_ID), *added])
 
 
@@ -609,7 +609,7 @@ def _routes(
     if pool is not None:
         hosts = [_host(settings, pools[pool], ("*",), mode)]
     else:
-        # The name of a pool, and all that begins with it: `batch`, `batch:8080`, `batch.example.org`.
+        # Match the pool's name, alone or as a first label: `batch`, `batch:8080`, `batch.example.org`.
         hosts = [
             _host(settings, each, ("*",) if name == settings.pool else (name, f"{name}:*", f"{name}.*"), mode)
             for name, each in pools.items()
@@ -627,7 +627,7 @@ def _routes(
 
 
 def _host(settings: Settings, pool: Settings, domains: Sequence[str], mode: Mode) -> route_v3.VirtualHost:
-    """The routes of `pool` at `domains`; `settings` are those of the fleet."""
+    """The virtual host that routes `domains` to `pool`; `settings` are the fleet's."""
     cluster = cluster_of(pool.pool, settings.pool)
     metadata = None
     if settings.pools:
@@ -637,14 +637,14 @@ def _host(settings: Settings, pool: Settings, domains: Sequence[str], mode: Mode
         name=cluster,
         domains=list(domains),
         routes=_ways(settings, mode, cluster, metadata),
-        # Envoy removes the header where the body comes back with the headers. The copy is removed after that.
+        # Envoy drops content-length when the picker returns a body: restore it from LENGTH_HEADER.
         request_headers_to_add=_added({"content-length": f"%REQ({LENGTH_HEADER})%"})
         if mode == "lean"
         else [],
         request_body_buffer_limit=max(_BODY_BYTES, settings.extproc.max_body_bytes),
-        # What fails before its first byte: the endpoint dies, answers that it cannot, is full, or redirects.
-        # One try for each endpoint that the picker lists. In `standard` the picker sees the last answer
-        # alone, so that one that is full has to reach it.
+        # Retry an attempt that fails before its first byte: the endpoint dies, answers 5xx, is full (429), or
+        # redirects. Try each endpoint that the picker lists once. In `standard` a 429 is not retried: the
+        # picker sees only the last answer, and must learn that the endpoint is full.
         retry_policy=_other_hosts(
             f"{_NOT_SENT},reset,5xx,retriable-status-codes",
             pool.scheduling.fallbacks,
@@ -658,7 +658,7 @@ _REDIRECTS = (300, 301, 302, 303, 307, 308)
 
 
 def _other_hosts(retry_on: str, tries: int, statuses: Sequence[int] = ()) -> route_v3.RetryPolicy:
-    """Up to `tries` times to a host that has not been tried."""
+    """A policy of up to `tries` retries, each on a host that has not been tried."""
     return route_v3.RetryPolicy(
         retry_on=retry_on,
         retriable_status_codes=list(statuses),
@@ -676,7 +676,7 @@ def _other_hosts(retry_on: str, tries: int, statuses: Sequence[int] = ()) -> rou
 def _ways(
     settings: Settings, mode: Mode, cluster: str, metadata: core_v3.Metadata | None
 ) -> list[route_v3.Route]:
-    """The routes of what model servers get, and 404 for the rest."""
+    """The routes of the paths that model servers get; other paths get 404, or pass if so configured."""
     passes = settings.extproc.unknown_paths == "pass"
     routes = []
     for (methods, is_session), paths in Paths(settings.extproc.paths).routes.items():
@@ -686,19 +686,19 @@ def _ways(
                 safe_regex=matcher_v3.RegexMatcher(regex=f"(?:{paths}){end}"), headers=headers
             )
             action = route_v3.RouteAction(cluster=cluster, timeout=_NEVER)
-            if end:  # servers answer such a path by a redirect, or by 404
+            if end:  # remove the final slash: servers answer it with a redirect or 404
                 action.regex_rewrite = matcher_v3.RegexMatchAndSubstitute(
                     pattern=matcher_v3.RegexMatcher(regex="/$"), substitution=""
                 )
             route = route_v3.Route(match=match, route=action, metadata=metadata)
             if is_session:
                 action.upgrade_configs = [route_v3.RouteActionUpgradeConfig(upgrade_type="websocket")]
-                if mode == "lean":  # its client's messages do not pass through the picker
+                if mode == "lean":  # WebSocket messages do not pass through the picker
                     route.typed_per_filter_config = {_EXT_PROC: packed(_HEADERS_ALONE)}
             routes.append(route)
     if passes:
-        # The picker refuses administration however it is spelt. While none answers (`extproc.on_failure`), so
-        # must Envoy, which does not decode paths.
+        # The picker refuses administrative paths in any spelling. Envoy must, too, while no picker answers
+        # (`extproc.on_failure`); it does not decode paths, so it refuses every unusual spelling.
         any_spelling = matcher_v3.RegexMatcher(regex=f"(?i)/(?:{ADMINISTRATION})/*|.*[%;\\\\].*")
         routes.append(_not_found(route_v3.RouteMatch(safe_regex=any_spelling)))
         rest = route_v3.RouteAction(cluster=cluster, timeout=_NEVER)
@@ -728,7 +728,7 @@ def _method(*names: str) -> list[route_v3.HeaderMatcher]:
 
 
 def _not_found(match: route_v3.RouteMatch) -> route_v3.Route:
-    """404 from Envoy, which neither reads the body nor calls a picker."""
+    """A route that Envoy answers with 404, without reading the body or calling a picker."""
     return route_v3.Route(
         match=match,
         direct_response=route_v3.DirectResponseAction(
@@ -748,7 +748,7 @@ _IF_ABSENT = core_v3.HeaderValueOptionHeaderAppendAction.ADD_IF_ABSENT
 def _added(
     texts: Mapping[str, str], how: core_v3.HeaderValueOptionHeaderAppendAction = _ONCE
 ) -> list[core_v3.HeaderValueOption]:
-    """Headers of answers; those without a value are left out."""
+    """Options that set each header of `texts`; Envoy omits a header whose value is empty."""
     return [
         core_v3.HeaderValueOption(header=core_v3.HeaderValue(key=key, value=text), append_action=how)
         for key, text in texts.items()
@@ -756,13 +756,13 @@ def _added(
 
 
 def _cut(*more: str) -> accesslog_v3.AccessLogFilter:
-    """Passes answers that the endpoint has cut, and those with the flags `more`."""
+    """An access-log filter for answers that the endpoint cut off, or that have one of the flags `more`."""
     flags = accesslog_v3.ResponseFlagFilter(flags=["UC", "UR", "UPE", *more])
     return accesslog_v3.AccessLogFilter(response_flag_filter=flags)
 
 
 def _failed_attempts() -> accesslog_v3.AccessLogFilter:
-    """Passes attempts whose status or end is the endpoint's fault, or says that it is full."""
+    """An access-log filter for attempts that failed at the endpoint, or found it full (429)."""
     redirects = _and(_status(_GE, 300), _status(_LE, 399))
     filters = [_status(_GE, 500), _status(_EQ, 429), redirects, _cut("UF")]
     return accesslog_v3.AccessLogFilter(or_filter=accesslog_v3.OrFilter(filters=filters))
@@ -787,8 +787,8 @@ _FAULT = tracing_v3.CustomTagLiteral(value="1")
 
 
 def _access_log(only: accesslog_v3.AccessLogFilter | None = None) -> accesslog_v3.AccessLog:
-    """To any one replica: entries of faults that `only` passes; without it, one a flush interval during a
-    request and one at its end."""
+    """Access log to any one replica. With `only`, log the faults that pass this filter; without, log each
+    request at its end and once per flush interval before."""
     marks = [] if only is None else [tracing_v3.CustomTag(tag=FAULT_TAG, literal=_FAULT)]
     return accesslog_v3.AccessLog(
         filter=only,
@@ -799,7 +799,7 @@ def _access_log(only: accesslog_v3.AccessLogFilter | None = None) -> accesslog_v
                 common_config=grpc_access_log_v3.CommonGrpcAccessLogConfig(
                     log_name="picker",
                     transport_api_version=core_v3.ApiVersion.V3,
-                    buffer_size_bytes=0,  # each entry at once: it frees a place
+                    buffer_size_bytes=0,  # send each entry at once: it releases a request in flight
                     grpc_service=picker_grpc(),
                     grpc_stream_retry_policy=_redrive(),
                     custom_tags=marks,
@@ -810,17 +810,17 @@ def _access_log(only: accesslog_v3.AccessLogFilter | None = None) -> accesslog_v
 
 
 _ADMIN = "admin"
-_SLOW_S = 15.0  # for a client to send a whole request, and between events, of which there is one a second
+_SLOW_S = 15.0  # for a client to send a whole request, and between events, which come each second
 _ADMIN_TRIES = 2
 
 
 def admin_listener(listen: tuple[str, int]) -> listener_v3.Listener:
     """The operators' listener at `listen` (host, port)."""
-    # A read may be repeated; a change only if no replica has seen it.
+    # Retry any failed read, but a change only if no replica has received it.
     routes = [_admin_route(f"{_NOT_SENT},reset", _method("GET")), _admin_route(_NOT_SENT, [])]
     manager = hcm_v3.HttpConnectionManager(
         stat_prefix=_ADMIN,
-        use_remote_address=True,  # adds x-forwarded-for, so that no replica takes a client for a local one
+        use_remote_address=True,  # adds x-forwarded-for, so that replicas treat no client as local
         request_headers_timeout=seconds(_SLOW_S),
         request_timeout=seconds(_SLOW_S),
         stream_idle_timeout=seconds(_SLOW_S),
@@ -834,12 +834,12 @@ def admin_listener(listen: tuple[str, int]) -> listener_v3.Listener:
 
 
 def _admin_route(retry_on: str, headers: list[route_v3.HeaderMatcher]) -> route_v3.Route:
-    """Every path of requests with `headers` to a replica, another one where it fails as `retry_on` says."""
+    """Route all paths of requests with `headers` to a replica; retry on another as `retry_on` says."""
     return route_v3.Route(
         match=route_v3.RouteMatch(prefix="/", headers=headers),
         route=route_v3.RouteAction(
             cluster=PICKER_ADMIN,
-            timeout=_NEVER,  # events have no end; a replica's other answers have a deadline of their own
+            timeout=_NEVER,  # event streams do not end; replicas limit their other answers themselves
             retry_policy=_other_hosts(retry_on, _ADMIN_TRIES),
         ),
     )

@@ -1,7 +1,7 @@
 """The local fleet of `picker up`: Valkey, simulators, replicas and Envoy as children of this process.
 
 Valkey and the simulators start first, then the replicas, which need their addresses, then Envoy, which needs
-the replicas' addresses. They stop in reverse order, so that nothing new arrives at a part that stops.
+the replicas' addresses. They stop in reverse order, so that a stopping part gets no new requests.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 _SERVES_S = 30.0
 _ENVOY_GRACE_S = 3.0
-_REPLICA_GRACE_S = 10.0  # they leave the pool, and have nothing to finish
+_REPLICA_GRACE_S = 10.0  # replicas leave the pool; without Envoy they have no requests to finish
 _REST_GRACE_S = 4.0
-_STARTED_TOGETHER = 10  # replicas; of more, some would be refused for starting too slowly
-_VALKEY_ATTEMPTS = 3  # another process may take its port before it does
+_STARTED_TOGETHER = 10  # replicas; if more start together, some are too slow and fail
+_VALKEY_ATTEMPTS = 3  # another process may take the chosen port before Valkey does
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """Ports are on the loopback; 0 is any free one. `redis` None embeds a Valkey."""
+    """Options of `picker up`. Ports are on the loopback; 0 is any free port. `redis` None embeds a Valkey."""
 
     replicas: int
     endpoints: int
@@ -57,7 +57,7 @@ class UpOptions:
 
 
 class LocalFleet:
-    """One fleet; files and logs of its parts are in `folder`."""
+    """One local fleet. The files and logs of its parts are in `folder`."""
 
     def __init__(self, options: UpOptions, settings: config.Settings, folder: Path, report: Report) -> None:
         self._options = options
@@ -88,19 +88,19 @@ class LocalFleet:
         self._envoy: Envoy | None = None
 
     async def start(self) -> None:
-        """Start everything; when this returns, the state file is written and requests are served.
+        """Start all parts; return once the fleet serves requests and the state file is written.
 
         Raises:
-            MissingExtra: there is no Envoy to run.
+            MissingExtra: Envoy's binary is not installed.
             StartupError: a port is in use, or a part did not become ready.
             ConfigError: the configuration is not valid for this fleet.
         """
-        envoy_binary()  # fails before anything runs or imports Envoy's types
+        envoy_binary()  # raises MissingExtra before a part starts or Envoy's types are imported
         ensure_free(self._wanted_ports())
-        self._tree()  # a fault in it is reported before anything runs
+        self._tree()  # raises ConfigError before a part starts
         if self._valkey is None and not await can_connect(self._redis_url):
             raise StartupError("redis: nothing accepts connections at the URL of --redis")
-        # Importing Envoy's types takes a second; it is done while the others start.
+        # Importing Envoy's types takes a second: import them while the other parts start.
         imported = asyncio.to_thread(importlib.import_module, "picker_tools.local_fleet.envoy")
         await together(imported, self._bring_up_pickers())
         await self._bring_up_envoy()
@@ -108,23 +108,23 @@ class LocalFleet:
         self._write_state()
 
     async def watch(self) -> None:
-        """Report and restart parts that end, until cancelled."""
+        """Report parts that end, and restart them if the option `restart` is set, until cancelled."""
         await self._supervisor.watch(restart=self._options.restart, changed=self._write_state)
-        await asyncio.Event().wait()  # every part has ended; the user ends this
+        await asyncio.Event().wait()  # every part has ended; wait for Ctrl-C
 
     async def stop(self) -> None:
-        """Stop whatever runs; returns with every child gone."""
+        """Stop all parts; return once every child has ended."""
         if self._envoy is not None:
             await self._supervisor.stop([self._envoy], _ENVOY_GRACE_S)
         await self._supervisor.stop(self._replicas, _REPLICA_GRACE_S)
         await self._supervisor.stop(self._first_parts(), _REST_GRACE_S)
 
     def kill(self) -> None:
-        """End all children now; `stop` returns soon after."""
+        """Kill all children at once; `stop` then returns soon."""
         self._supervisor.kill()
 
     async def model(self) -> str:
-        """A model that a request may name."""
+        """The name of a model that the fleet serves."""
         if self._settings.models:
             return self._settings.models[0].name
         reply = await get(f"{self._started_envoy.url}/v1/models")
@@ -142,7 +142,7 @@ class LocalFleet:
 
     @property
     def dashboard(self) -> str:
-        """The first replica's admin address."""
+        """URL of the dashboard: the first replica's admin address."""
         return self._replicas[0].announced.admin
 
     @property
@@ -180,7 +180,7 @@ class LocalFleet:
         return overlaid(self._settings, redis_url=nearest, endpoints=endpoints if self._simulators else None)
 
     async def _bring_up_pickers(self) -> None:
-        """The replicas, after the parts whose addresses they need."""
+        """Start the simulators and Valkey, then the replicas, which need their addresses."""
         works = [self._supervisor.bring_up(self._simulators)]
         if self._valkey is not None:
             works.append(self._supervisor.bring_up([self._valkey], attempts=_VALKEY_ATTEMPTS))
@@ -264,7 +264,7 @@ class LocalFleet:
 
 
 def _replace_file(path: Path, state: Mapping[str, Any]) -> None:
-    """Replace `path` by `state` atomically."""
+    """Write `state` as JSON to `path` atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     write_private(draft, json.dumps(state, indent=2) + "\n")
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""Ports of the loopback, and calls to parts with a deadline: HTTP GET, Redis PING."""
+"""Finds and checks ports of the loopback, and calls parts with a deadline: HTTP GET, Redis PING."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from picker_fleet.errors import StartupError
 from picker_fleet.state.primary import Address
 
 LOOPBACK = "127.0.0.1"
-ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # the variable that has it
+ADMIN_TOKEN = "PICKER_ADMIN__TOKEN"  # environment variable with the admin API's token
 
 
 def free_port() -> int:
-    """A port that nobody listens on now. Another process may take it first, so callers retry."""
+    """A port that is free now. Another process may take the port first, so callers retry."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
@@ -27,12 +27,12 @@ def free_port() -> int:
 
 
 def ensure_free(wanted: Mapping[int, str]) -> None:
-    """Check that each port of `wanted` can be listened on; its value says for what and by which option.
+    """Check that each port in `wanted` is free; its value names the port's purpose and option.
 
-    The parts do not check it: Envoy would share its port with another Envoy.
+    Parts do not check this themselves: Envoy would share its port with another Envoy.
 
     Raises:
-        StartupError: one is in use, or not allowed; one line a port.
+        StartupError: ports are in use or not allowed; the message has a line for each.
     """
     faults = []
     for port, purpose in wanted.items():
@@ -59,7 +59,7 @@ class Reply:
     body: bytes
 
     def json(self) -> Any:
-        """The body as JSON; None if it is none."""
+        """The body parsed as JSON; None if the body is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -67,8 +67,8 @@ class Reply:
 
 
 async def get(url: str, token: str = "") -> Reply | None:
-    """Answer of `url` (http://host:port/path), with a bearer `token` if there is one; None if there is none
-    within a second."""
+    """The reply to GET `url` (http://host:port/path), sent with the bearer `token` unless that is empty; None
+    if no reply comes within a second."""
     return await asyncio.to_thread(_get, url, token)
 
 
@@ -87,7 +87,7 @@ def _get(url: str, token: str) -> Reply | None:
 
 
 async def redis_answers(host: str, port: int) -> bool:
-    """Whether a Redis there answers PING: ready, not loading, no password asked."""
+    """Whether the Redis at `host:port` answers PING: it is not loading, and requires no password."""
     try:
         async with asyncio.timeout(_CALL_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -101,7 +101,7 @@ async def redis_answers(host: str, port: int) -> bool:
 
 
 async def can_connect(url: str) -> bool:
-    """Whether something accepts connections at a URL of Redis, at any node it names (ValueError: no URL)."""
+    """Whether any node named by the Redis `url` accepts connections. Raises ValueError for an invalid URL."""
     address = Address.parse(url)
     if address.kind == "socket":
         return await _accepts(asyncio.open_unix_connection(address.path))
@@ -124,7 +124,7 @@ async def _accepts(connecting: Awaitable[tuple[Any, asyncio.StreamWriter]]) -> b
 async def until(
     ask: Callable[[], Awaitable[Answer | None]], *, within_s: float, pause_s: float = 0.05
 ) -> Answer | None:
-    """The first answer of `ask` that is true; None if `within_s` passes first."""
+    """Call `ask` until it returns a true value, and return the value; None if `within_s` passes first."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while True:

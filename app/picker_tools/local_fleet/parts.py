@@ -1,6 +1,6 @@
 """The parts of a local fleet except Envoy: the embedded Valkey, simulated model servers, and replicas.
 
-Imports nothing of Envoy's types, which take half a second to load.
+This module does not import Envoy's types, which take half a second to load.
 """
 
 import argparse
@@ -21,25 +21,25 @@ from picker_fleet.units import split_host_port
 from picker_tools.local_fleet.network import LOOPBACK, free_port, redis_answers
 from picker_tools.local_fleet.processes import READY_S, Child, picker_command, valkey_binary
 
-# The ways to put the picker behind Envoy (docs/protocol.md).
+# How Envoy calls the picker (docs/protocol.md).
 Mode = Literal["standard", "lean", "http"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def mode(text: str) -> str:
-    """The `type` of an argument that names a mode, beside `choices=MODES`."""
+    """The argparse `type` of a mode; rejects the removed mode `headers`. `choices=MODES` checks the rest."""
     if text == "headers":
         raise argparse.ArgumentTypeError("there is no mode headers; use http, which costs less and does more")
     return text
 
 
-# The user of a local fleet is tenant and operator in one. The workload header needs no trust.
+# Trust these headers: a local fleet's user is tenant and operator. The workload header needs no trust.
 TRUSTED_HEADERS = (FAIRNESS_ID[0], OBJECTIVE[0])
 
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Passed on to each simulator; None leaves its own default."""
+    """Options passed to each simulator; None keeps the simulator's default."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -47,7 +47,7 @@ class SimOptions:
     seed: int | None = None
 
 
-# As docs/redis.md recommends them for any server.
+# The settings that docs/redis.md recommends for any server.
 VALKEY_SETTINGS = (
     *("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction"),
     *("--zset-max-listpack-entries", "32"),
@@ -57,14 +57,14 @@ _LONGEST_SOCKET_PATH = 100  # bytes: the kernel's limit is 108 on Linux and 104 
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write what may have a password: only its owner may read it."""
+    """Write a file that may hold a password: only its owner may read the file."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     path.write_text(text, encoding="utf-8")
 
 
 class Valkey:
-    """A Valkey on the loopback, on a free port; if it does not start, on another."""
+    """A Valkey on a free port of the loopback; if it does not start, the next attempt takes another port."""
 
     name = "valkey"
 
@@ -81,7 +81,7 @@ class Valkey:
 
     @property
     def socket_url(self) -> str:
-        """For replicas on this machine: a socket costs less CPU than TCP. `url` if its path is too long."""
+        """The Unix socket's URL, which costs replicas less CPU than TCP; `url` if the path is too long."""
         return f"unix://{quote(str(self._socket))}" if self._has_socket else self.url
 
     @property
@@ -113,7 +113,7 @@ _LISTENING = re.compile(r"listening on http://(\S+:\d+)")
 
 
 class Simulator:
-    """Simulator `number`, which serves `models`: the first as its base model, the rest as adapters."""
+    """Simulator `number`. It serves the first of `models` as base model, the rest as adapters."""
 
     def __init__(self, number: int, options: SimOptions, models: Sequence[str]) -> None:
         self.name = f"endpoint-{number}"
@@ -123,7 +123,7 @@ class Simulator:
 
     @property
     def address(self) -> str:
-        """`ip:port`; '' before it was ready."""
+        """`ip:port`; '' until the simulator was ready once."""
         return self._address
 
     def command(self) -> list[str]:
@@ -150,13 +150,13 @@ class Simulator:
 def overlaid(
     settings: Settings, *, redis_url: str, endpoints: Mapping[str, Sequence[str]] | None
 ) -> dict[str, Any]:
-    """`settings` as a plain tree of what was set, with `redis_url` and each pool's `endpoints` (`ip:port`).
+    """The set keys of `settings` as a plain tree, with `redis_url` and each pool's `endpoints` (`ip:port`).
 
-    `endpoints` None keeps the discovery of `settings`. The replicas trust the headers that this
-    fleet's Envoy trusts. `settings` includes the environment, so the replicas start without it.
+    `endpoints` None keeps the discovery of `settings`. The replicas trust the same headers as this fleet's
+    Envoy. `settings` already includes the PICKER_* variables, so the replicas start without them.
 
     Raises:
-        ConfigError: the result is not valid.
+        ConfigError: the resulting configuration is not valid.
     """
     tree: dict[str, Any] = _plain(settings.model_dump(exclude_unset=True))
     extproc = tree.get("extproc", {})
@@ -173,13 +173,13 @@ def overlaid(
 
 
 def served_models(settings: Settings) -> tuple[str, ...]:
-    """The model names that reach a model server under `settings`, base models first; none: any."""
+    """Model names that model servers must serve under `settings`, base models first; empty: any name."""
     names = [target.name for model in settings.models for target in (model.target_models or (model,))]
     return tuple(dict.fromkeys((*names, *settings.scheduling.adapters))) if names else ()
 
 
 def _plain(value: Any) -> Any:
-    """`value` in types that YAML has."""
+    """`value` converted to types that YAML can represent."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -187,24 +187,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.capitalize()
     if isinstance(value, Path):
-        return str(value.absolute())  # a replica's own file is in another folder
+        return str(value.absolute())  # the replica's configuration file is in another folder
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The line a replica prints once its listeners are bound: `{"ready": true, "id", "grpc", …}`."""
+    """The JSON line that a replica prints once its listeners are bound: `{"ready": true, "id", …}`."""
 
     id: str
     grpc: str  # host:port
     admin: str  # http://host:port
-    http: str | None = None  # host:port of mode `http`, where it is served
+    http: str | None = None  # host:port of mode `http`; None if not served
 
 
 class Replica:
-    """Replica `number`. `tree` gives its configuration but for the listeners, called at each start.
+    """Replica `number`. `tree` is called at each start and returns the configuration except the listeners.
 
-    `http` says that it serves mode `http`, too.
+    With `http` the replica also serves mode `http`.
     """
 
     def __init__(
@@ -226,24 +226,24 @@ class Replica:
 
     @property
     def announced(self) -> Announcement:
-        """Its last announcement: the id is new at each start, the addresses stay."""
+        """The replica's last announcement. Each start has a new id; the addresses stay the same."""
         return self._announced
 
     @property
     def host(self) -> tuple[str, int]:
-        """Where Envoy reaches it."""
+        """The gRPC host and port for Envoy."""
         return split_host_port(self._announced.grpc)
 
     @property
     def http_host(self) -> tuple[str, int]:
-        """Where Envoy reaches it in mode `http`."""
+        """The host and port for Envoy in mode `http`."""
         assert self._announced.http is not None
         return split_host_port(self._announced.http)
 
     def command(self) -> list[str]:
         tree = dict(self._tree())
         tree["extproc"] = {**tree.get("extproc", {}), "listen": self._grpc}
-        tree["admin"] = {**tree.get("admin", {}), "listen": self._admin, "tls": None}  # on the loopback
+        tree["admin"] = {**tree.get("admin", {}), "listen": self._admin, "tls": None}  # loopback: no TLS
         if self._http is not None:
             tree["http"] = {**tree.get("http", {}), "listen": self._http}
         write_private(self._file, yaml.safe_dump(tree, sort_keys=False))
@@ -261,7 +261,7 @@ class Replica:
 
 
 def _announcement(line: str) -> Announcement | None:
-    if not line.startswith('{"ready"'):  # its other lines are log entries
+    if not line.startswith('{"ready"'):  # the replica's other lines are log entries
         return None
     try:
         return msgspec.json.decode(line, type=Announcement)

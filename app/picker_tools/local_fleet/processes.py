@@ -1,6 +1,6 @@
-"""The parts of a local fleet as child processes: started, watched, started again and stopped.
+"""Runs the parts of a local fleet as child processes: starts, watches, restarts and stops them.
 
-`LocalFleet`, `picker load` and the benchmarks give a `Supervisor` the parts that it runs.
+`LocalFleet`, `picker load` and the benchmarks pass their parts to a `Supervisor`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from picker_tools.local_fleet import die_with_parent
 
 
 class Report:
-    """Lines on stdout, each written out at once."""
+    """Prints lines to stdout, and flushes each at once."""
 
     def __init__(self) -> None:
         self._console = None
@@ -36,7 +36,7 @@ class Report:
         self._say("DOWN", "red", name, what)
 
     def text(self, text: str) -> None:
-        """Text as it is, to be copied."""
+        """Print `text` without markup or wrapping, so that users can copy it."""
         if self._console is None:
             print(text, flush=True)
         else:
@@ -51,10 +51,10 @@ class Report:
 
 
 async def together(*works: Coroutine[Any, Any, object]) -> None:
-    """Run `works` side by side until all are done; one that fails cancels the rest.
+    """Run `works` concurrently until all are done; a failure cancels the rest.
 
     Raises:
-        PickerError: the first that one of them raised, without its exception group.
+        PickerError: the first PickerError that one of `works` raised, not in an exception group.
     """
     with first_error():
         async with asyncio.TaskGroup() as group:
@@ -64,7 +64,7 @@ async def together(*works: Coroutine[Any, Any, object]) -> None:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Raise the first PickerError of an exception group that ends the block, if there is one in it."""
+    """If an exception group that contains a PickerError ends the block, raise the first PickerError alone."""
     try:
         yield
     except BaseExceptionGroup as faults:
@@ -84,8 +84,8 @@ def _leaves(faults: BaseExceptionGroup[BaseException]) -> Iterable[BaseException
 
 @contextmanager
 def logs_folder(prefix: str) -> Iterator[Path]:
-    """A new folder, removed after the block. If a PickerError ends that and there are logs, it stays and the
-    error names it."""
+    """A new folder, removed after the block. If a PickerError ends the block and the folder has logs, the
+    folder stays and the error names it."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -98,7 +98,7 @@ def logs_folder(prefix: str) -> Iterator[Path]:
 
 
 def on_signal(action: Callable[[], object]) -> None:
-    """What SIGINT and SIGTERM do from now on."""
+    """Call `action` on SIGINT and SIGTERM from now on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, action)
 
@@ -110,7 +110,7 @@ _TAIL_LINES = 15
 
 
 class Process(Protocol):
-    """The used part of a started process; `returncode` is None until it has ended."""
+    """The members of asyncio's Process used here; `returncode` is None until the process has ended."""
 
     @property
     def pid(self) -> int: ...
@@ -124,7 +124,7 @@ class Process(Protocol):
 
 
 async def start_process(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> Process:
-    """Run `command` in a session of its own; it dies with this process (see `die_with_parent`)."""
+    """Run `command` in a new session; on Linux it dies with this process (see `die_with_parent`)."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "SIGKILL", *command),
         stdin=asyncio.subprocess.DEVNULL,
@@ -136,17 +136,17 @@ async def start_process(command: Sequence[str], output: IO[bytes], environment: 
 
 
 class Child:
-    """A started process whose output, both streams, goes to the end of `log`. One event loop."""
+    """A started process that appends stdout and stderr to `log`. One event loop."""
 
     def __init__(self, name: str, log: Path, process: Process, log_start: int) -> None:
         self.name = name
         self.log = log
         self._process = process
-        self._log_start = log_start  # output of earlier processes is before it
+        self._log_start = log_start  # offset; output before it is from earlier processes
 
     @classmethod
     async def start(cls, name: str, command: Sequence[str], log: Path) -> "Child":
-        """Run `command`. Ctrl-C reaches `picker up` alone, which stops its children in order."""
+        """Run `command`. Ctrl-C reaches only `picker up`, which stops its children in order."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PICKER_")}
         with log.open("ab") as output:
             log_start = output.tell()
@@ -161,11 +161,11 @@ class Child:
         return self._process.returncode is None
 
     async def ended(self) -> str:
-        """Wait for its end; how it ended, in words."""
+        """Wait until the process has ended; return how, in words."""
         return _in_words(await self._process.wait())
 
     def check(self) -> None:
-        """Raise StartupError, with the end of its log, if it has ended already."""
+        """Raise StartupError with the last lines of the log if the process has ended."""
         code = self._process.returncode
         if code is not None:
             raise StartupError(self.fault(f"{_in_words(code)} before the fleet was ready"))
@@ -173,11 +173,11 @@ class Child:
     async def until(
         self, look: Callable[[], Awaitable[Found | None]], *, within_s: float, what: str
     ) -> Found:
-        """Poll `look` until its answer is true, and return that.
+        """Poll `look` until it returns a true value, and return the value.
 
         Raises:
-            StartupError: the process ended before that, or `within_s` passed; the message names the part
-                and ends with the end of its log.
+            StartupError: the process ended first, or `within_s` passed; the message names the part and
+                includes the last lines of its log.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -189,19 +189,19 @@ class Child:
             raise StartupError(self.fault(f"{what} did not come within {within_s:g} s")) from None
 
     def lines(self) -> list[str]:
-        """The whole lines this process has written so far."""
+        """The complete lines that this process has written so far."""
         with self.log.open("rb") as output:
             output.seek(self._log_start)
             text = output.read().decode(errors="replace")
         return text.split("\n")[:-1]
 
     def fault(self, what: str) -> str:
-        """`name: what`, and the end of its log below."""
+        """`name: what`, followed by the last lines of the process's log."""
         tail = [f"    {line}" for line in self.lines()[-_TAIL_LINES:]]
         return "\n".join([f"{self.name}: {what}", *tail])
 
     async def stop(self, grace_s: float) -> None:
-        """TERM, and KILL after `grace_s`; returns when it is gone."""
+        """Send SIGTERM, and SIGKILL after `grace_s`; return when the process has ended."""
         if self.alive:
             self._signal(signal.SIGTERM)
         try:
@@ -219,39 +219,39 @@ class Child:
         try:
             self._process.send_signal(number)
         except ProcessLookupError:
-            return  # it ended a moment ago
+            return  # the process ended a moment ago
 
 
 def _in_words(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-READY_S = 30.0  # a part that needs longer has failed
+READY_S = 30.0  # a part that is not ready after this time has failed
 
 
 class Part(Protocol):
-    """One child process. If it is started again, it keeps its addresses."""
+    """A part of the fleet that runs as one child process. Its addresses survive restarts."""
 
     @property
     def name(self) -> str:
-        """Unique in the fleet; also its log's name."""
+        """The part's name, unique in the fleet; also the name of its log."""
         ...
 
     def command(self) -> list[str]:
-        """What to run, with every file it needs written. The first word is an absolute path."""
+        """Write the files that the process needs, and return its command; word one is an absolute path."""
         ...
 
     async def ready(self, child: Child) -> str:
-        """Wait until it serves; where it does, in words for the user.
+        """Wait until the process serves, and return its addresses as text for the user.
 
         Raises:
-            StartupError: it ended, or was not ready in time.
+            StartupError: the process ended, or was not ready in time.
         """
         ...
 
 
 def picker_command(*arguments: str) -> list[str]:
-    """`picker ARGUMENTS…` of this installation; `-P` keeps the working folder off the path."""
+    """The command `picker ARGUMENTS…` of this installation; `-P` keeps the working folder off `sys.path`."""
     return [sys.executable, "-P", "-m", "picker_fleet.cli", *arguments]
 
 
@@ -264,10 +264,10 @@ def valkey_binary() -> str:
 
 
 def packaged_binary(package: str, pattern: str, distribution: str) -> str:
-    """Absolute path of the one file that matches `pattern` inside `package`, which is not imported.
+    """Absolute path of the first file that matches `pattern` in `package`, found without importing it.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: `distribution` is not installed.
     """
     spec = find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -280,11 +280,11 @@ def packaged_binary(package: str, pattern: str, distribution: str) -> str:
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
-_SETTLED_S = 30.0  # after such a time the pause before a restart is short again
+_SETTLED_S = 30.0  # after running this long, a part's restart pause is reset
 
 
 class Supervisor:
-    """The fleet's children by their part's name. One event loop."""
+    """Starts, watches and stops the processes of parts. One event loop."""
 
     def __init__(self, logs: Path, report: Report) -> None:
         self._logs = logs
@@ -292,36 +292,36 @@ class Supervisor:
         self._running: dict[str, tuple[Part, Child]] = {}
 
     def pid(self, part: Part) -> int:
-        """Process id of the started `part`, also of one that has ended."""
+        """Process id of the started `part`, even if the process has ended."""
         return self._running[part.name][1].pid
 
     async def bring_up(self, parts: Iterable[Part], *, attempts: int = 1) -> None:
-        """Start `parts` side by side and wait until each is ready; one line each.
+        """Start `parts` concurrently, trying each up to `attempts` times; report each that becomes ready.
 
         Raises:
-            StartupError: of the first that failed; `attempts` is how often each is tried.
+            StartupError: a part failed in all attempts; the error is the first such part's.
         """
         await together(*(self._bring_up(part, attempts) for part in parts))
 
     def check(self) -> None:
-        """Raise StartupError if a part has ended, for use before `watch`."""
+        """Raise StartupError if a part has ended. For use before `watch`."""
         for _, child in self._running.values():
             child.check()
 
     async def watch(self, *, restart: bool, changed: Callable[[], None]) -> None:
-        """Report each part that ends; with `restart`, start it again. Runs until it is cancelled.
+        """Report each part that ends; with `restart`, restart the part, and run until cancelled.
 
-        `changed` is called whenever a part's process has been replaced.
+        Calls `changed` whenever a new process of a part is ready.
         """
         await together(*(self._keep(part, restart, changed) for part, _ in self._running.values()))
 
     async def stop(self, parts: Iterable[Part], grace_s: float) -> None:
-        """TERM to those of `parts` that were started; KILL to those that run after `grace_s`."""
+        """Send SIGTERM to the started `parts`, and SIGKILL to those that still run after `grace_s`."""
         children = [self._running[part.name][1] for part in parts if part.name in self._running]
         await together(*(child.stop(grace_s) for child in children))
 
     def kill(self) -> None:
-        """KILL to all."""
+        """Send SIGKILL to all children."""
         for _, child in self._running.values():
             child.kill()
 

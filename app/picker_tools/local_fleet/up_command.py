@@ -1,4 +1,4 @@
-"""`picker up`: a whole fleet on this machine until Ctrl-C."""
+"""`picker up`: runs a whole fleet on this machine until Ctrl-C."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until SIGINT or SIGTERM, then 0 with every child gone.
+    """Run until SIGINT or SIGTERM, stop every child, and return 0.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -70,7 +70,7 @@ async def _up(options: UpOptions, settings: config.Settings, folder: Path) -> No
     except asyncio.CancelledError:
         report.text("stopping")
     finally:
-        on_signal(fleet.kill)  # a second one kills at once
+        on_signal(fleet.kill)  # a second signal kills the parts at once
         await fleet.stop()
 
 

@@ -1,8 +1,8 @@
-"""OpenAI's answer shapes, whole and as server-sent events. Pure.
+"""Builds answers in OpenAI's format, whole or as server-sent events. Pure.
 
-A stream has one event a token, the last with the finish reason, then `[DONE]`. Usage comes in an event
-of its own with empty `choices` if the client asked for it (`stream_options.include_usage`). If it did not,
-the last token's event has it: clients may read `choices[0]` of every event.
+A stream has one event for each token, the last with the finish reason, then `[DONE]`. If the client asked for
+usage (`stream_options.include_usage`), usage has its own event, with empty `choices`. Otherwise the last
+token's event includes usage: such clients may read `choices[0]` of every event.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ VOCABULARY = tuple(f" {''.join(parts)}".encode() for parts in itertools.product(
 
 
 class Words:
-    """The words that follow `prompt`, each with the space before it."""
+    """Generates the words of the answer to `prompt`, each with a leading space. Depends on `seed`."""
 
     def __init__(self, *, seed: int, prompt: bytes) -> None:
         # random.Random(prompt) would take milliseconds for 400 KB.
@@ -28,7 +28,7 @@ class Words:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def take(self, count: int) -> list[bytes]:
-        """The next `count` words; the sequence does not depend on how many are taken at a time."""
+        """The next `count` words; the sequence of words does not depend on the sizes of `count`."""
         return self._random.choices(VOCABULARY, k=count)
 
 
@@ -37,9 +37,9 @@ _PENDING = b'"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class Answer:
-    """The bytes of one answer. `created_s` is Unix time.
+    """Encodes one answer. `created_s` is Unix time.
 
-    `cached_tokens` are those of the prompt that the prefix cache had.
+    `cached_tokens` is the number of prompt tokens found in the prefix cache.
     """
 
     def __init__(self, request: CompletionRequest, *, answer_id: str, created_s: int) -> None:
@@ -48,7 +48,7 @@ class Answer:
         if request.chat and request.stream:
             kind = "chat.completion.chunk"
         self._common = {"id": answer_id, "object": kind, "created": created_s, "model": request.model}
-        # The events of one stream differ in one word only, so the rest is made once.
+        # A stream's events differ only in one word: encode the rest once.
         head = b"data: " + orjson.dumps(self._common)[:-1] + b',"choices":[{"index":0,'
         self._before = head + (b'"delta":{"content":"' if request.chat else b'"text":"')
         self._after = (b'"},' if request.chat else b'",') + _PENDING
@@ -56,17 +56,17 @@ class Answer:
 
     @property
     def opening(self) -> bytes:
-        """The event before a chat's first token, with the role; completions have none."""
+        """The event with the role that precedes a chat's first token; b'' for completions."""
         return self._role if self._request.chat else b""
 
     def events(self, words: list[bytes]) -> bytes:
-        """One event for each of `words`, none of them the stream's last."""
+        """One event for each of `words`, which must not include the stream's last word."""
         if not words:
             return b""
         return self._before + (self._after + self._before).join(words) + self._after
 
     def ending(self, word: bytes, cached_tokens: int) -> bytes:
-        """The event of the last token, usage, and the end of the stream."""
+        """The last token's event, usage, and the `[DONE]` that ends the stream."""
         text = word.decode()
         finish = {"logprobs": None, "finish_reason": self._request.finish_reason}
         content = {"delta": {"content": text}} if self._request.chat else {"text": text}

@@ -1,4 +1,4 @@
-"""The parts of ASGI that a simulated server needs: bodies, answers, and clients that disconnect."""
+"""ASGI helpers for a simulated model server: read bodies, write answers, and detect disconnects."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -12,8 +12,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-READ_TIMEOUT_S = 60.0  # of a whole body
-WRITE_TIMEOUT_S = 60.0  # one write to a client that does not read
+READ_TIMEOUT_S = 60.0  # for a whole body
+WRITE_TIMEOUT_S = 60.0  # for one write to a client that does not read
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -21,10 +21,10 @@ TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
-        Refusal: 413 past `MAX_BODY_BYTES`, 408 if it takes longer than `READ_TIMEOUT_S`.
+        ApiError: 413 if the body exceeds `MAX_BODY_BYTES`, 408 if it takes longer than `READ_TIMEOUT_S`.
         ClientGone: the client disconnected first.
     """
     body = bytearray()
@@ -48,10 +48,10 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def watch(receive: Receive) -> None:
-    """Wait for the client to disconnect, after its whole body was read.
+    """Wait for the client to disconnect. Call it once the whole body is read.
 
     Raises:
-        ClientGone: it disconnected.
+        ClientGone: the client disconnected.
     """
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -59,7 +59,7 @@ async def watch(receive: Receive) -> None:
 
 
 class Reply:
-    """One answer to one request. Every write has `WRITE_TIMEOUT_S`, then raises TimeoutError."""
+    """Sends the answer to one request. A write longer than `WRITE_TIMEOUT_S` raises TimeoutError."""
 
     def __init__(self, send: Send, *, served_by: bytes) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""`picker sim`: one simulated model server on one port, until SIGTERM or SIGINT."""
+"""`picker sim`: runs one simulated model server on one port until SIGTERM or SIGINT."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from picker_tools.simulator.engine import Limits
 from picker_tools.simulator.server import ModelServer, Profile
 
 DRAIN_S = 2
-# Longer than Envoy keeps an idle upstream connection (1 h), so that it never reuses one being closed.
+# Longer than Envoy keeps idle upstream connections (1 h), so that Envoy never reuses one being closed.
 KEEP_ALIVE_S = 2 * 3600
 _BACKLOG = 4096
 _SHARE = decimal("share", 1, zero=True)
@@ -26,7 +26,7 @@ _COUNT = whole_number(1, 1_000_000_000)
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, ended by `stop`. Its own handlers would raise the signal again at the end."""
+    """A uvicorn server ended by `stop`. Uvicorn's own signal handlers would re-raise the signal at exit."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -38,10 +38,10 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one.
+    """A listening socket; port 0 is any free port.
 
     Raises:
-        StartupError: the address is not free.
+        StartupError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -51,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve(listener: socket.socket, profile: Profile) -> None:
-    """Serve `profile` until a signal; prints `listening on URL` once requests are taken."""
+    """Serve `profile` until SIGTERM or SIGINT; print `listening on URL` once clients can connect."""
     _allow_many_files()
     config = uvicorn.Config(
         ModelServer(profile),
@@ -72,14 +72,14 @@ async def serve(listener: socket.socket, profile: Profile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    # The socket listens already, so a client may connect as soon as it has read the line.
+    # The socket listens already, so a client may connect as soon as this line is printed.
     host, port = listener.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     await server.serve(sockets=[listener])
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: thousands of connections need as many."""
+    """Raise the limit of open files to the hard limit: each connection needs a file descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; 1 if it can't start, with a line on stderr saying why."""
+    """Serve until SIGTERM or SIGINT and return 0; return 1 with a reason on stderr if it cannot start."""
     try:
         profile = _profile(args)
         with bind(args.host, args.port) as listener:

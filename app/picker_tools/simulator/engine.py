@@ -1,9 +1,9 @@
 """Continuous batching as vLLM schedules it: which sequences run, wait, and have KV blocks and LoRA slots.
 
 Pure: no clock, no I/O. At most `max_num_seqs` sequences run; the rest wait first come, first served. A
-sequence whose blocks do not fit blocks those behind it; one that lacks only a LoRA slot is skipped and keeps
-its position. When a running sequence needs a block and none is free, the newest running one is
-preempted: it returns its blocks, waits at the head of the queue and is computed again.
+sequence whose KV blocks do not fit blocks all sequences behind it; a sequence that lacks only a LoRA slot is
+skipped and keeps its position. When a running sequence needs a block and none is free, the newest running
+sequence is preempted: it frees its blocks, waits at the head of the queue and is computed again.
 """
 
 import enum
@@ -17,7 +17,7 @@ from picker_tools.simulator.request import BYTES_PER_TOKEN
 
 
 def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) -> tuple[bytes, ...]:
-    """A chained hash for each whole block of `prompt`, except its last token, which is always computed."""
+    """A chained hash for each whole block of `prompt` without its last token, which is always computed."""
     size = block_size_tokens * BYTES_PER_TOKEN
     link = xxh64_digest((adapter or "").encode())
     links = []
@@ -28,10 +28,10 @@ def prompt_blocks(prompt: bytes, block_size_tokens: int, adapter: str | None) ->
 
 
 class PrefixCache:
-    """The last `capacity` blocks of prompts, the least recently used ones dropped first.
+    """An LRU cache of the prompts' blocks, at most `capacity` of them.
 
-    Blocks of running requests are in it, as the most recently used ones. Generated tokens are not cached
-    and do not reduce its capacity.
+    Blocks enter the cache, as most recently used, when their request is admitted. Generated tokens are not
+    cached and do not reduce the capacity.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -42,14 +42,14 @@ class PrefixCache:
         return len(self._blocks)
 
     def cached(self, blocks: tuple[bytes, ...]) -> int:
-        """How many of a prompt's `blocks` are cached, counted from the first."""
+        """The number of leading blocks of a prompt's `blocks` that are cached."""
         for count, block in enumerate(blocks):
             if block not in self._blocks:
                 return count
         return len(blocks)
 
     def use(self, blocks: tuple[bytes, ...]) -> None:
-        """Record that a prompt's `blocks` were computed; the last of a chain are dropped first."""
+        """Record that a prompt's `blocks` were computed; of a chain, later blocks are evicted first."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -69,7 +69,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The size of the server. `max_loras` is how many distinct adapters may run at once."""
+    """The server's capacity. At most `max_loras` distinct adapters run at once."""
 
     max_num_seqs: int = 256
     kv_blocks: int = 16_384
@@ -81,8 +81,8 @@ class Limits:
 class Sequence:
     """One request; only the engine changes it. `adapter` is None for the base model.
 
-    `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` of the
-    prompt were cached when it was admitted.
+    `prompt_blocks` are hashes of the prompt's blocks, empty without prefix caching; `cached_tokens` is the
+    number of prompt tokens found in the prefix cache on admission.
     """
 
     prompt_tokens: int
@@ -105,10 +105,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
+    """The engine's load at one moment. `kv_usage` is 0–1; adapters are in order of arrival.
 
-    Of the prompts admitted so far, `queried_tokens` were looked up in the prefix cache and `hit_tokens`
-    found.
+    `queried_tokens` counts prompt tokens looked up in the prefix cache so far, `hit_tokens` the tokens
+    found there.
     """
 
     running: int
@@ -127,8 +127,8 @@ class Engine:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._running: dict[Sequence, None] = {}  # in the order they were admitted
-        self._adapters: Counter[str] = Counter()  # running sequences of each adapter
+        self._running: dict[Sequence, None] = {}  # in order of admission
+        self._adapters: Counter[str] = Counter()  # number of running sequences by adapter
         self._free_blocks = limits.kv_blocks
         self._preemptions = 0
         self._prefixes = PrefixCache(limits.kv_blocks)
@@ -139,7 +139,7 @@ class Engine:
         """Put a new `sequence` at the end of the queue.
 
         Raises:
-            NeverFits: it could not run even alone.
+            ContextTooLong: `sequence` would not fit even if it ran alone.
         """
         needed = self._blocks_for(sequence.prompt_tokens + sequence.max_tokens)
         if needed > self.limits.kv_blocks:
@@ -153,8 +153,8 @@ class Engine:
     def schedule(self) -> list[Sequence]:
         """Admit the sequences that fit now; returns them in order.
 
-        Each is admitted with room for its context and one token more, so that a preempted sequence makes
-        progress every time it comes back.
+        Each sequence gets blocks for its context and one more token, so that a preempted sequence makes
+        progress each time it is admitted again.
         """
         room = self.limits.max_num_seqs - len(self._running)
         admitted: list[Sequence] = []
@@ -179,10 +179,10 @@ class Engine:
         return admitted
 
     def grow(self, sequence: Sequence, tokens: int) -> int:
-        """Generate up to `tokens` (at least 1, at most what is left) for a running `sequence`.
+        """Generate up to `tokens` (1 to `remaining_tokens`) for a running `sequence`, preempting newer ones.
 
-        Returns how many fit into memory after newer sequences were preempted. 0 means that it was the newest
-        itself and was preempted.
+        Returns the number of tokens that fit into memory. 0 means that `sequence` was the newest and was
+        itself preempted.
         """
         while True:
             needed = self._blocks_for(sequence.context_tokens + tokens) - sequence.blocks
@@ -202,7 +202,7 @@ class Engine:
                 return 0
 
     def release(self, sequence: Sequence) -> None:
-        """End a finished or abandoned `sequence`, running or waiting; its blocks are free. Idempotent."""
+        """End a finished or abandoned `sequence`, running or waiting, and free its blocks. Idempotent."""
         if sequence.phase is Phase.RUNNING:
             self._stop(sequence)
         elif sequence.phase is Phase.WAITING:

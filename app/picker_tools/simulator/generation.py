@@ -1,7 +1,7 @@
-"""The engine in real time: requests wait to be admitted, and tokens arrive at the pace of a GPU.
+"""The engine in real time: requests wait for admission, and tokens arrive at the pace of a GPU.
 
-A request's first token comes `ttft_s` after its admission, sooner by the part of its prompt that is cached;
-each further one `itl_s` later. If both are 0, no timer is used. Tokens that a stall of the event loop or a
+A request's first token comes `ttft_s` after admission, reduced by the cached share of its prompt; each
+further token comes `itl_s` later. If both are 0, no timer is used. Tokens that a stall of the event loop or a
 slow client delayed arrive together afterwards, so that the average pace holds.
 """
 
@@ -12,7 +12,7 @@ from picker_tools.simulator.engine import Engine, EngineLoad, Limits, Phase, Seq
 
 
 class Simulator:
-    """One model server's GPU. One event loop."""
+    """Runs one model server's engine in real time. One event loop."""
 
     def __init__(self, limits: Limits, *, ttft_s: float, itl_s: float) -> None:
         self.ttft_s = ttft_s
@@ -32,10 +32,10 @@ class Simulator:
         adapter: str | None,
         prompt_blocks: tuple[bytes, ...] = (),
     ) -> "Generation":
-        """Queue a request; leaving the returned context removes it, whatever its state.
+        """Queue a request; leaving the returned context manager ends the request in any state.
 
         Raises:
-            NeverFits: it could not run even alone.
+            ContextTooLong: the request would not fit even if it ran alone.
         """
         sequence = Sequence(prompt_tokens, max_tokens, adapter, prompt_blocks)
         self.engine.submit(sequence)
@@ -43,7 +43,7 @@ class Simulator:
         return Generation(self, sequence)
 
     def admit(self) -> None:
-        """Admit the requests that fit now, and wake them."""
+        """Admit the requests that fit now, and wake their waiters."""
         for sequence in self.engine.schedule():
             admission = self._admissions.get(sequence)
             if admission is not None and not admission.done():
@@ -60,13 +60,13 @@ class Simulator:
 
 
 class Generation:
-    """The tokens of one request over time. Its `with` block frees the request's memory at the end."""
+    """One request's tokens over time. Leaving the `with` block frees the request's KV blocks."""
 
     def __init__(self, simulator: Simulator, sequence: Sequence) -> None:
         self._simulator = simulator
         self._sequence = sequence
         self._loop = asyncio.get_running_loop()
-        self._due_at_s = self._loop.time() + self._prefill_s  # the next token, on the loop's clock
+        self._due_at_s = self._loop.time() + self._prefill_s  # due time of the next token (loop's clock)
 
     def __enter__(self) -> Self:
         return self
@@ -80,15 +80,15 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the prefix cache had when the request was admitted."""
+        """Number of prompt tokens found in the prefix cache on admission."""
         return self._sequence.cached_tokens
 
     async def next_tokens(self, stride: int) -> int:
-        """Wait for the next `stride` tokens, or as many as remain or fit into memory.
+        """Wait for the next `stride` tokens, or fewer if fewer remain or fit into memory.
 
-        Returns their number, more than `stride` if some are overdue, and 0 once all were returned. The
-        request is released before its last tokens are returned, so a client with its whole answer is not
-        counted.
+        Returns the number of tokens: more than `stride` if tokens are overdue, 0 once all were returned. The
+        request is released before its last tokens are returned, so the load never counts a request whose
+        client has the whole answer.
         """
         itl_s = self._simulator.itl_s
         sequence = self._sequence
@@ -98,7 +98,7 @@ class Generation:
                 self._due_at_s = self._loop.time() + self._prefill_s
             tokens = min(stride, sequence.remaining_tokens)
             late_s = await self._until(self._due_at_s + (tokens - 1) * itl_s)
-            if sequence.phase is Phase.WAITING:  # it was preempted
+            if sequence.phase is Phase.WAITING:  # the sequence was preempted meanwhile
                 continue
             if itl_s:
                 tokens = min(tokens + int(late_s / itl_s), sequence.remaining_tokens)
@@ -116,7 +116,7 @@ class Generation:
         return self._simulator.ttft_s * (1 - sequence.cached_tokens / max(1, sequence.prompt_tokens))
 
     async def _until(self, at_s: float) -> float:
-        """Sleep until `at_s` of the loop's clock; returns by how many seconds it has passed."""
+        """Sleep until `at_s` on the loop's clock; returns how many seconds late the sleep ended."""
         wait_s = at_s - self._loop.time()
         if wait_s > 0:
             await asyncio.sleep(wait_s)

@@ -1,4 +1,4 @@
-"""The body of `/v1/completions` and `/v1/chat/completions`, checked, and the errors of the API. Pure."""
+"""Parses and checks bodies of `/v1/completions` and `/v1/chat/completions`; the API's errors. Pure."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from picker_fleet.errors import PickerError
 
 
 class ApiError(PickerError):
-    """An error in OpenAI's shape: HTTP status, type, code, and the invalid parameter."""
+    """An error in OpenAI's format: HTTP status, type, code, and the invalid parameter."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class ApiError(PickerError):
         )
 
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions, here for chat too
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions, used here for chat too
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One checked request. `prompt` is all of its text; `finish_reason` is `length` or `stop`."""
+    """A valid request. `prompt` is the request's whole text; `finish_reason` is `length` or `stop`."""
 
     chat: bool
     model: str
@@ -53,10 +53,10 @@ class CompletionRequest:
 
 
 def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionRequest:
-    """The request in `body`, for one of `models`. Keys that the simulation does not use are ignored.
+    """Parse the request in `body`, which must name one of `models`. Ignore keys that the simulator lacks.
 
     Raises:
-        Refusal: 400 for a malformed body, 404 for an unknown model; the message names the key.
+        ApiError: 400 for a malformed body, 404 for an unknown model; the message names the key.
     """
     try:
         tree = orjson.loads(body)
@@ -83,7 +83,7 @@ def parse(body: bytes, *, chat: bool, models: Container[str]) -> CompletionReque
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
         stream=stream,
         include_usage=options is not None and _flag(options, "include_usage"),
-        # A chat without a limit ends by itself; a completion's default is a limit.
+        # A chat without a limit stops by itself; a completion always has a limit, the default.
         finish_reason="stop" if chat and limit is None else "length",
     )
 
@@ -116,7 +116,7 @@ def _flag(tree: dict[str, Any], key: str) -> bool:
 
 
 def _prompt(tree: dict[str, Any]) -> tuple[bytes, int]:
-    """Text and tokens of `prompt`: a string, a list of one string, or a list of token ids."""
+    """Text and token count of `prompt`: a string, a list of one string, or a list of token ids."""
     prompt = tree.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0] if isinstance(prompt[0], str | list) else prompt
@@ -128,7 +128,7 @@ def _prompt(tree: dict[str, Any]) -> tuple[bytes, int]:
 
 
 def _messages(tree: dict[str, Any]) -> tuple[bytes, int]:
-    """Text and tokens of `messages`; parts that are not text (images, tool calls) count nothing."""
+    """Text and token count of `messages`; parts without text (images, tool calls) add no tokens."""
     messages = tree.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a non-empty list", param="messages")

@@ -1,8 +1,8 @@
 """The OpenAI and vLLM HTTP surface of one simulated model server, as a raw ASGI application.
 
-`/v1/completions` and `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
-answer names its server in `x-served-by: ip:port`. A stream's headers go out with its first token, so
-that until then a gateway may still take the request elsewhere.
+Serves `/v1/completions`, `/v1/chat/completions` (POST), `/v1/models`, `/health` and `/metrics` (GET). Every
+answer names its server in `x-served-by: ip:port`. A stream's headers are sent with its first token, so that
+until then a gateway can still retry the request elsewhere.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from picker_tools.simulator.request import ApiError, CompletionRequest, parse
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One server: its model and adapters, its speed, its size, its failures.
+    """The simulated server: its models and adapters, speed, capacity and failures.
 
-    `ttft_ms` runs from admission to the first token, less the part of the prompt that is cached; `itl_ms`
-    from one token to the next.
-    `failure_rate` is the share of valid requests answered 500 before their first byte; which ones, and
-    the generated words, follow from `seed`.
+    `ttft_ms` is the time from admission to the first token, reduced by the cached share of the prompt;
+    `itl_ms` is the time between tokens.
+    `failure_rate` is the share of valid requests that are answered 500 before the first byte. `seed`
+    determines which requests fail, and the generated words.
     """
 
     model: str = "llama"
@@ -49,13 +49,13 @@ class Profile:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every name that may be asked for, the base model first."""
+        """All names that a request may use as model, the base model first."""
         return (self.model, *self.loras)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of the page. `succeeded` counts finished requests by finish reason."""
+    """Counters for the metrics page. `succeeded` counts finished requests by finish reason."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -64,8 +64,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """Renders the metrics page of one server by hand: it is scraped often. As in vLLM, adapters appear only
-    with `has_loras`.
+    """Renders one server's metrics page without a library, for speed: pickers scrape it often. As in vLLM,
+    adapters appear only with `has_loras`.
     """
 
     model: str
@@ -73,7 +73,7 @@ class MetricsPage:
     has_loras: bool
 
     def render(self, load: EngineLoad, counters: Counters, now_s: float) -> bytes:
-        """The page in Prometheus' text format; `now_s` is Unix time, the value of the LoRA series."""
+        """The page in Prometheus' text format. `now_s`, Unix time, is the value of the LoRA series."""
         model = f'model_name="{_escaped(self.model)}"'
         lines: list[str] = []
 
@@ -110,7 +110,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-BURST_TOKENS = 256  # events in one write of a stream that needs no time between tokens
+BURST_TOKENS = 256  # events in one write of a stream if `itl_ms` is 0
 _MAX_ID_CHARS = 128
 _STOPPING = ApiError("the server is stopping", status=503, code="shutting_down", kind="server_error")
 _METHODS = {
@@ -123,7 +123,7 @@ _METHODS = {
 
 
 class ModelServer:
-    """The application; one for each process."""
+    """The ASGI application of one simulated model server."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -144,14 +144,14 @@ class ModelServer:
         try:
             await self._route(scope, receive, reply)
         except ApiError as error:
-            # The rest of an unread body must not be parsed as the next request.
+            # Close the connection: the unread rest of the body must not be parsed as the next request.
             unread = error.status in (408, 413)
             extra = ((b"connection", b"close"),) if unread else ()
             await reply.whole(error.status, asgi.JSON, error.body, *extra)
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            if not reply.started:  # the process stops; a gateway may retry a 503
+            if not reply.started:  # the process is stopping; a gateway may retry a 503
                 await reply.whole(503, asgi.JSON, _STOPPING.body)
             raise
 
@@ -231,7 +231,7 @@ class ModelServer:
     async def _whole(
         self, request: CompletionRequest, answer: Answer, generation: Generation, reply: Reply
     ) -> None:
-        # Single tokens are not visible: one timer a block keeps the memory in use exact.
+        # The client does not see single tokens: one timer per KV block keeps the KV usage exact.
         stride = self._profile.limits.block_size_tokens if self._profile.itl_ms else request.max_tokens
         while count := await generation.next_tokens(stride):
             self._counters.generation_tokens += count
@@ -251,7 +251,7 @@ class ModelServer:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's `x-request-id`, as vLLM names its answers, or a fresh one."""
+    """The id for the answer: the client's `x-request-id`, as in vLLM, or a new id."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and value:
             return str(value.decode("latin-1"))[:_MAX_ID_CHARS]

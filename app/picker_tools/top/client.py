@@ -1,4 +1,4 @@
-"""One replica's admin API, as `picker top` uses it: the stream of events, the queue, and changes."""
+"""The client of one replica's admin API for `picker top`: the stream of events, the queue, and changes."""
 
 import ssl
 from collections.abc import AsyncIterator
@@ -22,29 +22,29 @@ _SILENCE_S = 4.0  # a snapshot comes every second
 
 
 class AdminError(PickerError):
-    """The API cannot be reached, or refuses; the message is the API's own where it gave one."""
+    """The API is unreachable or refuses a call; the message contains the API's own, if it sent one."""
 
 
 class AdminClient:
-    """The API below `url` (`http://host:port`, or `host:port`), asked with `token`. Of an `https` one the
-    certificate must be signed by an authority in the file `ca`, by default by one that this machine trusts.
+    """A client of the admin API below `url` (`http://host:port`, or `host:port`) with the bearer `token`. For
+    `https`, the file `ca` has the trusted authorities; by default the client trusts those of the machine.
 
-    Every method raises AdminError if the API cannot be reached, is silent for 4 s, refuses, or sends what
-    cannot be parsed. A change that was not refused may have been made nevertheless.
+    Every method raises AdminError if the API is unreachable, is silent for 4 s, refuses the call, or sends an
+    answer that cannot be parsed. Unless the API refused it, a change may have been made nevertheless.
     """
 
     def __init__(self, url: str, token: str | None = None, ca: Path | None = None) -> None:
         self.url = url if "://" in url else f"http://{url}"
         headers = {"authorization": f"Bearer {token}"} if token else {}
         verify = ssl.create_default_context(cafile=ca) if ca is not None else True
-        # A proxy of the environment would see the token.
+        # Ignore proxies from the environment: a proxy would see the token.
         self._http = httpx2.AsyncClient(timeout=_SILENCE_S, trust_env=False, headers=headers, verify=verify)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Each second a snapshot, or why there is none; new decisions while they are logged."""
+        """Each second a snapshot, or the reason why it is unavailable; also new decisions, if logged."""
         rest = b""
         async with self._answer("GET", "events") as answer:
-            # Not by aiter_lines: it also splits at U+2028, which a flow's name may contain.
+            # Don't use aiter_lines: it also splits at U+2028, which a flow's name may contain.
             async for chunk in answer.aiter_bytes():
                 *events, rest = (rest + chunk).split(b"\n\n")
                 for event in events:
@@ -53,18 +53,18 @@ class AdminClient:
                         yield kind.model_validate_json(fields.get(b"data", b""))
 
     async def queue(self, limit: int) -> models.Queue:
-        """The first waiting requests."""
+        """The first `limit` waiting requests."""
         async with self._answer("GET", "queue", params={"limit": limit}) as answer:
             return models.Queue.model_validate_json(await answer.aread())
 
     async def change(self, *path: str) -> None:
-        """POST to a path below /api/v1, whose parts may contain any character."""
+        """POST to the path below /api/v1 with these parts, which may contain any character."""
         async with self._answer("POST", *path):
             pass
 
     @asynccontextmanager
     async def _answer(self, method: str, *path: str, **how: Any) -> AsyncIterator[httpx2.Response]:
-        """The answer, whose body the block reads. A fault in the block is an AdminError, too."""
+        """Send a request and yield the answer, whose body the block reads. All faults raise AdminError."""
         url = f"{self.url}/api/v1/{'/'.join(quote(part, safe='') for part in path)}"
         try:
             async with self._http.stream(method, url, **how) as answer:
@@ -76,5 +76,5 @@ class AdminClient:
             raise AdminError(f"{self.url}: {problem.status}, {problem.detail}{hint}")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise AdminError(f"{self.url} does not answer: {str(error) or type(error).__name__}") from error
-        except ValueError as error:  # not JSON, or not of the API's models
+        except ValueError as error:  # the body is no JSON, or does not fit the API's models
             raise AdminError(f"{self.url}: this is not a picker's admin API") from error

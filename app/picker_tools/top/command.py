@@ -1,4 +1,4 @@
-"""`picker top`: the fleet on a terminal, live, through one replica's admin API."""
+"""`picker top`: shows the fleet live on a terminal, through one replica's admin API."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ from picker_tools.top.client import AdminClient, AdminError, Event
 
 Row = Any  # a row of one of the API's lists (admin/models.py)
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-_MAX_CELLS = 48  # of a name in a table
+_MAX_CELLS = 48  # width of a table's cell
 _LOW_SHARE = 0.8  # a flow below this part of its fair share is highlighted
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _STYLES = {
@@ -38,18 +38,18 @@ _QUEUE_ROWS = 200
 _RECONNECT_S = 1.0
 _HISTORY = 300  # snapshots, one a second
 _MAX_DECISIONS = 200
-_VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # by action
+_VIEW_OF = {"drain": "endpoints", "evict": "queue"}  # the view in which an action is available
 
 
 def plain(text: object) -> str:
-    """Text from clients with escape sequences and changes of direction written out: a terminal obeys them."""
+    """Escape control and format characters, which clients could use to control the terminal."""
     return "".join(
         f"\\u{ord(sign):04x}" if unicodedata.category(sign) in _HIDDEN else sign for sign in str(text)
     )
 
 
 def number(value: object, digits: int = 2) -> str:
-    """7, 7.25, 12 400; at most `digits` decimals. An unknown value is a dash."""
+    """Format a number like 7, 7.25 or 12 400, with at most `digits` decimals; a dash if unknown."""
     if not _known(value):
         return "-"
     text = f"{value:,.{digits}f}".replace(",", " ")
@@ -57,7 +57,7 @@ def number(value: object, digits: int = 2) -> str:
 
 
 def seconds(value: object) -> str:
-    """40 ms, 3.2 s, 2 m 05 s, 3 h 10 m; of a duration in seconds."""
+    """Format a duration in seconds like 40 ms, 3.2 s, 2 m 05 s or 3 h 10 m; a dash if unknown."""
     if not _known(value):
         return "-"
     if abs(value) < 59.95:
@@ -79,7 +79,7 @@ def _clock(at: float) -> str:
 
 
 class Column(NamedTuple):
-    """Shows a row's attribute `key`, and sorts by it."""
+    """A column of a table: shows the attribute `key` of each row, and sorts rows by it."""
 
     title: str
     key: str
@@ -98,7 +98,7 @@ class Column(NamedTuple):
         return text
 
     def rank(self, row: Row) -> tuple[bool, float, str]:
-        """Sorts the largest figure first, then text, then unknown values."""
+        """The sort key of `row`: largest numbers first, unknown values last."""
         value = self._value(row)
         return value is None, -value if _known(value) else 0.0, str(value)
 
@@ -149,12 +149,12 @@ VIEWS: dict[str, tuple[Column, ...]] = {
 
 
 def identity(row: Row) -> tuple[object, ...]:
-    """Distinguishes a row from the others of its view, each time they are read."""
+    """The identity of a row within its view, stable across snapshots."""
     return tuple(getattr(row, name, None) for name in ("id", "address", "seq", "band", "flow"))
 
 
 def head(snapshot: models.Snapshot, error: str) -> Text:
-    """The figures of the whole fleet in four lines, and the error."""
+    """The figures of the whole fleet in four lines, then the error, if any."""
     state, at = snapshot.state, _clock(snapshot.at)
     ready = sum(each.status == "ready" for each in snapshot.endpoints)
     live, replicas = sum(each.live for each in snapshot.replicas), len(snapshot.replicas)
@@ -186,13 +186,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def url_of(admin: str, pool: str | None) -> str:
-    """Where a replica serves the admin API of `pool`, or of the pool of requests that name none."""
+    """The URL of the admin API of `pool` at a replica; by default of the pool for requests that name none."""
     below = f"/pools/{quote(pool, safe='')}" if pool else ""
     return f"{admin.rstrip('/')}{below}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 when the operator leaves, 143 on SIGTERM; an AdminError if there is no terminal."""
+    """Run `picker top`. Exit code 0 when the operator quits, 143 on SIGTERM. AdminError: no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise AdminError("picker top needs a terminal; programs read the admin API")
     token = os.environ.get("PICKER_ADMIN__TOKEN")
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Ask(ModalScreen[bool]):
-    """A question; only `y` is yes."""
+    """A dialogue that asks a question; only the key `y` confirms."""
 
     BINDINGS: ClassVar = [("y", "dismiss(True)", "yes"), ("n,escape,q", "dismiss(False)", "no")]
 
@@ -245,9 +245,9 @@ class Top(App[None]):
         self._snapshot: models.Snapshot | None = None
         self._error = "waiting for the first figures"
         self._rows: dict[str, Sequence[Row]] = dict.fromkeys(VIEWS, ())  # in the API's order
-        self._totals: dict[str, int] = {}  # where not all rows are read
+        self._totals: dict[str, int] = {}  # total rows of views that read only a part
         self._shown: Sequence[Row] = ()
-        self._sorter = 0  # the number of a column; 0: in the API's order
+        self._sorter = 0  # number of the column to sort by; 0: the API's order
         self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # in flight, waiting
 
     def compose(self) -> ComposeResult:
@@ -269,7 +269,7 @@ class Top(App[None]):
         self.run_worker(self._follow())
 
     async def _follow(self) -> None:
-        """Read the events, and connect again whenever they end."""
+        """Read the events, and reconnect whenever the stream ends."""
         while True:
             try:
                 async for event in self._admin.events():
@@ -285,7 +285,7 @@ class Top(App[None]):
         if isinstance(event, models.Unavailable):
             self._error = event.detail
         elif isinstance(event, models.Decisions):
-            # A new connection tells the last ones again.
+            # After a reconnect the API repeats the latest decisions.
             new = [entry for entry in reversed(event.entries) if entry not in self._rows["log"]]
             self._rows["log"] = [*new, *self._rows["log"]][:_MAX_DECISIONS]
         else:
@@ -303,14 +303,14 @@ class Top(App[None]):
         note = self._fill() if VIEWS[self.view] else ""
         if snapshot and self.view == "stock":
             bound, (in_flight, waiting) = snapshot.state.bounds.upper, zip(*self._history, strict=True)
-            # The first column of each is its scale, from 0 to the bound or to 1.
+            # Two leading values fix each chart's scale: 0 to the upper bound, and 0 to at least 1.
             self._lines[0].data, self._lines[1].data = [0.0, bound, *in_flight], [0.0, 1.0, *waiting]
             note = f"in flight {number(min(in_flight))} to {number(max(in_flight))} of {number(bound)}, "
             note += f"below it waiting, at most {number(max(waiting))}"
         self._note.update(note)
 
     def _fill(self) -> str:
-        """Show the view's rows with the cursor on the same one; says how many there are."""
+        """Fill the view's table, keeping the cursor on its row. Returns the note with the number of rows."""
         table, columns, rows = self._tables[self.view], VIEWS[self.view], self._rows[self.view]
         if self.view == "log" and self._shown and table.cursor_row:
             return "held; with the cursor on the first row the log goes on"
@@ -340,7 +340,7 @@ class Top(App[None]):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """Whether the view shown has the key."""
+        """Whether `action` is available in the shown view."""
         return _VIEW_OF.get(action, self.view) == self.view
 
     def action_open(self, view: str) -> None:

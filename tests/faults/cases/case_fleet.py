@@ -1,4 +1,4 @@
-"""The configuration of the suite's fleets, and readings of everything that counts requests."""
+"""Configuration of the fault suite's fleets, and reads of everything that counts requests."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from picker_fleet.state.keys import Keys
 from picker_tools.load.generator import Answer, Request, send_request
 
 LEASE_S = 3.0
-SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: what a lease ends waits for it
-MACHINE_S = 6.0  # patience with a busy machine, not time that the fleet may take
+SWEEP_S = 1.0  # `request_queue_controller.expiry_cleanup_interval`: a sweep ends expired leases
+MACHINE_S = 6.0  # extra wait for a busy machine; the fleet itself may not take longer
 REAP_S = SWEEP_S + MACHINE_S
 TERMS = f"lease {LEASE_S:g} s, a sweep each {SWEEP_S:g} s"
 KEYS = Keys.of("default")
@@ -26,7 +26,7 @@ KEYS = Keys.of("default")
 def config(
     *, lease_s: float = LEASE_S, per_endpoint: float = 4, **sections: dict[str, Any]
 ) -> dict[str, Any]:
-    """Short leases, a bound of `per_endpoint` requests exactly, a decision log that keeps everything."""
+    """Configuration with short leases, a bound of exactly `per_endpoint` requests, and further `sections`."""
     return {
         "leases": {
             "inflight": f"{lease_s:g}s", "access_log_interval": "1s", "replica_silence": "2s",
@@ -51,7 +51,7 @@ async def log_of(fleet: Fleet) -> list[dict[str, str]]:
 
 
 async def model_servers(fleet: Fleet) -> list[int]:
-    """What each simulator itself counts as running or waiting; -1 for one that does not answer."""
+    """Running and waiting requests by each simulator's own metrics page; -1 for one that does not answer."""
 
     async def busy(address: str) -> int:
         try:
@@ -66,9 +66,9 @@ async def model_servers(fleet: Fleet) -> list[int]:
 
 
 async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
-    """Wait until every count is exactly 0: the scripts', the replicas' and the simulators' own.
+    """Wait until every count of the scripts, the replicas and the simulators is exactly 0.
 
-    By default a lease and one sweep, and the machine's patience.
+    The default time is a lease, a sweep and MACHINE_S.
     """
     end_s = time.monotonic() + within_s
     await at_rest(fleet, within_s=within_s)
@@ -79,7 +79,7 @@ async def rests(fleet: Fleet, within_s: float = LEASE_S + REAP_S) -> None:
 
 
 async def ready(fleet: Fleet, replicas: Sequence[int] = (0, 1, 2)) -> None:
-    """Wait until each of `replicas` is ready, by Envoy's health checks too."""
+    """Wait until each of `replicas` reports readiness and passes Envoy's health checks."""
 
     async def look() -> bool:
         try:
@@ -99,23 +99,23 @@ async def envoy_stats(fleet: Fleet, *names: str) -> list[int]:
 
 
 def cluster_of(mode: str) -> str:
-    """The name of Envoy's cluster of pickers that is asked about requests."""
+    """The name of the Envoy cluster of pickers that receives requests in `mode`."""
     return "picker-http" if mode == "http" else "picker"
 
 
 async def _healthy(fleet: Fleet) -> int:
-    """How many replicas Envoy holds for healthy, at each of their ports that it uses."""
+    """Number of replicas that Envoy considers healthy: the minimum over the replica ports that it uses."""
     lines = (await fleet.envoy_admin("/stats?filter=cluster.picker.*membership_healthy")).text.splitlines()
     return min(int(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def sent(fleet: Fleet, prompt: str, tokens: int, **how: Any) -> "asyncio.Task[Answer]":
-    """A request on its way; `how` are Request's other fields."""
+    """Send a request without waiting for its answer; `how` are other fields of Request."""
     return asyncio.create_task(send_request(fleet.url, Request(prompt, tokens, **how)))
 
 
 async def replace(fleet: Fleet, part: str, index: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """End one of the `replicas` or `endpoints`; returns when the supervisor has another process there."""
+    """Signal one process of the `replicas` or `endpoints`; return when the supervisor has replaced it."""
 
     def pid() -> int:
         return int(fleet.state[part][index]["pid"])

@@ -1,4 +1,4 @@
-"""Fleets for the fault suite, and the row of each case in its table of results."""
+"""Fleets of the fault suite, and each case's row in the table of results."""
 
 import os
 import shutil
@@ -25,8 +25,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`make faults` runs each case in modes `lean` and `http`, the short form in those of its mark
-    `short_form`, in `lean` without one.
+    """Choose the modes of a case: under `make faults` `lean` and `http`; in the short form those of its mark
+    `short_form`, or `lean` without that mark.
     """
     if "mode" in metafunc.fixturenames:
         short = metafunc.definition.get_closest_marker("short_form")
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
-    """The row of this test."""
+    """This test's row in the table of results."""
     made = Case(request.node.name.removeprefix("test_"), mode)
     yield made
     if "FAULT_SUITE" in os.environ:
@@ -48,10 +48,10 @@ def case(request: pytest.FixtureRequest, mode: str) -> Iterator[Case]:
 
 @pytest.fixture
 def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
-    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet of the test's own
-    in the case's mode.
+    """`faulty(*options, config=None, environment=None, unaudited="")` starts a fleet for one test in the
+    case's mode.
 
-    It ends before the row is written: a fleet that does not end well is a case that failed.
+    The fleet ends before the row is written, so that a fleet that does not end well fails its case.
     """
     try:
         with fleets(tmp_path_factory, "--debug-headers", "--mode", case.mode) as start:
@@ -63,13 +63,13 @@ def faulty(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 @pytest.fixture
 async def between(valkey: Server) -> AsyncIterator[Proxy]:
-    """A proxy to the test's own Valkey, which can fail."""
+    """A proxy with fault injection in front of the test's own Valkey."""
     async with proxy(valkey.port) as it:
         yield it
 
 
 class TwoVersions:
-    """A checkout whose `lua` folder is a copy: replicas that start after `change` have another library."""
+    """A checkout with a copy of the `lua` folder: replicas started after `change` have another library."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "app").symlink_to(_PROJECT / "app")
@@ -78,7 +78,7 @@ class TwoVersions:
         self.environment = {"PYTHONPATH": str(folder / "app")}
 
     def change(self, comment: str) -> None:
-        """Write `comment` into a script: the library's hash, and so all its functions' names, change."""
+        """Append `comment` to a script, which changes the library's hash and so all its function names."""
         with self._file.open("a", encoding="utf-8") as script:
             script.write(f"-- {comment}\n")
 

@@ -1,4 +1,4 @@
-"""A fleet whose model servers run in the test's process, which knows exactly what is in flight."""
+"""A fleet with model servers in the test's process, which counts requests in flight exactly."""
 
 import asyncio
 import math
@@ -28,10 +28,10 @@ async def counted(
     service_s: float,
     **sections: dict[str, Any],
 ) -> AsyncIterator[tuple[Fleet, CountingServers]]:
-    """Three replicas on the Redis at `redis_url`; `servers` model servers that take `service_s`.
+    """Start three replicas on the Redis at `redis_url`, and `servers` model servers that take `service_s`.
 
-    The bound is `each` requests a server; everything else is as it is by default, but for `sections`. The
-    fleet ends with the block, while its Redis is still there.
+    The bound is `each` requests per server; other settings have their defaults, except `sections`. The fleet
+    ends with the block, while its Redis still runs.
     """
     async with counting_servers(servers, service_s) as counting:
         config = {
@@ -46,25 +46,25 @@ async def counted(
 
 
 async def all_shared(here: Fleet) -> bool:
-    """Whether every replica takes part in the common queue."""
+    """Whether every replica uses the shared queue."""
     states = await asyncio.gather(*(here.get("state", replica) for replica in REPLICAS))
     return all(state["degraded"] is False for state in states)
 
 
 async def departures(here: Fleet) -> int:
-    """How often replicas have left Redis and served by themselves."""
+    """The number of failovers to the local queue, over all replicas."""
     return int(await metric(here, "epp_failover_transitions_total", to="local"))
 
 
 async def all_at_rest(here: Fleet, servers: CountingServers) -> None:
-    """Wait until every count is exactly 0, by each replica and inside the model servers."""
+    """Wait until every count of each replica is exactly 0; assert the same of the model servers."""
     for replica in REPLICAS:
         await at_rest(here, replica, within_s=REST_S)
     assert servers.in_flight == 0
 
 
 def refused_with_retry_after(history: Iterable[Answer]) -> list[Answer]:
-    """The refusals: 503 with a retry-after. AssertionError if a request has any other error."""
+    """The refused answers; asserts that each failure is a 503 with a retry-after of at least 1 s."""
     failed = [record for record in history if record.unserved]
     assert [record for record in failed if record.status != 503 or not record.retry_after] == []
     assert all(int(record.retry_after) >= 1 for record in failed)
@@ -72,7 +72,7 @@ def refused_with_retry_after(history: Iterable[Answer]) -> list[Answer]:
 
 
 def format_ms(times_s: Iterable[float]) -> str:
-    """Median, 99th percentile and highest of some times, in words."""
+    """Median, 99th percentile and maximum of `times_s` as text."""
     ordered = sorted(times_s)
     if not ordered:
         return "none"
@@ -81,5 +81,5 @@ def format_ms(times_s: Iterable[float]) -> str:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least of `ordered` that `share` of them do not exceed."""
+    """The smallest value of `ordered` that a share of at least `share` of the values does not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -1,4 +1,4 @@
-"""A case of the fault suite: its size, what it measured, and the table of all results."""
+"""A case of the fault suite: its size, its measurements, and the table of all results."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from whole_fleet import Fleet
 from picker_tools.load.generator import Answer, Load
 
 FULL = os.environ.get("FAULT_SUITE") == "full"
-# How long model servers take to a first token where a case wants a full pool, however fast it turns. In the
-# short form answers take some three times as long, for it runs beside other tests.
+# Time to first token of model servers in cases that need a full pool at any rate of requests. Answers of the
+# short form take about three times as long, because it runs beside other tests.
 TTFT_MS = "20" if FULL else "150"
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
 class Case:
-    """One row of the table: `fault`, and the figures that `report` adds."""
+    """One row of the table: `fault`, and the figures added by `report`."""
 
     def __init__(self, name: str, mode: str) -> None:
-        self.mode = mode  # of Envoy's
+        self.mode = mode  # the mode of Envoy
         self.name = name.replace("[lean]", "").replace("lean-", "").replace("-lean", "")
         self.fault = name
         self.figures: list[str] = []
@@ -37,14 +37,14 @@ class Case:
         self.figures.append(figure)
 
     def size(self, short: int, full: int) -> int:
-        """How many of something: the form of `make test`, or that of `make faults`."""
+        """`short` under `make test`, `full` under `make faults`."""
         return full if FULL else short
 
     async def check(self, fleet: Fleet, history: Sequence[Answer] = (), **rules: Any) -> HistoryCheck:
-        """`check_history` of the clients' answers and the fleet's log, which must find no fault.
+        """Run `check_history` on the clients' answers and the fleet's log; assert that it finds no fault.
 
-        The full form saves both in bench/results/faults/, in place of the last run's, unless that one
-        has faults.
+        The full form saves both in bench/results/faults/, replacing the last run, and renames a run with
+        faults so that later runs keep it.
         """
         log = await log_of(fleet)
         if FULL:
@@ -59,12 +59,12 @@ class Case:
         return found
 
     def all_served(self, load: Load) -> None:
-        """No client that waited may see an error."""
+        """Assert that every request was served."""
         self.report(f"{len(load.unserved)} errors in {len(load.history)} requests")
         assert load.unserved == []
 
     def record(self, passed: bool) -> None:
-        """Put the row into bench/results/faults.json, in place of an earlier one, and write the table."""
+        """Add or replace this case's row in bench/results/faults.json, and write the table."""
         file = RESULTS / "faults.json"
         rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         rows[self.name] = {

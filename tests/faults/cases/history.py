@@ -1,8 +1,8 @@
-"""The answers of clients, checked offline against the decision log (G6).
+"""Checks the answers of clients offline against the decision log (G6).
 
-The fault suite and the long tests check what the clients of a `Load` saw: `check_history` finds every answer
-that the log does not explain. `python tests/faults/cases/history.py FOLDER` checks a saved run again: exit
-status 0 if no rule is broken, 1 if one is, 2 if there is nothing to read.
+The fault suite and the long tests use it: `check_history` finds every answer of a `Load`'s clients that the
+log does not explain. `python tests/faults/cases/history.py FOLDER` checks a saved run again: exit status 0 if
+no rule is broken, 1 if one is, 2 if the run cannot be read.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from picker_tools.load.generator import Answer, Request
 
 @dataclass(frozen=True, slots=True)
 class HistoryCheck:
-    """`faults`: every broken rule, in words. `ends`: how served requests ended in the log, by event.
+    """`faults`: descriptions of broken rules. `ends`: ends of served requests in the log, by event.
 
-    `resumed` of them have another end by a replica that was stopped. `entries` is the log's length.
+    `resumed`: served requests that a stopped replica ended as well. `entries` is the log's length.
     """
 
     faults: tuple[str, ...]
@@ -47,16 +47,16 @@ def check_history(
     except_promises: Sequence[str] = (),
     served_without_redis: bool = False,
 ) -> HistoryCheck:
-    """Check a run after which the fleet is at rest.
+    """Check a run; the fleet must be at rest after it.
 
-    Every served answer belongs to a request of the log that ended once, as one of `may_end`; no two answers
-    name the same request; and the log keeps G1 to G6.
+    Every served answer belongs to a request in the log that ended once, with an event of `may_end`; no two
+    answers name the same request; and the log keeps G1 to G6.
 
     `log_lost`: the log was deleted during the run, so it may lack requests. `may_resume`: requests of a
     stopped replica may be abandoned, or lose a grant to its lease, before Envoy sends them to another; once
-    it continues it may admit and cancel again what has ended elsewhere. `except_promises`: promises (`G1`)
-    that the fault breaks by its nature. `served_without_redis`: replicas served without Redis for a while, so
-    the log does not say how requests ended.
+    the replica continues, it may admit and cancel requests that have ended elsewhere. `except_promises`:
+    promises (`G1`) that the fault inevitably breaks. `served_without_redis`: replicas served without Redis
+    for a while, so the log does not say how requests ended.
     """
     report = audit(log)
     faults = [
@@ -110,16 +110,16 @@ _HISTORY, _LOG, _RULES = "history.jsonl.gz", "log.jsonl.gz", "rules.json"
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run in `folder`: the answers of clients, the entries of the log, and `check_history`'s rules."""
+    """A saved run in `folder`: the clients' answers, the log's entries, and `check_history`'s rules."""
 
     folder: Path
 
     def check(self) -> HistoryCheck:
-        """Check what is saved here, and nothing else.
+        """Check the saved run, without any other data.
 
         Raises:
             OSError: a file is missing or cannot be read.
-            ValueError, KeyError, TypeError: it is not what `save_run` writes.
+                ValueError, KeyError, TypeError: a file's content is not as `save_run` writes it.
         """
         rules = json.loads((self.folder / _RULES).read_text(encoding="utf-8"))
         history = [_answer(row) for row in _lines(self.folder / _HISTORY)]
@@ -129,7 +129,7 @@ class SavedRun:
 def save_run(
     folder: Path, history: Iterable[Answer], log: Iterable[Mapping[str, str]], **rules: Any
 ) -> SavedRun:
-    """Save a run in `folder`, in place of an earlier one. `rules` are `check_history`'s."""
+    """Save a run in `folder`, replacing an earlier one. `rules` are `check_history`'s options."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in ((_HISTORY, map(asdict, history)), (_LOG, map(dict, log))):
         with gzip.open(folder / name, "wt", compresslevel=3, encoding="utf-8") as lines:

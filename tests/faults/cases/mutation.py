@@ -1,4 +1,4 @@
-"""Damaged messages, from a seed: streams of ext_proc and of the access log that no Envoy sends, and requests
+"""Damaged messages generated from a seed: ext_proc and access-log streams that no Envoy sends, and requests
 to the port of mode `http` that no proxy sends.
 """
 
@@ -29,7 +29,7 @@ _NUMBERS = (0, 1, -1, 2**31, 2**53 + 1, float("nan"), float("inf"), 1e308, -1e30
 
 
 def exchange(dice: random.Random, name: str) -> list[bytes]:
-    """The messages of one ext_proc stream, some of them broken; a request of it is called `name`."""
+    """The messages of one ext_proc stream, some of them damaged; its request has the id `name`."""
     messages = [_headers(dice, name), *_bodies(dice)]
     if dice.random() < 0.1:
         messages.append(_part(dice))
@@ -39,7 +39,7 @@ def exchange(dice: random.Random, name: str) -> list[bytes]:
 
 
 def entries(dice: random.Random, names: Sequence[str]) -> bytes:
-    """One message of the access log, with entries about requests of `names` and of nobody."""
+    """One access-log message, with entries about requests in `names` and about unknown ones."""
     message = StreamAccessLogsMessage()
     for _ in range(dice.randrange(4)):
         message.http_logs.log_entry.append(_entry(dice, dice.choice([*names, "nobody", ""])))
@@ -47,12 +47,12 @@ def entries(dice: random.Random, names: Sequence[str]) -> bytes:
 
 
 def end(name: str) -> HTTPAccessLogEntry:
-    """What Envoy says when request `name` has ended well."""
+    """Envoy's final access-log entry for request `name`, which ended well."""
     return _end("picker", {"id": name})
 
 
 def end_of_check(name: str, token: str) -> HTTPAccessLogEntry:
-    """The same in mode `http`, of a request with this accounting token."""
+    """As `end` in mode `http`, for a request with accounting token `token`."""
     return _end(EXT_AUTHZ, {ID_HEADER: name, TOKEN_HEADER: token})
 
 
@@ -65,8 +65,8 @@ def _end(namespace: str, fields: dict[str, str]) -> HTTPAccessLogEntry:
 
 
 def requests(dice: random.Random, name: str) -> list[tuple[bytes, bool]]:
-    """What one connection to the port of mode `http` sends, each with whether it is a whole request, however
-    odd.
+    """The data that one connection to the port of mode `http` sends, in parts; each part with whether it is a
+    complete request.
     """
     found = []
     for number in range(dice.randrange(1, 4)):
@@ -113,7 +113,7 @@ def _bodies(dice: random.Random) -> list[ProcessingRequest]:
 
 
 def _part(dice: random.Random) -> ProcessingRequest:
-    """One that is out of turn, or nothing."""
+    """A message that is out of order, or empty."""
     status = ProcessingRequest()
     status.response_headers.headers.headers.add(key=":status", raw_value=dice.choice(_VALUES))
     data = response_body(b"data: " + dice.choice(_VALUES))
@@ -143,7 +143,7 @@ def _entry(dice: random.Random, name: str) -> HTTPAccessLogEntry:
 
 
 def _damaged(dice: random.Random, messages: list[bytes]) -> list[bytes]:
-    """`messages`, three of ten lists with one of them scarred, lost or doubled."""
+    """`messages`; with probability 0.3 one of them is damaged, duplicated, emptied, or replaced by noise."""
     if dice.random() < 0.3:
         at = dice.randrange(len(messages))
         message = messages[at]
@@ -153,7 +153,7 @@ def _damaged(dice: random.Random, messages: list[bytes]) -> list[bytes]:
 
 
 def _scarred(dice: random.Random, data: bytes) -> bytes:
-    """`data` with bytes flipped, cut off or put in."""
+    """`data` with one to three random changes: a flipped bit, a truncation, or inserted bytes."""
     found = bytearray(data)
     for _ in range(dice.randrange(1, 4)):
         at = dice.randrange(len(found) + 1)

@@ -1,4 +1,4 @@
-"""Streams that outlive every lease, and clients that leave at any moment (G6)."""
+"""Streams that outlive their leases, and clients that leave at any moment (G6)."""
 
 import asyncio
 import random
@@ -20,10 +20,10 @@ AT_ONCE = 100
 
 
 async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case) -> None:
-    lease_s = case.size(3, 2)  # long enough for an access-log interval of 1 s
+    lease_s = case.size(3, 2)  # longer than an access-log interval of 1 s
     times = case.size(2, 10)
     case.describe(f"a stream {times} times longer than its lease")
-    # The streams run many times as long as the lease, beside other load.
+    # The streams run many times as long as a lease, beside other load.
     options = ("--sim-ttft", "20", "--sim-itl", f"{ITL_S * 1000:g}")
     here = faulty(*options, config=config(lease_s=lease_s))
     tokens = int(times * lease_s / ITL_S)
@@ -31,7 +31,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
         asked = [sent(here, f"long {n}", tokens, streamed=True) for n in range(6)]
         streams = await asyncio.gather(*asked)
     await rests(here)
-    # Each stream is whole, and none loses its lease.
+    # Each stream is complete, and none loses its lease.
     lasted_s = min(stream.done_s - stream.sent_s for stream in streams)
     assert [stream for stream in streams if not stream.served] == []
     assert lasted_s >= times * lease_s
@@ -45,7 +45,7 @@ async def test_stream_outlives_its_lease(faulty: Callable[..., Any], case: Case)
 async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(200, 10_000)
     case.describe(f"{count} clients leave at random phases")
-    # What the fleet has open after it has served some requests.
+    # Count the open connections after the fleet has served some requests.
     here = faulty("--sim-ttft", "20", "--sim-itl", "10", config=config(lease_s=15))
     async with closed_loop(here.url, clients=10) as before:
         await before.wait_for_served(50)
@@ -56,7 +56,7 @@ async def test_clients_leave(faulty: Callable[..., Any], case: Case) -> None:
         await load.wait_until(lambda: _left(load) >= count)
     since = time.monotonic()
     await rests(here, within_s=5.0)
-    # Every count is 0 long before a lease could end, and nothing stays connected.
+    # Every count is 0 long before a lease could end, and no connection is left.
     case.report(f"{_left(load)} left; all counts 0 after {time.monotonic() - since:.1f} s")
     assert _left(load) >= count
     case.all_served(load)
@@ -79,14 +79,14 @@ async def test_clients_leave_before_envoy_reads_the_answer(faulty: Callable[...,
         await here.post("pause")
         callers = [await Caller.ask(here.url, 20) for _ in range(3)]
         await here.until_state(queued=3)
-        # Their clients leave and they are placed while Envoy is stopped, so its log has no token of them.
+        # Clients leave and requests are placed while Envoy is stopped, so its access log has no tokens.
         with suspended(here.child("envoy")):
             for caller in callers:
                 await caller.leave()
             await here.post("resume")
             await here.until_state(queued=0)
         since = time.monotonic()
-        # They are released long before their leases end, since their endpoints do not have them.
+        # The requests are released long before their leases end, because their endpoints do not run them.
         await rests(here, within_s=15.0)
         case.report(f"all counts 0 after {time.monotonic() - since:.1f} s, lease 30 s")
     await case.check(here)
@@ -103,7 +103,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
         await here.until_state(stock=16, queued=24)
         here.child("envoy").kill()
         since = time.monotonic()
-        # The leases, which nobody renews any more, and one sweep release what Envoy had.
+        # The expiring leases and one sweep release what Envoy's requests held.
         await rests(here)
         longest_s = max(longest_s, time.monotonic() - since)
         assert not any(record.served for record in await asyncio.gather(*streams))
@@ -117,7 +117,7 @@ async def test_envoy_killed(faulty: Callable[..., Any], case: Case) -> None:
 
 
 def _fickle(dice: random.Random, number: int) -> Request:
-    """A mixed request; three of four clients leave while it would be served."""
+    """A mixed request; three of four clients leave before its answer ends."""
     request = mixed_request(dice, number)
     leaves_s = dice.uniform(0, 0.6) if dice.random() < 0.75 else None
     return replace(request, tokens=60, leaves_s=leaves_s)
@@ -128,8 +128,8 @@ def _left(load: Load) -> int:
 
 
 async def _open(here: Any, mode: str) -> dict[str, int]:
-    """What Envoy has open with clients, pickers and model servers, and files of the replicas but those
-    of connections that Envoy keeps to them.
+    """Envoy's open connections and requests, by counter; and the replicas' open files, without those of
+    connections that Envoy keeps to them.
     """
     pickers = f"cluster.{cluster_of(mode)}"
     names = (f"http.{mode}.downstream_cx_active", f"{pickers}.upstream_rq_active")

@@ -1,7 +1,7 @@
-"""Replica clocks minutes off change no decision: time is Redis's alone.
+"""Replica clocks that are minutes off change no decision: only Redis's clock counts.
 
-libfaketime gives each replica process a wall clock of its own; monotonic clocks stay, as they do on a machine
-whose clock is wrong.
+libfaketime gives each replica process its own wall clock; monotonic clocks are unchanged, as on a machine
+with a wrong clock.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from picker_tools.load.generator import Answer
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
               "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")  # fmt: skip
 OFFSETS_S = (300, -300, 0)
-# Runs when a Python process starts: a replica executes itself once more, with the clock of its number.
+# Runs when a Python process starts: a replica re-executes itself with the clock offset of its number.
 SITE = f"""
 import os, sys
 line = sys.orig_argv
@@ -53,9 +53,9 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
     wrong = faulty(*options, config=config(lease_s=15, per_endpoint=1), environment=wrong_clocks)
     off_s = [await _offset_s(wrong, replica) for replica in range(3)]
     assert [round(seconds / 60) for seconds in off_s] == [5, -5, 0]
-    # Both get the same requests one after the other, behind one long answer.
+    # Both fleets get the same requests, one after the other, behind one long answer.
     both = await asyncio.gather(_decisions(right, count), _decisions(wrong, count))
-    # They make the same decisions, on whichever replica: the order of grants, and who expires.
+    # Both make the same decisions, on any replica: the order of grants, and which requests expire.
     assert both[0] == both[1]
     served = [what for what, _ in both[0]].count("granted")
     expired = [what for what, _ in both[0]].count("expired")
@@ -64,12 +64,12 @@ async def test_clocks_apart(faulty: Callable[..., Any], case: Case, wrong_clocks
 
 
 async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
-    """The grants in order, then the expiries, by the number of the request."""
+    """(event, request number) of the grants in order, then of the expiries."""
     blocking = sent(fleet, "blocking", 100_000, streamed=True, leaves_s=60.0)
     await fleet.until_state(stock=1, queued=0)
     waiting: list[asyncio.Task[Answer]] = []
     for number in range(count):
-        # Three flows of unlike cost; every fourth request expires in the queue.
+        # Three flows of different cost; every fourth request expires in the queue.
         headers = [("x-gateway-inference-fairness-id", f"flow-{number % 3}")]
         if number % 4 == 3:
             headers.append(("x-llm-d-inference-ttl", "3s"))
@@ -88,7 +88,7 @@ async def _decisions(fleet: Any, count: int) -> list[tuple[str, int]]:
 
 
 async def _until_logged(fleet: Any, event: str, count: int) -> None:
-    """Wait until the log has `event` so many times."""
+    """Wait until the decision log has `count` entries of `event`."""
 
     async def logged() -> int:
         return [entry["event"] for entry in await log_of(fleet)].count(event)
@@ -97,6 +97,6 @@ async def _until_logged(fleet: Any, event: str, count: int) -> None:
 
 
 async def _offset_s(fleet: Any, replica: int) -> int:
-    """How far a replica's wall clock is from this one's, by the date that its HTTP answers carry."""
+    """Seconds by which a replica's wall clock differs from the test's, by the date header of its answers."""
     date = (await fleet.admin("/healthz", replica)).headers["date"]
     return round(email.utils.parsedate_to_datetime(date).timestamp() - time.time())

@@ -1,4 +1,4 @@
-"""Another server takes Redis's place under load: named by Sentinels, or chosen by a Cluster (G1, G6, G8)."""
+"""Redis fails over to another server under load, with Sentinels and as a Cluster (G1, G6, G8)."""
 
 import asyncio
 import time
@@ -27,11 +27,11 @@ from picker_tools.load.generator import closed_loop, requests_of_flows
 
 SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
-MOST = 2 * BOUND  # the lost writes may be those of all requests in flight
+MOST = 2 * BOUND  # the lost writes may concern all requests in flight
 CLIENTS = 40
 SERVICE_S = 0.4
 LOOKS, LOOK_S = 10, 0.03
-IN_STEP_S = 60.0  # for a former primary to follow; Sentinels delay a second failover too
+IN_STEP_S = 60.0  # for a former primary to get in sync; Sentinels delay a second failover too
 KINDS = {
     "sentinel": ("Sentinels, Redis 7: the primary", lambda folder: watched(folder)),
     "cluster": ("Cluster of six: the slot's owner", lambda folder: clustered(folder)),
@@ -44,7 +44,7 @@ KINDS = {
 
 @dataclass(slots=True)
 class Seen:
-    """One figure a kill: the most in flight before and after it; seconds since the kill."""
+    """Per kill: the most requests in flight before and after it, and seconds from the kill to each event."""
 
     before: list[int] = field(default_factory=list)
     replaced_s: list[float] = field(default_factory=list)
@@ -68,27 +68,27 @@ async def test_redis_moves(faulty: Callable[..., Any], case: Case, tmp_path: Pat
                     await here.eventually(lambda: _full(here, servers), within_s=60, what="a full pool")
                     seen.before.append(servers.peak)
                     servers.forget_peak()
-                    # The server that holds their state dies, and another takes its place.
+                    # The server with the shared state dies, and another takes its place.
                     former = await asyncio.to_thread(_serving, redis)
                     await asyncio.to_thread(former.kill)
-                    # All replicas share again within a lease and one sweep, and count what runs.
+                    # Within a lease and one sweep all replicas share the queue and count running requests.
                     await _converge(here, servers, redis, former, seen)
                     await load.wait_for_served(2 * BOUND)
                     seen.peaks.append(servers.peak)
                     if number == kills - 1:
                         break
-                    # The former server comes back as a replica of the other.
+                    # The former server returns as a replica of the new one.
                     await asyncio.to_thread(former.revive)
                     await asyncio.to_thread(wait, redis.is_whole, "the former one in step", IN_STEP_S)
             since = time.monotonic()
             await all_at_rest(here, servers)
             rested_s = time.monotonic() - since
             await case.check(here, load.history, served_without_redis=True)
-    # At most as many are over-admitted as ran when the server died.
+    # Over-admission is at most the number of requests in flight when the server died.
     case.report(f"highest in flight {_joined(seen.before)} before, {_joined(seen.peaks)} since")
     case.report(f"bound {BOUND}, stated {MOST}")
     assert max(seen.peaks) <= MOST
-    # Every refusal names a time to retry, and nobody gets another's answer.
+    # Every refusal has a retry-after, and no client gets another's answer.
     refused = refused_with_retry_after(load.history)
     case.report(f"{len(refused)} of {len(load.history)} requests answered 503, no other error")
     case.report(
@@ -122,10 +122,10 @@ async def _converge(
 
 
 async def _full(here: Any, servers: CountingServers) -> bool:
-    """Whether more than half of the bound is in flight, never more than it, and all replicas count it so.
+    """Whether more than half of the bound is in flight, never more than it, and every replica counts right.
 
-    On a slow machine, the start of all clients may look like a slow Redis, and each replica serves by its own
-    budget (docs/redis.md).
+    On a slow machine the start of all clients may look like a slow Redis, so that each replica serves from
+    its own budget (docs/redis.md).
     """
     servers.forget_peak()
     counted_right = await _miscounted(here, servers) == 0
@@ -133,10 +133,10 @@ async def _full(here: Any, servers: CountingServers) -> bool:
 
 
 async def _miscounted(here: Any, servers: CountingServers) -> float:
-    """The difference between the stock, by each replica in turn, and what runs.
+    """The stock, as replicas report it in turn, minus the requests in flight at the model servers.
 
-    A request is counted before it is sent and after it has ended, which makes the stock higher for a moment
-    and never lower. So the least of several readings is the error.
+    A request counts from before it is sent until after it has ended, so the stock may be higher for a moment
+    but never lower. So the minimum of several readings is the error.
     """
     found: list[float] = []
     for look in range(LOOKS):
@@ -148,7 +148,7 @@ async def _miscounted(here: Any, servers: CountingServers) -> float:
 
 
 def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
-    """The server that has the fleet's state; `former` while no other has taken its place."""
+    """The server with the fleet's state; `former` until another has taken its place."""
     if isinstance(redis, Watched):
         return redis.primary()
     found = redis.owner("default", but=[former] if former else [])
@@ -157,5 +157,5 @@ def _serving(redis: Watched | Cluster, former: Server | None = None) -> Server:
 
 
 def _joined(figures: Iterable[float]) -> str:
-    """One figure a kill."""
+    """The figures of all kills as text."""
     return ", ".join(f"{figure:.1f}".removesuffix(".0") for figure in figures)

@@ -1,4 +1,4 @@
-"""Damaged messages in numbers, to a replica's port for Envoy: no crash, no leak, an answer to each (G10)."""
+"""Many damaged messages to a replica's ports for Envoy: no crash, no leak, an answer to each stream (G10)."""
 
 import asyncio
 import random
@@ -27,8 +27,8 @@ STREAMS = 40
 HANGS_S = 60.0
 SEED = 20
 MOST_GROWTH = 40 * 1024 * 1024
-LEAVES_S = 0.5  # what is not a whole request is answered when it has stalled, which takes longer
-TRUE_ENDS = 0.7  # of the requests placed get a true end; leases end the rest
+LEAVES_S = 0.5  # an incomplete request is answered after a longer stall
+TRUE_ENDS = 0.7  # share of placed requests that get a true end; leases end the others
 
 
 KINDS = {
@@ -40,8 +40,8 @@ KINDS = {
 async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     count = case.size(2000, 100_000)
     case.describe(f"{count} mutated {KINDS[case.mode]}")
-    # A fleet, one replica of which is warm.
-    # What is placed and never settled counts for a lease.
+    # A fleet with one replica that is warmed up.
+    # A request that is placed and never settled counts for a lease.
     here = faulty("--sim-ttft", "5", "--sim-itl", "1", config=config(per_endpoint=2000))
     replica = here.state["replicas"][0]
     async with grpc.aio.insecure_channel(replica["grpc"]) as channel:
@@ -49,12 +49,12 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
         await fuzz.run(count // 5)
         process = here.replica(0)
         before = process.memory_info().rss
-        # The replica is sent messages that no Envoy sends.
+        # Send the replica messages that no Envoy sends.
         await fuzz.run(count)
     # Every stream is answered or closed.
     case.report(f"{fuzz.sent} messages in {fuzz.streams} streams: {dict(sorted(fuzz.ends.items()))}")
     assert fuzz.ends["hangs"] == 0
-    # The replica is the same process, ready, not much larger, and logs no unexpected error.
+    # The replica is still the same process and ready, has not grown much, and has logged no unexpected error.
     growth = process.memory_info().rss - before
     case.report(f"memory of the replica {growth / 2**20:+.1f} MiB after the first fifth")
     assert here.state["replicas"][0]["pid"] == process.pid
@@ -63,7 +63,7 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
     unforeseen = _errors(here)
     case.report(f"{len(unforeseen)} unforeseen errors in its log")
     assert unforeseen == []
-    # Nothing is left behind: others are served, and every count is 0.
+    # Nothing is left behind: other requests are served, and every count is 0.
     async with closed_loop(here.url, clients=10) as load:
         await load.wait_for_served(30)
     assert load.unserved == []
@@ -71,20 +71,20 @@ async def test_fuzz(faulty: Callable[..., Any], case: Case) -> None:
 
 
 class Fuzz(ABC):
-    """What was sent, and how the streams ended: by their status, or that they hang. One stream in five is of
-    the access log.
+    """Counts sent messages and streams, and the streams' ends by status, or as `hangs`. One stream in five is
+    an access-log stream.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._reports = channel.stream_unary(f"/{accesslog.SERVICE}/StreamAccessLogs")
-        self._placed: dict[str, HTTPAccessLogEntry] = {}  # true ends that are not told yet, by request
+        self._placed: dict[str, HTTPAccessLogEntry] = {}  # true ends that are not yet reported, by request
         self.dice = random.Random(SEED)
         self.sent = 0
         self.streams = 0
         self.ends: Counter[str] = Counter()
 
     async def run(self, count: int) -> None:
-        """Send so many messages more."""
+        """Send `count` further messages."""
         goal = self.sent + count
 
         async def talk() -> None:
@@ -98,10 +98,10 @@ class Fuzz(ABC):
 
     @abstractmethod
     async def ask(self) -> None:
-        """One stream or connection with requests, from its beginning to its end."""
+        """Run one stream or connection with requests to its end."""
 
     def placed(self, name: str, end: HTTPAccessLogEntry) -> None:
-        """The request of this name was placed; `end` is its true end."""
+        """Note that request `name` was placed and that `end` is its true end."""
         if self.dice.random() < TRUE_ENDS:
             self._placed[name] = end
 
@@ -117,7 +117,7 @@ class Fuzz(ABC):
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """A call that fails ends with its status, and one that is not answered hangs."""
+        """Count a failed call by its status, and a call without an answer as `hangs`."""
         try:
             async with asyncio.timeout(HANGS_S):
                 yield
@@ -128,7 +128,7 @@ class Fuzz(ABC):
 
 
 class HttpFuzz(Fuzz):
-    """Connections to the port of mode `http` at `address`."""
+    """Fuzzes the port of mode `http` at `address`."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         super().__init__(channel)
@@ -147,7 +147,7 @@ class HttpFuzz(Fuzz):
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, patience_s: float, is_whole: bool) -> bool:
-        """Read the answer; false if the connection has ended, or nothing comes."""
+        """Read the answer; false if the connection has ended or no answer comes."""
         try:
             async with asyncio.timeout(patience_s):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -168,7 +168,7 @@ class HttpFuzz(Fuzz):
 
 
 class GrpcFuzz(Fuzz):
-    """Streams of ext_proc."""
+    """Fuzzes ext_proc streams."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__(channel)
@@ -191,7 +191,7 @@ class GrpcFuzz(Fuzz):
         call.cancel()
 
     def _remember_placed(self, answer: bytes) -> None:
-        """Keep what a placement says of the request's name, for the access log."""
+        """If the answer places a request, note its id for the access log."""
         said = ProcessingResponse.FromString(answer)
         name = said.dynamic_metadata.fields["picker"].struct_value.fields["id"].string_value
         if name:
@@ -199,7 +199,7 @@ class GrpcFuzz(Fuzz):
 
 
 def _errors(here: Any) -> list[str]:
-    """Lines of the replica's log that are errors or not log lines."""
+    """Lines of the replica's log that are errors, or that are no log lines."""
     found = re.search(r"logs in (\S+);", here.output)
     assert found is not None
     log = (Path(found[1]) / "replica-1.log").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Redis loses its scripts, or everything, again and again (G6, G8)."""
+"""Redis repeatedly loses its scripts, or all its data (G6, G8)."""
 
 import asyncio
 import time
@@ -22,12 +22,12 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
     here = faulty(*OPTIONS, config=config())
     async with here.redis() as redis, closed_loop(here.url, clients=30) as load:
         await load.wait_for_served(30)
-        # Its scripts are deleted ten times a second.
+        # Delete the scripts ten times a second.
         for _ in range(flushes):
             await redis.function_flush()
             await redis.script_flush()
             await asyncio.sleep(EVERY_S)
-    # No client sees an error, and no promise is broken.
+    # No client gets an error, and no guarantee is broken.
     case.all_served(load)
     await rests(here)
     await case.check(here, load.history)
@@ -37,7 +37,7 @@ async def test_scripts_flushed(faulty: Callable[..., Any], case: Case) -> None:
 async def test_everything_flushed(faulty: Callable[..., Any], case: Case) -> None:
     flushes = case.size(1, 15)
     case.describe(f"FLUSHALL under load, {flushes} times")
-    # Load beside streams that run all the while.
+    # Load beside streams that run throughout.
     here = faulty(*OPTIONS, config=config())
     histories: list[Answer] = []
     rebuilt_s: list[float] = []
@@ -68,7 +68,7 @@ async def _placed(redis: Any) -> set[bytes]:
 
 
 async def _longest(redis: Any) -> set[bytes]:
-    """The request ids of the six streams, which are placed and in no named flow."""
+    """Ids of the six streams once all are placed; they are in no named flow."""
     records = await redis.hgetall(KEYS.prefix + "requests")
     placed = await _placed(redis)
     found = {request for request, record in records.items() if request in placed and b"flow-" not in record}

@@ -1,4 +1,4 @@
-"""Redis is away for a while under load, and back: empty, or as it was (G8)."""
+"""Redis is unavailable under load for a while, and returns empty or unchanged (G8)."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ SERVERS, EACH = 4, 3
 BOUND = SERVERS * EACH
 CLIENTS = 40
 SERVICE_S = 0.4
-# Less room than clients, and less patience than the last of them would need: both kinds of refusal.
+# Capacity and TTL are too small for the clients, so that both kinds of refusal occur.
 TTL_S = 0.6
 ROOM = {"total_capacity": 18, "flow_capacity": 18, "queue_ttl": f"{TTL_S:g}s"}
-REFUSED_WITHIN_S = 1.0  # after its TTL
+REFUSED_WITHIN_S = 1.0  # after the TTL
 PAUSE_S = 0.25
-SHARED_S = 5.0  # after Redis answers, at most
+SHARED_S = 5.0  # time limit for shared operation after Redis answers
 LOSSES: dict[str, tuple[str, Callable[[Server], None], Callable[[Server], None]]] = {
     "killed": ("SIGKILL of Redis, back empty", Server.kill, Server.revive),
     "stopped": ("SIGSTOP of Redis, then SIGCONT", Server.freeze, Server.thaw),
@@ -37,14 +37,14 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
     case.describe(f"{fault} after {away_s} s")
     size = {"servers": SERVERS, "each": EACH, "service_s": SERVICE_S}
     async with counted(faulty, valkey.url, **size, fair_request_queue=ROOM) as (here, servers):
-        # There are more clients than room in the queue.
+        # There are more clients than places in the queue.
         async with closed_loop(
             here.url, clients=CLIENTS, make_request=requests_of_flows(3), pause_s=PAUSE_S
         ) as load:
             await load.wait_for_served(2 * BOUND)
             began_s = time.monotonic()
             await asyncio.sleep(beside_s)
-            # Redis is away for a while, and answers again.
+            # Redis is unavailable for a while, and answers again.
             lost_s, before = time.monotonic(), servers.peak
             lose(valkey)
             servers.forget_peak()
@@ -57,13 +57,13 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
             await asyncio.sleep(beside_s)
             await load.wait_for_served(2 * BOUND)
             ended_s = time.monotonic()
-        # No more is ever in flight than the bound.
+        # Never more requests than the bound are in flight.
         peaks = before, meanwhile, servers.peak
         case.report(
             f"highest in flight {peaks[0]} before, {peaks[1]} meanwhile, {peaks[2]} after, of {BOUND}"
         )
         assert max(peaks) <= BOUND
-        # Every refusal names a time to retry.
+        # Every refusal has a retry-after.
         refused_with_retry_after(load.history)
         case.report(
             f"answers a second {_rate(load.history, began_s, lost_s)} before, "
@@ -75,7 +75,7 @@ async def test_redis_away(faulty: Callable[..., Any], case: Case, valkey: Server
         expired = [record for record in load.history if record.reason == "rejected-ttl-expired"]
         assert expired
         assert max(record.took_s for record in expired) <= TTL_S + REFUSED_WITHIN_S or not FULL
-        # All replicas share again, and all counts are exactly 0 in the end.
+        # All replicas use the shared queue again, and all counts end at exactly 0.
         case.report(f"all shared again {shared_s:.1f} s after Redis answered")
         assert shared_s <= SHARED_S or not FULL
         await all_at_rest(here, servers)
@@ -87,7 +87,7 @@ def _rate(history: list[Answer], from_s: float, to_s: float) -> str:
 
 
 def _refusals(when: str, history: list[Answer], from_s: float, to_s: float) -> str:
-    """How soon those who asked then were refused, by the reason they were given."""
+    """How soon the requests sent in this interval were refused, by reason."""
     kinds: dict[str, list[float]] = defaultdict(list)
     for record in history:
         if record.unserved and from_s <= record.sent_s < to_s:

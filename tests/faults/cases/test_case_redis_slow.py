@@ -1,4 +1,4 @@
-"""Redis is late, stalls, or is silent on some connections: decisions wait, and no replica leaves it."""
+"""Redis is slow, stalls, or is silent on some connections: decisions wait, and no replica fails over."""
 
 import asyncio
 import time
@@ -16,15 +16,15 @@ from picker_tools.load.generator import Load, Request, open_loop
 
 pytestmark = pytest.mark.alone
 PER_S = 60.0
-SERVERS, EACH = 4, 200.0  # so much that nobody queues
+SERVERS, EACH = 4, 200.0  # so large that no request queues
 BETWEEN = 120  # answers from one fault to the next
 STALL_S, LATE_S = 1.0, 0.05
-# Of 99 in 100 decisions: `redis.silence` (1 s) and what comes before; a bound of the replicas' own histogram.
+# Limit for 99 % of decisions: `redis.silence` (1 s) and margin; a bucket bound of the replicas' histogram.
 MOST_S = 2.5
 
 
 async def _answered(load: Load, count: int) -> None:
-    """Wait until `count` more have been answered than now."""
+    """Wait until `count` further requests have been answered."""
     goal = len(load.history) + count
     await load.wait_until(lambda: len(load.history) >= goal)
 
@@ -62,22 +62,22 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
     well, times = case.size(60, 1200), case.size(1, 20)
     case.describe(f"{what}, {times} times, {BETWEEN} answers apart, at {PER_S:g} requests a second")
     async with counted(faulty, between.url, servers=SERVERS, each=EACH, service_s=0.0) as (here, servers):
-        # Requests at a steady pace; how long they take without the fault.
+        # Requests at a steady rate; first measure their times without the fault.
         async with open_loop(here.url, PER_S, lambda _, number: Request(f"request {number}", 1)) as load:
-            await _answered(load, 60)  # requests that warm everything up
+            await _answered(load, 60)  # requests that warm up the fleet
             first, quick = len(load.history), await _decisions(here)
             await _answered(load, well)
             usual = sorted(record.took_s for record in load.history[first:])
-            # Redis has the fault for a while.
+            # Inject the fault `times` times.
             before, since_s = await _decisions(here), time.monotonic()
             for _ in range(times):
                 await inject(between, load)
             after, until_s = await _decisions(here), time.monotonic()
         ill = [record.took_s for record in load.history if since_s <= record.sent_s < until_s]
-        # Each request is answered, none with an error.
+        # Each request is answered without an error.
         failed = [record for record in load.history if not record.served]
         case.report(f"{len(failed)} of {len(load.history)} answers not 200")
-        # Decisions are in time, by the replicas' own clocks.
+        # Decisions are in time by the replicas' own measurements.
         median_s = quantile(usual, 0.5)
         slow, decided = after[0] - before[0], after[1] - before[1]
         case.report(f"{slow} of {decided} decisions took longer than {MOST_S * 1000:.0f} ms")
@@ -96,7 +96,7 @@ async def test_redis_slow(faulty: Callable[..., Any], case: Case, between: Proxy
 
 
 async def _decisions(here: Fleet) -> tuple[int, int]:
-    """How many took longer than `MOST_S` so far, and how many there were: all replicas' histograms."""
+    """Decisions slower than `MOST_S`, and all decisions so far, by the histograms of all replicas."""
     pages = [(await here.admin("/metrics", replica)).text for replica in REPLICAS]
     name = "epp_decision_latency_seconds"
     assert all(f'le="{MOST_S:g}"' in page for page in pages)

@@ -1,4 +1,4 @@
-"""Replicas are killed, stopped and replaced under load: no client sees it (G1, G4, G6, G7)."""
+"""Replicas are killed, stopped and replaced under load, and no client notices (G1, G4, G6, G7)."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     async with closed_loop(here.url, clients=CLIENTS) as load:
         for _ in range(kills):
             await load.wait_for_served(dice.randrange(20, 120))
-            # One is killed, and the supervisor starts another.
+            # A replica is killed, and the supervisor starts another.
             await ready(here)
             here.replica(dice.randrange(3)).kill()
         await load.wait_for_served(50)
@@ -38,7 +38,7 @@ async def test_replica_killed(faulty: Callable[..., Any], case: Case) -> None:
     since = time.monotonic()
     await rests(here)
     rested_s = time.monotonic() - since
-    # The log keeps every promise: order, bounds, one end each.
+    # The log keeps every guarantee: order, bounds, one end each.
     # A request whose end only the killed replica has received ends with its lease.
     case.report(f"all counts 0 after {rested_s:.1f} s ({TERMS})")
     found = await case.check(here, load.history, may_end=ENDS)
@@ -55,7 +55,7 @@ async def test_replica_stopped_beyond_its_lease(faulty: Callable[..., Any], case
         for _ in range(stops):
             await load.wait_for_served(dice.randrange(30, 90))
             await ready(here)
-            # One is stopped for longer than every lease it knows of, and continues.
+            # A replica is stopped for longer than every lease it knows of, and then continues.
             with suspended(here.replica(dice.randrange(3))):
                 until_s = time.monotonic() + lease_s + 1
                 while time.monotonic() < until_s:
@@ -86,7 +86,7 @@ async def test_rolling_restart_with_another_library(
     async with closed_loop(here.url, clients=CLIENTS) as load:
         await load.wait_for_served(100)
         for number in range(rounds):
-            # The scripts change, and one replica after another is replaced.
+            # The scripts change, and the replicas are replaced one by one.
             two_versions.change(f"version {number}")
             for index in range(3):
                 await replace(here, "replicas", index, signal.SIGTERM)
@@ -94,7 +94,7 @@ async def test_rolling_restart_with_another_library(
                 await load.wait_for_served(30)
         async with here.redis() as client:
             libraries = len(await client.function_list())
-    # Both versions run side by side, and no client sees an error.
+    # Both versions run side by side, and no client gets an error.
     case.report(f"{libraries} libraries loaded")
     assert libraries == rounds + 1
     case.all_served(load)
@@ -104,7 +104,7 @@ async def test_rolling_restart_with_another_library(
 
 async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: deny`")
-    # The fleet restarts nothing.
+    # The fleet does not restart replicas.
     here = faulty("--no-restart", *OPTIONS, config=config())
     statuses = await _without_replicas(here, case, 503)
     case.report(f"answers then {statuses}")
@@ -114,7 +114,7 @@ async def test_all_replicas_down_denies(faulty: Callable[..., Any], case: Case) 
 @pytest.mark.short_form("http")
 async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case) -> None:
     case.describe("all replicas down, `extproc.on_failure: balance`")
-    # Envoy may go on without pickers, and the fleet restarts nothing.
+    # Envoy may route without pickers, and the fleet does not restart replicas.
     here = faulty("--no-restart", *OPTIONS, config=config(extproc={"on_failure": "balance"}))
     statuses = await _without_replicas(here, case, 200)
     # Once Envoy sees no healthy replica, it balances each request itself.
@@ -123,8 +123,8 @@ async def test_all_replicas_down_balances(faulty: Callable[..., Any], case: Case
 
 
 async def _without_replicas(here: Any, case: Case, settled: int) -> dict[int, int]:
-    """Kill all replicas under load, wait for the first answer of status `settled` that no replica had a part
-    in; the statuses of 60 requests after it, each third of 60 KB.
+    """Kill all replicas under load, and wait for the first answer with status `settled` given without a
+    replica; return the statuses of 60 later requests, every third with a body of 60 KB.
     """
     async with closed_loop(here.url, clients=8) as load:
         await load.wait_for_served(30)

@@ -1,4 +1,4 @@
-"""Redis has acted and its reply is lost, again and again, for every replica: nothing counts twice (G6)."""
+"""Replies of Redis to any replica are lost repeatedly, after the script ran: nothing counts twice (G6)."""
 
 import random
 import time
@@ -18,8 +18,8 @@ SERVERS, EACH = 2, 3
 BOUND = SERVERS * EACH
 CLIENTS = 24
 SERVICE_S = 0.02
-BETWEEN = 3  # answers, at most, from one loss to the next
-SPARED = 20  # replies a connection passes on first: no message, which is sent twice, loses more than one
+BETWEEN = 3  # most answers from one loss to the next
+SPARED = 20  # replies that a connection delivers first, so that a message and its retry are not both lost
 FORMS = {"valkey": SPARED, "redis_7": SPARED, "in_a_row": 0} if FULL else {"valkey": SPARED}
 
 
@@ -39,14 +39,14 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             async with closed_loop(here.url, clients=CLIENTS, make_request=_make_request) as load:
                 await load.wait_for_served(2 * CLIENTS)
                 for _ in range(losses):
-                    # The reply to a script is lost, and its connection with it, of any replica.
+                    # The proxy drops the reply to a script call of any replica, and resets the connection.
                     between.lose_script_replies += 1
                     await here.eventually(
                         lambda: between.lose_script_replies == 0, within_s=30, what="a lost reply"
                     )
                     await load.wait_for_served(dice.randint(1, BETWEEN))
                 await load.wait_for_served(2 * CLIENTS)
-            # No client sees an error, and the bound is kept, inside the model servers too.
+            # No client gets an error, and the bound holds, also inside the model servers.
             case.report(f"{between.lost} replies lost, {between.connections} connections made")
             assert between.lost == losses
             refused = refused_with_retry_after(load.history)
@@ -54,9 +54,9 @@ async def test_replies_lost(faulty: Callable[..., Any], case: Case, tmp_path: Pa
             alone = await departures(here)
             case.report(f"replicas went by themselves {alone} times")
             case.report(f"highest in flight {servers.peak} of {BOUND}")
-            # A replica that leaves alone admits its share of what was free beside the others' whole bound.
+            # A replica that fails over alone admits its share of the free budget beside the others' bound.
             assert BOUND <= servers.peak <= (2 * BOUND if form == "in_a_row" else BOUND)
-            # The counts are exact, and each request begins once and ends once.
+            # The counts are exact, and each request starts once and ends once.
             since = time.monotonic()
             await all_at_rest(here, servers)
             case.report(f"all counts 0 after {time.monotonic() - since:.1f} s")

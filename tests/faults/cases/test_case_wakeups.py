@@ -1,8 +1,8 @@
-"""No wake-up arrives: every request is served all the same, and about as soon.
+"""All wake-ups are lost: every request is still served, and about as soon.
 
-Stretches with wake-ups and without follow each other on the same fleet, so that a machine busy with other
-things slows both. The short form holds the better of two turns against a half of the throughput: a fleet that
-had its grants by heartbeat alone would have a third.
+Stretches with and without wake-ups alternate on the same fleet, so that a busy machine slows both. The
+short form requires half of the throughput in the better of two turns: a fleet that got its grants by
+heartbeats only would have a third.
 """
 
 import random
@@ -21,9 +21,9 @@ SERVERS, EACH = 2, 2
 BOUND = SERVERS * EACH
 CLIENTS = 16
 HEARTBEAT_S = 1.0  # `leases.heartbeat`
-LEAST_RATIO = 0.9  # for answers of a second
+LEAST_RATIO = 0.9  # for answers that take a second
 SHORT_RATIO = 0.5
-# What one stretch serves: a multiple of the bound, so that it has whole rounds.
+# Rounds of one stretch by service time; a round is as many answers as the bound.
 ROUNDS = {1.0: 10, 0.2: 40, 0.02: 150}
 
 
@@ -42,12 +42,12 @@ async def test_every_wakeup_dropped(
             with_wakeups: list[Stretch] = []
             without_wakeups: list[Stretch] = []
             for _ in range(turns):
-                # Wake-ups arrive for one stretch, and none for the next.
+                # Wake-ups arrive during one stretch, and are dropped during the next.
                 between.drop_messages = False
                 with_wakeups.append(await _stretch(load, count))
                 between.drop_messages = True
                 without_wakeups.append(await _stretch(load, count))
-        # Nobody is refused, each is served, and the bound is kept.
+        # No request is refused, each is served, and the bound holds.
         case.report(f"{between.dropped} wake-ups dropped")
         assert between.dropped > 0
         assert load.unserved == []
@@ -60,7 +60,7 @@ async def test_every_wakeup_dropped(
         case.report(f"ratio {ratio:.2f} (turn by turn {', '.join(f'{one:.2f}' for one in each)})")
         assert ratio >= LEAST_RATIO or service_s < 1 or not FULL
         assert max(each) >= SHORT_RATIO
-        # Nobody waits a heartbeat longer.
+        # No request waits a heartbeat longer.
         waits, longer = _waits(with_wakeups, service_s), _waits(without_wakeups, service_s)
         extra = [quantile(longer, share) - quantile(waits, share) for share in (0.5, 0.99)]
         case.report(f"wait longer by {extra[0] * 1000:.0f} ms (median), {extra[1] * 1000:.0f} ms (p99)")
@@ -69,11 +69,11 @@ async def test_every_wakeup_dropped(
         await case.check(here, load.history)
 
 
-Stretch = list[Answer]  # the answers from one to another, both included
+Stretch = list[Answer]  # consecutive answers from first to last, both included
 
 
 async def _stretch(load: Load, count: int) -> Stretch:
-    """`count` answers after one, when all that were asked before are answered."""
+    """`count` answers and the one before them, after all earlier requests have been answered."""
     await load.wait_for_served(2 * CLIENTS)
     first = len(load.history)
     await load.wait_for_served(count)

@@ -1,4 +1,4 @@
-"""`check_history` finds each fault."""
+"""`check_history` finds each kind of fault."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def served(request: str = "r1") -> Answer:
 
 
 def faults(answers: Sequence[Answer], log: Sequence[Mapping[str, str]], **options: Any) -> list[str]:
-    """The faults without those of the audit, which has its own tests."""
+    """The faults that `check_history` finds, without those of the audit, which has its own tests."""
     found = check_history(answers, log, **options).faults
     return [fault for fault in found if not fault.startswith(("G", "log"))]
 

@@ -26,14 +26,14 @@ from long.findings import Findings
 from picker_tools.load.generator import Load, closed_loop
 from picker_tools.local_fleet.network import ensure_free
 
-_TOOLS = ROOT / ".venv" / "containers"  # where podman-compose is, if it is not on the PATH
+_TOOLS = ROOT / ".venv" / "containers"  # has podman-compose if it is not on the PATH
 _PORTS = (8080, 8081, 8089, 9090, 3000)
 _IMAGES = {"picker": "picker-fleet", "edge": "picker-fleet-edge", "load": "picker-fleet-load"}
 _SERVICES = ("redis", "simulator", "picker", "envoy", "prometheus", "locust")
 _HEALTHY_S = 180.0
 _READY_LINE = "picker_fleet.serve ready"
-_READY_MOST_S = 1.5  # of CPU time: what a start takes where no other waits for the CPU
-# Run in a container: CPU seconds of its processes but this one.
+_READY_MOST_S = 1.5  # most CPU time of a start
+# A program that prints the CPU seconds of all other processes in its container.
 _CPU_SECONDS = """
 import glob, os
 ticks = 0
@@ -54,7 +54,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str) -> Iterator[list[str]]:
-        """The yielded list takes notes on the step."""
+        """Time a step; the block can add notes to the yielded list."""
         print(f"{name} …", flush=True)
         notes: list[str] = []
         began_s = time.monotonic()
@@ -161,7 +161,7 @@ async def _under_load(fleet: Fleet, log: Steps) -> None:
 
 
 def _check(load: Load, outage: tuple[float, float], log: Steps, notes: list[str]) -> None:
-    """Count the errors of clients; those that G8 allows apart."""
+    """Report the clients' errors; refusals that G8 allows are counted separately."""
     failed = load.unserved
     bad = [record for record in failed if not is_allowed(record, outage)]
     left = sum(record.left for record in load.history)
@@ -201,7 +201,7 @@ async def _fleet(engine: Engine, log: Steps, token: str) -> None:
 
 
 async def _ready_alone(fleet: Fleet, log: Steps) -> str:
-    """From start to ready of one picker while nothing else starts: time that passed, and CPU time."""
+    """Measure wall time and CPU time from start to ready of one picker while no other container starts."""
     name = fleet.engine.containers("picker")[-1]
     await asyncio.to_thread(fleet.engine.run, "restart", "--time", "10", name)
     ready_s: float | None = None
@@ -227,7 +227,7 @@ def _run_fleet(engine: Engine, log: Steps) -> None:
         file = Path(folder) / "admin-token"
         file.write_text(token)
         Path(folder).chmod(0o755)
-        file.chmod(0o644)  # a container's user reads it
+        file.chmod(0o644)  # readable by the user in the container
         engine.environment["PICKER_ADMIN_TOKEN_FILE"] = str(file)
         try:
             engine.down()
@@ -237,7 +237,7 @@ def _run_fleet(engine: Engine, log: Steps) -> None:
                 print(f"--- {name}\n{engine.log(name)}", file=sys.stderr)
             raise
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is little, and must be done
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the clean-up is short and must not be interrupted
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with log.step("remove everything"):
                 engine.down()

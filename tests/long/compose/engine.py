@@ -1,7 +1,7 @@
 """The container engine of this machine: Docker with its compose plugin, or podman with podman-compose.
 
-Podman lacks some of what docker-compose.yml says; `deploy/compose/podman.yml` and `no-cgroups.yml` take that
-away, and this module does by hand what is left: it asks the health checks and removes surplus containers.
+Podman does not support all settings in docker-compose.yml; `deploy/compose/podman.yml` and `no-cgroups.yml`
+remove the others. For podman this module runs the health checks and removes surplus containers itself.
 """
 
 import json
@@ -22,19 +22,19 @@ ROOT = Path(__file__).parents[3]
 PROJECT = "picker-compose-test"
 BASE = "docker.io/library/python:3.11-slim"
 _INSIDE = "PICKER_COMPOSE_TEST_INSIDE"
-_HYBRID = Path("/sys/fs/cgroup/unified")  # a second cgroup layout, which podman's runtimes refuse
+_HYBRID = Path("/sys/fs/cgroup/unified")  # a second cgroup hierarchy, which podman's runtimes refuse
 _STOP_S = 80  # more than any stop_grace_period
 _COMMAND_S = 1500.0
 _POLL_S = 0.5
-_REMOVALS = 10  # podman removes a container only after those that depend on it
+_REMOVALS = 10  # most attempts: podman removes a container only after its dependents
 
 
 class EngineFault(Exception):
-    """A command of the engine failed; the message has its last lines."""
+    """A command of the engine failed; the message has the last lines of its output."""
 
 
 def command(*words: str, environment: dict[str, str] | None = None, within_s: float = _COMMAND_S) -> str:
-    """The output of a command. Raises EngineFault."""
+    """Run a command and return its output. Raises EngineFault if it fails."""
     done = subprocess.run(
         words,
         cwd=ROOT,
@@ -57,7 +57,7 @@ def _works(*words: str) -> bool:
 
 @dataclass(slots=True)
 class Engine:
-    """`program` is docker or podman. `environment` is what compose gets besides this process's own."""
+    """A container engine. `program`: docker or podman. `environment`: additional variables for compose."""
 
     program: str
     compose_command: tuple[str, ...]
@@ -81,7 +81,7 @@ class Engine:
         self.run("build", *isolated, "--target", target, "-t", name, ".")
 
     def containers(self, service: str = "") -> list[str]:
-        """Names of the containers of `service`, running or not, in the order of their numbers."""
+        """Names of all containers of `service`, running or not, in the order of their numbers."""
         labels = [f"com.docker.compose.project={PROJECT}"]
         if service:
             labels.append(f"com.docker.compose.service={service}")
@@ -90,17 +90,17 @@ class Engine:
         return sorted(found, key=lambda name: (len(name), name))
 
     def up(self, services: Sequence[str], pickers: int) -> None:
-        """Start `services`, without building anything."""
-        if self.is_podman:  # where `--scale` takes from the others their replicas
+        """Start `services` without building images."""
+        if self.is_podman:  # podman-compose's `--scale` drops the replicas of other services
             self._up(*(name for name in services if name != "picker"))
             self.scale_pickers(pickers)
         else:
             self._up("--scale", f"picker={pickers}", *services)
 
     def scale_pickers(self, count: int) -> None:
-        """Stop surplus pickers as compose does, or start missing ones."""
+        """Scale to `count` pickers: stop surplus ones, or start missing ones."""
         surplus = self.containers("picker")[count:]
-        if self.is_podman and surplus:  # podman-compose 1.6 leaves them running
+        if self.is_podman and surplus:  # podman-compose 1.6 leaves surplus containers running
             with ThreadPoolExecutor(len(surplus)) as stopping:
                 list(stopping.map(lambda name: self.run("stop", "--time", str(_STOP_S), name), surplus))
             self.run("rm", *surplus)
@@ -117,7 +117,7 @@ class Engine:
         self.run("start", container)
 
     def is_healthy(self, container: str) -> bool:
-        """What its health check says; asked now where the engine has no timer for it."""
+        """Whether the container's health check passes. Podman has no timer, so run the check now."""
         if self.is_podman:
             try:
                 self.run("healthcheck", "run", container, within_s=30)
@@ -127,7 +127,7 @@ class Engine:
         return self.run("inspect", "--format", "{{.State.Health.Status}}", container).strip() == "healthy"
 
     def wait_healthy(self, containers: Sequence[str], within_s: float) -> None:
-        """Wait for all of `containers`. Raises EngineFault with the log of one that is not."""
+        """Wait until all `containers` are healthy. Raises EngineFault with the log of an unhealthy one."""
         deadline_s = time.monotonic() + within_s
         for container in containers:
             while not self.is_healthy(container):
@@ -140,8 +140,8 @@ class Engine:
         return self._logs("--tail", "30", container)
 
     def seconds_to(self, container: str, line: str) -> float | None:
-        """Seconds from the last start of `container` to the log line that has `line`, by the engine's
-        clock; None if there is none yet.
+        """Seconds from the last start of `container` to its log line containing `line`, by the engine's
+        clock; None if the log has no such line yet.
         """
         started = _moment(
             self.run("inspect", "--format", "{{json .State.StartedAt}}", container).strip('"\n')
@@ -170,7 +170,7 @@ class Engine:
 
 
 def _moment(text: str) -> float:
-    """Unix time of the moment that an engine writes, with nanoseconds and a zone."""
+    """Unix time of an engine's timestamp, which has nanoseconds and a time zone."""
     head, _, rest = text.replace("Z", "+00:00").partition(".")
     digits = len(rest) - len(rest.lstrip("0123456789"))
     zone = rest[digits:] or "+00:00"
@@ -178,9 +178,9 @@ def _moment(text: str) -> float:
 
 
 def enter_namespace() -> None:
-    """Run this program anew in a mount namespace without the second cgroup layout, where there is one.
+    """If the machine has a second cgroup hierarchy, re-execute this program in a mount namespace without it.
 
-    Podman's networks live in it, so it must last as long as the containers: as long as the program.
+    Podman's networks live in the namespace, so it must last as long as the containers, that is, the program.
     """
     if _works("docker", "info") or os.environ.get(_INSIDE) or os.geteuid() or not _HYBRID.is_mount():
         return
@@ -190,7 +190,7 @@ def enter_namespace() -> None:
 
 
 def find_engine(tools: Path) -> Engine:
-    """The engine to use; podman-compose may be in `tools`. Raises EngineFault."""
+    """Find the engine; podman-compose may be in `tools`. Raises EngineFault if there is none."""
     if _works("docker", "info") and _works("docker", "compose", "version"):
         return Engine("docker", ("docker", "compose"))
     if not _works("podman", "--version"):
@@ -201,8 +201,8 @@ def find_engine(tools: Path) -> Engine:
 
 
 def restrict(engine: Engine) -> str:
-    """Where containers do not run with podman's own settings: run them without cgroups and with this
-    machine's limits. Says what was done, in words; '' if nothing. The base image must be there.
+    """If podman cannot run containers with its default settings, run them without cgroups and with this
+    machine's limits. Returns a description of the change; '' if there is none. The base image must exist.
     """
     if not engine.is_podman or _works("podman", "run", "--rm", BASE, "true"):
         return ""

@@ -1,4 +1,4 @@
-"""The compose fleet from outside: through Envoy's listeners and the engine."""
+"""Access to the compose fleet from outside, through Envoy's listeners and the engine."""
 
 import asyncio
 import re
@@ -21,11 +21,11 @@ _READS = 5
 
 
 class Broken(Exception):
-    """The fleet does not do what it should; the message says what."""
+    """The fleet failed a check or a wait; the message says which."""
 
 
 class Fleet:
-    """Waits and questions; every wait ends with Broken after a minute and a half."""
+    """A client of the compose fleet. Every wait raises Broken after a minute and a half."""
 
     def __init__(self, engine: Engine, client: httpx.AsyncClient, token: str) -> None:
         self.engine = engine
@@ -33,7 +33,7 @@ class Fleet:
         self._bearer = {"authorization": f"Bearer {token}"}
 
     async def state(self) -> dict[str, Any]:
-        """/api/v1/state through the listener for operators; empty while nobody answers."""
+        """GET /api/v1/state through Envoy's admin listener; empty while no replica answers."""
         try:
             answer = await self._client.get(f"{ADMIN}/api/v1/state", headers=self._bearer)
         except httpx.HTTPError:
@@ -59,7 +59,7 @@ class Fleet:
             raise Broken(f"{fault}; the state: {kept}") from None
 
     async def until_live(self, count: int) -> None:
-        """Wait until the fleet has `count` live replicas and Envoy sends to as many."""
+        """Wait until the fleet has `count` live replicas and Envoy has `count` healthy ones."""
         await self.until_state(f"{count} live replicas", lambda state: len(state["replicas"]) == count)
 
         async def known() -> bool:
@@ -68,7 +68,7 @@ class Fleet:
         await self.until(f"Envoy finds {count} replicas", known)
 
     async def healthy_pickers(self) -> int:
-        """How many replicas Envoy's admin page shows as healthy."""
+        """The number of healthy replicas on Envoy's admin page."""
         envoy = self.engine.containers("envoy")[0]
         read = (
             "import urllib.request as u;"
@@ -82,7 +82,7 @@ class Fleet:
             raise Broken(f"not within {_WAIT_S:g} s: {what}")
 
     async def admin_api(self) -> str:
-        """Reads every page and checks who may change something."""
+        """Check every page of the admin API, and that changes need the token."""
         for path in ("state", "flows", "queue", "inflight", "workloads", "endpoints", "replicas", "config"):
             answer = await self._read(f"{ADMIN}/api/v1/{path}")
             if answer.status_code != 200:
@@ -101,7 +101,7 @@ class Fleet:
         return "8 pages, dashboard, events, a change with the token (401 without)"
 
     async def _read(self, url: str) -> httpx.Response:
-        """The answer; asked again, as `retry-after` says, while Redis does not answer the replica in time."""
+        """GET `url`; retry after `retry-after` seconds while the replica gets no timely reply from Redis."""
         for _ in range(_READS):
             answer = await self._client.get(url, headers=self._bearer)
             if answer.status_code != 503 or "retry-after" not in answer.headers:
@@ -110,7 +110,7 @@ class Fleet:
         return answer
 
     async def prometheus(self, expected: Counter[str]) -> str:
-        """Wait until Prometheus scrapes what `expected` counts by job."""
+        """Wait until Prometheus scrapes the `expected` number of targets of each job."""
         up: Counter[str] = Counter()
 
         async def scraped() -> bool:
@@ -126,7 +126,7 @@ class Fleet:
         return ", ".join(f"{count} {job}" for job, count in sorted(up.items()))
 
     async def locust(self, requests: int) -> str:
-        """Load by Locust's page until it has `requests`."""
+        """Start a load with Locust's web API, and stop it after `requests` requests."""
         users = {"user_count": 8, "spawn_rate": 8, "user_classes": "NoisyNeighbourUser"}
         begun = await self._client.post(f"{LOCUST}/swarm", data=users | {"host": "http://envoy:8080"})
         if not begun.json()["success"]:
@@ -146,7 +146,7 @@ class Fleet:
 
 
 async def _lines(answer: httpx.Response, count: int) -> AsyncIterator[str]:
-    """The first `count` lines that are not empty."""
+    """The first `count` non-empty lines."""
     async for line in answer.aiter_lines():
         if line:
             yield line
@@ -164,8 +164,8 @@ def _of_tenants(page: dict[str, Any]) -> Counter[str]:
 
 
 def is_allowed(record: Answer, outage: tuple[float, float]) -> bool:
-    """Whether G8 allows that the request was not served: refused while Redis was away (times of the client's
-    clock), with its reason and the time to come again.
+    """Whether G8 allows this refusal: the request overlaps the Redis outage (times of the client's clock),
+    and the answer has a reason and `retry-after`.
     """
     began_s, ended_s = outage
     meanwhile = record.sent_s <= ended_s and record.done_s >= began_s

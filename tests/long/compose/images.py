@@ -1,4 +1,4 @@
-"""The images of the compose file: those that are not built here, and what is asked of those that are."""
+"""The images of the compose file: fetches the third-party images, and checks the images built here."""
 
 import json
 import subprocess
@@ -13,13 +13,13 @@ from long.compose.engine import BASE, Engine, EngineFault, command
 REDIS = "docker.io/library/redis:7.2-alpine"
 PROMETHEUS = "docker.io/prom/prometheus:v2.53.5"
 USER = "10001:10001"
-MOST_ABOVE_BASE_BYTES = 120_000_000  # of the image picker
+MOST_ABOVE_BASE_BYTES = 120_000_000  # limit for the image picker
 _OWN = "/opt/picker"
 _SBOM = f"{_OWN}/sbom.cdx.json"
 _NO_TOOLS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "as", "make"}
 _NO_PACKAGES = {"pip", "setuptools", "ensurepip"}
 
-# Debian's program under the official image's name; the entry points add what the official ones do.
+# Substitutes for official images: Debian's program with an entry point like the official image's.
 _STAND_INS = {
     REDIS: f"""
         FROM {BASE}
@@ -40,7 +40,7 @@ _STAND_INS = {
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What was found of one image; `faults` in words, none if all is as it should be."""
+    """The result of examining one image; `faults` describes each fault."""
 
     above_base_bytes: int
     packages: int
@@ -48,7 +48,7 @@ class Quality:
 
 
 def fetch_or_make(engine: Engine, name: str) -> str:
-    """Have the image `name` here: from before, from its registry, or made from Debian. Says which."""
+    """Provide the image `name`: already present, pulled, or made from Debian. Returns which of these."""
     if _has(engine, name):
         return "was here"
     try:
@@ -68,7 +68,7 @@ def fetch_or_make(engine: Engine, name: str) -> str:
 
 
 def members(engine: Engine, image: str) -> Iterator[tuple[PurePosixPath, tarfile.TarInfo]]:
-    """Everything in `image`, with its path."""
+    """All files and folders in `image`, with their paths."""
     container = engine.run("create", image, "true").split()[-1]
     try:
         with (
@@ -82,7 +82,7 @@ def members(engine: Engine, image: str) -> Iterator[tuple[PurePosixPath, tarfile
 
 
 def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
-    """Whether `image` is as docs/deployment.md says; `is_small` of the image of a replica."""
+    """Check the promises of docs/deployment.md for `image`; with `is_small` also its size (image picker)."""
     faults = []
     config = json.loads(engine.run("inspect", "--format", "{{json .Config}}", image))
     if config.get("User") != USER:
@@ -111,7 +111,7 @@ def examine(engine: Engine, image: str, *, is_small: bool) -> Quality:
 
 
 def _listed(engine: Engine, image: str) -> set[str]:
-    """Names of the packages in the image's SBOM, as folders spell them."""
+    """Names of the packages in the image's SBOM, in the spelling of `.dist-info` folders."""
     read = f"print(open({_SBOM!r}).read())"
     text = engine.run("run", "--rm", "--network", "none", "--entrypoint", "python", image, "-c", read)
     bom = json.loads(text)
