@@ -94,7 +94,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a grant is in one heartbeat only", "lua/heartbeat.lua",
-        "left[#left + 1] = 'granted ' .. id -- it", "notifications.withdraw(owner, id) -- it",
+        "left[#left + 1] = 'granted ' .. id", "notifications.withdraw(owner, id)",
         "tests/scripts/test_gate.py",
     ),
     Mutation(
