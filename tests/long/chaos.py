@@ -9,12 +9,10 @@ import argparse
 import asyncio
 import logging
 import multiprocessing
-import os
 import random
 import subprocess
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -65,13 +63,12 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
 
 def _run_schedules(seeds: range, findings: Findings) -> None:
     failed = []
-    with ProcessPoolExecutor(
-        os.cpu_count(),
-        multiprocessing.get_context("spawn"),
+    # Python 3.11's ProcessPoolExecutor may hang when a process has done its tasks.
+    with multiprocessing.get_context("spawn").Pool(
         initializer=logging.disable,  # replicas log each fault
-        max_tasks_per_child=_SCHEDULES_A_PROCESS,
+        maxtasksperchild=_SCHEDULES_A_PROCESS,
     ) as processes:
-        for seed, found in zip(seeds, processes.map(report_of, seeds), strict=True):
+        for seed, found in zip(seeds, processes.imap(report_of, seeds), strict=True):
             if found:
                 failed.append(seed)
                 findings.add(f"Schedule {seed}:\n\n```\n{found}\n```")
