@@ -11,11 +11,10 @@
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, attempt ('' when an access log reports it), serving
---   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms; in an access
---   log's report more than 0 says that the request may have ended since. The token, joined by tabs: flow, band, weight,
---   cost, workload, criticality, model, endpoint, limit; alone=MS, the time of an admission without Redis, by the
---   pool's clock; priority=N, the priority of a dynamic band, with the nearest named band in `band`. Only replicas use
---   further fields.
+--   endpoint ('' unknown), accounting token ('' none), how long ago it was last seen alive, ms. The token, joined by
+--   tabs: flow, band, weight, cost, workload, criticality, model, endpoint, limit; alone=MS, the time of an admission
+--   without Redis, by the pool's clock; priority=N, the priority of a dynamic band, with the nearest named band in
+--   `band`. Only replicas use further fields.
 --
 -- Returns {epoch, notifications, attempts, served, reply...}:
 --   'renewed' | 'restored' | 'waiting' (queued: not yet in flight) | 'unknown' (and not restored)
@@ -42,9 +41,7 @@ end
 local function is_address(text) return string.find(text, '^[^,%c]+$') end
 
 -- Whether the pool may lack the record of a running request. `alone_ms`: when it was admitted without Redis, or nil.
--- `is_late`: the report may be older than the request's end, so it restores only a request that was given up.
-local function may_lack(id, alone_ms, is_late)
-  if is_late then return tombstones.was_given_up(id) end
+local function may_lack(id, alone_ms)
   return pool.may_lack_records() or tombstones.was_given_up(id)
     or (alone_ms and now_ms - alone_ms < settings.lease_ms + LONGER_MS)
 end
@@ -52,8 +49,7 @@ end
 local function restore(id, attempt, served, token, ago_ms)
   if string.find(token, '%z') then return 'unknown' end -- byte 0 would end a packed text early
   local fields = parse_accounting_token(token)
-  if not (pool.known and fields) then return 'unknown' end
-  if attempt == '' and not may_lack(id, fields.alone_ms, tonumber(ago_ms) > 0) then return 'unknown' end
+  if not (pool.known and fields and (attempt ~= '' or may_lack(id, fields.alone_ms))) then return 'unknown' end
   local weight = number_up_to(fields.weight, MOST)
   local cost = number_up_to(fields.cost, MOST)
   cost = cost and queue.clamp_cost(cost)
@@ -81,7 +77,7 @@ local function restore(id, attempt, served, token, ago_ms)
     endpoints.count_flow(r, r.endpoints, 1)
   end
   workloads.restored(r.workload)
-  tombstones.forget_given_up(id)
+  tombstones.has_come_back(id)
   defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
   record.put(r)
   log_event('restored', r, nil, nil, bound)

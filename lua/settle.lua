@@ -43,10 +43,7 @@ local function settle(args)
   workloads.prefetch(workload_ids, known)
   return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
-    if not r then
-      tombstones.forget_given_up(id) -- it has ended: a late renewal must not restore it
-      return 'unknown'
-    end
+    if not r then return 'unknown' end
     if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
       finish_request(r, 'cancelled')
       return 'left ' .. r.model

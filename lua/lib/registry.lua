@@ -150,7 +150,7 @@ do
     return read('ZSCORE', key.unheard, id)
   end
 
-  function tombstones.forget_given_up(id) defer_write('ZREM', key.unheard, id) end
+  function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
 
   -- Whether a tombstone forbids to restore the request. `seen_ms`: when the caller, which admitted the request, last
   -- saw it alive; if later than the end, it is a new request with the same id. nil: the report comes from an access

@@ -1,9 +1,8 @@
 """Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
 
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
-from picker_fleet.state import accounting_token
 
 UNSEEN_S = 1.0
 (E1,) = addresses(1)
@@ -122,18 +121,3 @@ async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet
         assert await found(a) == (0, ())
         assert not await it.has("suspects")
         assert await counted(it) == {"r"}
-
-
-async def test_a_late_sign_of_life_restores_a_reclaimed_request_unless_it_has_ended(fleet: OpenFleet) -> None:
-    async with fleet("a", upper_per=10) as (it, a):
-        tokens = {name: accounting_token.write(ask(name), E1) for name in ("runs", "ended", "never seen")}
-        for name in ("runs", "ended"):
-            await a.admit(name)
-        await seen(it, "runs", "ended", ago_s=10)
-        await report(it, 0, before=(1.0, 0))
-        assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 2
-        assert await a.settle("ended") == ["unknown"]
-        # A replica that stood still reads access-log entries from before.
-        replies = [await a.store.renew(name, None, E1, token, 1.0) for name, token in tokens.items()]
-        assert replies == ["restored", "unknown", "unknown"]
-        assert await counted(it) == {"runs"}

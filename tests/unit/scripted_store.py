@@ -37,7 +37,6 @@ class ScriptedStore:
         self.answering = True  # ends are taken
         self.renewing = "renewed"
         self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
-        self.late: list[str] = []  # ids in access-log reports that may be old
         self.evicting = "evicted"
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
@@ -100,8 +99,6 @@ class ScriptedStore:
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
     ) -> asyncio.Future[str]:
         self.alive.append((request_id, accounting_token))
-        if attempt is None and ago_s:
-            self.late.append(request_id)
         return answered(self.renewing)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:

@@ -37,7 +37,7 @@ from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Pla
 from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoadedChooser
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
-from picker_fleet.state.connection import LONG_PAUSE_S, PauseDetector
+from picker_fleet.state.connection import PauseDetector
 from picker_fleet.state.schema import NOTIFICATIONS
 from picker_fleet.state.store import Decision, Store
 from picker_fleet.telemetry.metrics import Metrics
@@ -596,9 +596,9 @@ class SharedGate:
         self._store.tombstone(completion.id).add_done_callback(written)
 
     def renew(self, alive: Alive) -> None:
-        # The entry may date from a pause of this process, and the request may have ended since.
-        ago_s = LONG_PAUSE_S if self.pause_detector.resumed_recently else 0.0
-        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.accounting_token, ago_s))
+        # Drop the token of an entry that may date from a pause of this process: the request may have ended.
+        token = "" if self.pause_detector.resumed_recently else alive.accounting_token
+        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
 
     def owned_costs(self) -> dict[str, float]:
         """The cost of each request whose stream this replica owns, by id, in the stock's unit."""
