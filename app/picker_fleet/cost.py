@@ -17,6 +17,8 @@ import orjson
 from picker_fleet.request import finite_number
 from picker_fleet.units import MOST_COST
 
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for invalid JSON
+
 _ANSWERS: Final = ("n", "best_of", "num_return_sequences", "candidateCount")
 # Members that limit the answer's length. The largest counts, since engines differ in which they read.
 MAX_ANSWER: Final = (
@@ -212,7 +214,7 @@ def _media(body: bytes) -> tuple[int, float]:
     """The bytes of images, audio and video in a body, and their cost in tokens; 0, 0 for an unknown form."""
     try:
         prompted: Any = _prompted.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         return 0, 0.0
     found: list[tuple[bool, int]] = []
     said = prompted.pop("input", ())

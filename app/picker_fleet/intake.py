@@ -88,7 +88,6 @@ _HALF_PAIR = re.compile(
     re.DOTALL,
 )
 _MOST_HALF_PAIRS = 64
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _OBJECT, _ARRAY = re.compile(rb"[ \t\r\n]*\{"), re.compile(rb"[ \t\r\n]*\[")
 MAX_KEYS = 256  # in the outermost object; the OpenAI API defines about fifty
 MAX_KEY_CHARS = 256
@@ -570,10 +569,10 @@ def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
     """The hashes of the prompt's blocks; empty for invalid JSON, which the model server refuses."""
     try:
         members = _prompt_decoder.decode(ask.read) if isinstance(ask.read, bytes) else ask.read.values
-    except _MALFORMED:
+    except cost.MALFORMED:
         try:
             members = _prompt_decoder.decode(_without_half_pairs(ask.text))
-        except _MALFORMED:
+        except cost.MALFORMED:
             return ()
     salt = memoryview(members.get("cache_salt", b""))[:_SALT_BYTES]
     return block_hashes(target_model, prompt_bytes(members), salt=bytes(salt))

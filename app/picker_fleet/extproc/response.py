@@ -10,6 +10,7 @@ from typing import Any, Final, TypedDict
 import msgspec
 import orjson
 
+from picker_fleet.cost import MALFORMED
 from picker_fleet.extproc import codec
 from picker_fleet.request import Completion, Outcome, fault_of, hold_of
 
@@ -197,7 +198,6 @@ _PREFIX = json.JSONDecoder()
 
 Counts = tuple[int | None, int | None]  # prompt and completion tokens; None if unknown
 _UNKNOWN: Final[Counts] = (None, None)
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class UsageReader:
@@ -322,7 +322,7 @@ def _of_answer(text: bytes) -> Counts:
         return _of_members(text) or _UNKNOWN
     try:
         answers = [_of_object(each) for each in _list_of_members.decode(text)]
-    except _MALFORMED:
+    except MALFORMED:
         return _UNKNOWN
     told = [[count for count in side if count is not None] for side in zip(*answers, strict=True)]
     prompt, completion = (sum(side) if side else None for side in told or ((), ()))
@@ -333,7 +333,7 @@ def _of_members(text: bytes | msgspec.Raw, nested: int = 0) -> Counts | None:
     """Token counts in the JSON object `text`; None if `text` is no JSON object."""
     try:
         return _of_object(_members.decode(text), nested)
-    except _MALFORMED:
+    except MALFORMED:
         return None
 
 
@@ -447,7 +447,7 @@ class StateIds:
 def _ids_of(text: bytes) -> tuple[str, ...]:
     try:
         return _state.decode(text).ids
-    except _MALFORMED:
+    except MALFORMED:
         return ()
 
 
