@@ -352,6 +352,7 @@ class _Exchange(asyncio.Protocol):
             raise FetchError("connection", "the connection closed at once")
         self._begin()
         self._came = 0
+        self._transport.resume_reading()  # the end of the last page may have paused it
         self._transport.write(request)
         while not self.status and self._fault is None:
             await self._next()
