@@ -62,25 +62,13 @@ local function restore(id, attempt, served, token, ago_ms)
   if tombstones.covers(id, attempt ~= '' and now_ms - tonumber(ago_ms)) then return 'unknown' end
   local band = band_of(fields)
   if not band then return 'unknown' end
-  if band > LAST_NAMED then bands.count_request(band, 1) end
   local r = record.new(id)
   r.state, r.owner, r.attempt, r.flow, r.workload, r.model = STATE_PLACED, notifications.caller, attempt, fields.flow,
     fields.workload, fields.model
   r.band, r.weight, r.cost, r.criticality, r.limit, r.endpoints = band, weight, cost, criticality, limit, endpoint
-  local bound = pool.largest_bound()
-  r.arrived, r.deadline_ms, r.taken, r.tag = now_us, record.NO_DEADLINE, pool.stock_for(cost, bound), -1
-  r.bytes = 0
-  pool.stock = pool.stock + r.taken
-  endpoints.reserve(r.endpoints)
-  if r.limit > 0 then
-    endpoints.count_flow(r, nil, 1)
-    endpoints.count_flow(r, r.endpoints, 1)
-  end
-  workloads.restored(r.workload)
-  tombstones.has_come_back(id)
-  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, id)
-  record.put(r)
-  log_event('restored', r, nil, nil, bound)
+  r.taken = pool.stock_for(cost, pool.largest_bound())
+  r.arrived, r.deadline_ms, r.tag, r.bytes = now_us, record.NO_DEADLINE, -1, 0
+  restore_placed(r)
   return 'restored'
 end
 

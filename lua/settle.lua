@@ -2,7 +2,8 @@
 -- Account for requests that have ended, whichever replica reports the end: release stock, endpoint and lease, correct
 -- the charge of the flow, and dispatch. A request that is still queued has lost its client, and is removed.
 --
--- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6).
+-- Guarantees: each request is released once; an unknown or repeated id changes nothing (G6). If the sweep has reclaimed
+-- another request because a page showed this end, that request is restored (G1).
 --
 -- keys[1] epp:{POOL}:pool
 -- args[1] the calling replica; then for each request: id, outcome (completed; answered: completed, and its endpoint
@@ -23,6 +24,16 @@ local function correct_charge(r, actual)
   log_event('corrected', r, queue.correct(r, queue.flow_queue(r), change, r.tag + share), nil, change)
 end
 
+-- The ghost that the sweep has reclaimed in place of `r`, or nil: the page that lacked a request of the endpoint is
+-- newer than r's last sign of life, so it lacked r.
+local function ghost_in_place_of(r)
+  local address = endpoints.first(r.endpoints)
+  local seen_ms = tonumber(read('ZSCORE', key.inflight, r.id) or 0) - settings.lease_ms
+  return tombstones.find_ghost(function(page_ms, ghost)
+    return page_ms > seen_ms and endpoints.first(ghost.endpoints) == address
+  end)
+end
+
 local hosts, workload_ids = {}, {} -- reused by each call
 local function settle(args)
   local ids, count = column(args, ITEM.settle, 1)
@@ -41,8 +52,10 @@ local function settle(args)
   end
   endpoints.prefetch(hosts, placed)
   workloads.prefetch(workload_ids, known)
+  local has_ghosts = tombstones.has_ghosts()
   return for_each_item(args, ITEM.settle, function(_, id, outcome, actual, answer_tokens)
     local r = record.read(id)
+    if has_ghosts then tombstones.forget_ghost(id) end
     if not r then return 'unknown' end
     if r.state == STATE_QUEUED or r.state == STATE_ORPHANED then
       finish_request(r, 'cancelled')
@@ -56,7 +69,9 @@ local function settle(args)
         outliers.answered(endpoints.first(r.endpoints), r.flow)
       end
     end
+    local ghost = has_ghosts and r.state == STATE_PLACED and ghost_in_place_of(r)
     finish_request(r, outcome)
+    if ghost then restore_placed(ghost) end
     return 'settled ' .. r.model
   end)
 end

@@ -85,27 +85,31 @@ local function count_recent(since_ms)
   return recent
 end
 
--- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first requests without a
--- renewal for `unseen_ms`, the longest silent first; then requests whose client an access-log entry reports gone
--- (report_client_gone.lua), if they were not renewed since.
+-- Requests in flight that may have ended without a report, as {id, seen_ms, is_reported}: first suspects that were not
+-- renewed since, then requests without a renewal for `unseen_ms`, the longest silent first. A suspect's client has
+-- gone, as an access-log entry reports (report_client_gone.lua), or its replica fell silent before it took the
+-- placement.
 local function silent_requests(unseen_ms, limit)
-  local found = {}
-  local latest = now_ms + settings.lease_ms - unseen_ms
-  if latest > now_ms then
-    local leases = read('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
-    for i = 1, #leases, 2 do
-      local seen_ms = tonumber(leases[i + 1]) - settings.lease_ms
-      table.insert(found, {id = leases[i], seen_ms = seen_ms, is_reported = false})
-    end
-  end
+  local found, is_found = {}, {}
   local suspects = read('ZRANGE', key.suspects, 0, limit - 1, 'WITHSCORES')
   for i = 1, #suspects, 2 do
     local id = suspects[i]
     local seen_ms = tonumber(read('ZSCORE', key.inflight, id) or 0) - settings.lease_ms
-    if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) and seen_ms > now_ms - unseen_ms then
+    if seen_ms > 0 and seen_ms <= tonumber(suspects[i + 1]) then
       table.insert(found, {id = id, seen_ms = seen_ms, is_reported = true})
+      is_found[id] = true
     else
-      defer_write('ZREM', key.suspects, id) -- ended, renewed since, or found without a renewal
+      defer_write('ZREM', key.suspects, id) -- ended, or renewed since
+    end
+  end
+  local latest = now_ms + settings.lease_ms - unseen_ms
+  if latest > now_ms then
+    local leases = read('ZRANGEBYSCORE', key.inflight, '(' .. now_ms, latest, 'WITHSCORES', 'LIMIT', 0, limit)
+    for i = 1, #leases, 2 do
+      if not is_found[leases[i]] then
+        local seen_ms = tonumber(leases[i + 1]) - settings.lease_ms
+        table.insert(found, {id = leases[i], seen_ms = seen_ms, is_reported = false})
+      end
     end
   end
   return found
@@ -150,6 +154,7 @@ local function reclaim_ghosts(unseen_ms, limit)
         end
         local by_ms = is_reported and newer_ms - REPORTED_TRANSIT_MS or older_ms
         if missing >= 1 and one.seen_ms < by_ms then
+          if not is_reported then tombstones.put_ghost(one.r, older_ms) end
           reclaim(one.r, 'ghost')
           missing, ghosts = missing - 1, ghosts + 1
         end
@@ -177,6 +182,10 @@ local function orphan_silent_replica(grace_ms, limit)
   defer_write('ZREM', key.replicas, silent)
   defer_write('HDEL', key.replica_info, silent)
   defer_write('HDEL', key.orphan_cursors, silent)
+  local inbox = read('HGETALL', key.inbox[silent])
+  for i = 1, #inbox, 2 do -- Envoy never heard of a placement that the replica has not acknowledged
+    if string.find(inbox[i + 1], '^' .. NOTIFY_PLACED) then defer_write('ZADD', key.suspects, now_ms, inbox[i]) end
+  end
   defer_unlink(key.inbox[silent]) -- also drops notifications of this call
   return false
 end

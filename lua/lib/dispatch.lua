@@ -16,6 +16,21 @@ local function release(r)
   endpoints.count_flow(r, nil, -1)
 end
 
+-- Take stock, endpoint and lease for a placed request whose record was missing.
+local function restore_placed(r)
+  if r.band > LAST_NAMED then bands.count_request(r.band, 1) end
+  pool.stock = pool.stock + r.taken
+  local endpoint = endpoints.first(r.endpoints)
+  endpoints.reserve(endpoint)
+  endpoints.count_flow(r, nil, 1)
+  endpoints.count_flow(r, endpoint, 1)
+  workloads.restored(r.workload)
+  tombstones.has_come_back(r.id)
+  defer_write('ZADD', key.inflight, now_ms + settings.lease_ms, r.id)
+  record.put(r)
+  log_event('restored', r, nil, nil, pool.largest_bound())
+end
+
 -- End a request in any state: remove its record, and give back, exactly once, everything that the request takes.
 local function finish_request(r, event, note)
   local state = r.state

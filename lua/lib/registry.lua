@@ -140,6 +140,7 @@ local tombstones = {}
 do
   local LATE_MS = 2000 -- error of a replica's time of an admission or a renewal, at most
   local GIVEN_UP_MS = 3600000 -- how long a reclaimed request may be restored
+  local MOST_GHOSTS = 100
   function tombstones.put(id, ended_ms)
     defer_write('ZADD', key.tombstones, ended_ms, id)
     defer_write('ZREM', key.unheard, id)
@@ -150,7 +151,10 @@ do
     return read('ZSCORE', key.unheard, id)
   end
 
-  function tombstones.has_come_back(id) defer_write('ZREM', key.unheard, id) end
+  function tombstones.has_come_back(id)
+    defer_write('ZREM', key.unheard, id)
+    tombstones.forget_ghost(id)
+  end
 
   -- Whether a tombstone forbids to restore the request. `seen_ms`: when the caller, which admitted the request, last
   -- saw it alive; if later than the end, it is a new request with the same id. nil: the report comes from an access
@@ -160,8 +164,43 @@ do
     return ended_ms and not (seen_ms and ended_ms <= seen_ms - LATE_MS)
   end
 
-  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`. Return whether more may be left.
+  -- A metrics page shows how many requests have ended, but not which. So a request that the sweep has reclaimed by a
+  -- page may still run, while another of its endpoint has ended unreported because its replica is stopped. `settle`
+  -- restores the ghost from its record when that end comes. `page_ms`: the time of the page.
+  function tombstones.put_ghost(r, page_ms)
+    if read('HLEN', key.ghosts) < MOST_GHOSTS then
+      defer_write('HSET', key.ghosts, r.id, struct.pack('d', page_ms) .. pack_record(r))
+    end
+  end
+
+  function tombstones.has_ghosts() return read('HLEN', key.ghosts) > 0 end
+  function tombstones.forget_ghost(id) defer_write('HDEL', key.ghosts, id) end
+
+  local function parse_ghost(id, text)
+    local page_ms, at = struct.unpack('d', text)
+    local r = record.new(id)
+    unpack_record(r, string.sub(text, at))
+    return page_ms, r
+  end
+
+  -- A ghost for which `is_mistaken(page_ms, record)`, or nil. Also drop ghosts that are old or damaged.
+  function tombstones.find_ghost(is_mistaken)
+    local found = read('HGETALL', key.ghosts)
+    for i = 1, #found, 2 do
+      local known, page_ms, r = pcall(parse_ghost, found[i], found[i + 1])
+      if not known or page_ms < now_ms - settings.lease_ms or record.read(r.id) then
+        tombstones.forget_ghost(found[i])
+      elseif is_mistaken(page_ms, r) then
+        tombstones.forget_ghost(r.id)
+        return r
+      end
+    end
+  end
+
+  -- For the sweep: drop at most `most` old ids each of `tombstones` and `unheard`, and old ghosts. Return whether more
+  -- may be left.
   function tombstones.expire(most)
+    tombstones.find_ghost(function() return false end)
     local more = drop_old(key.tombstones, settings.lease_ms + LONGER_MS, most)
     return drop_old(key.unheard, GIVEN_UP_MS, most) or more
   end

@@ -57,6 +57,7 @@ end
 -- suspects      zset    placed id whose client may have gone -> since when, ms    sweep
 -- tombstones    zset    id whose end was reported -> when, ms                     sweep
 -- unheard       zset    id reclaimed without a report of its end -> when, ms      its next renewal, sweep
+-- ghosts        hash    ghost reclaimed by a page -> time of the page, record     end of another, sweep
 -- orphan_cursors hash   silent replica -> cursor of the sweep's scan              sweep, heartbeat
 -- inbox:R       hash    request id -> notification for replica R                  place, heartbeat, sweep
 -- log           stream  the decision log, when it is on                           its own cap
@@ -101,7 +102,8 @@ do -- a chunk may have 200 locals
     key = {pool = pool_key}
     for _, name in ipairs({'requests', 'inflight', 'timers', 'overdue', 'limits', 'load', 'endpoints', 'marks',
       'metrics', 'workloads', 'flow_workloads', 'answers', 'replicas', 'replica_info', 'tombstones', 'unheard',
-      'suspects', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins', 'origin_times'}) do
+      'suspects', 'ghosts', 'log', 'blockers', 'orphan_cursors', 'outliers', 'queue_snapshot', 'origins',
+      'origin_times'}) do
       key[name] = base .. name
     end
     for _, kind in ipairs({'flows', 'throttled', 'finish', 'candidates', 'preempted'}) do

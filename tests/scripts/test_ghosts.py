@@ -1,8 +1,10 @@
 """Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
 
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses
+import pytest
+from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
+from picker_fleet.state import accounting_token
 
 UNSEEN_S = 1.0
 (E1,) = addresses(1)
@@ -121,3 +123,58 @@ async def test_a_suspect_that_is_renewed_is_no_suspect_any_more(fleet: OpenFleet
         assert await found(a) == (0, ())
         assert not await it.has("suspects")
         assert await counted(it) == {"r"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "stays"),
+    [
+        (["settle y"], {"x", "new"}),  # the page showed the end of y
+        (["settle x", "settle y"], {"new"}),  # both had ended
+        (["renew y", "settle y"], {"new"}),  # y ran after the page, so the page showed the end of x
+        (["renew x", "settle y"], {"x", "new"}),  # x has come back by itself
+        (["settle y", "settle x"], {"new"}),
+    ],
+)
+async def test_the_end_that_a_page_showed_restores_the_request_reclaimed_in_its_place(
+    fleet: OpenFleet, calls: list[str], stays: set[str]
+) -> None:
+    async with fleet("a", upper_per=2) as (it, a):
+        for name in ("x", "y"):
+            await a.admit(name)
+        await seen(it, "x", ago_s=10)
+        await seen(it, "y", ago_s=8)
+        await report(it, 1, before=(1.0, 1))
+        assert await found(a, UNSEEN_S) == (1, (E1,))
+        assert await counted(it) == {"y"}
+        await a.admit("new")
+        for call in calls:
+            what, name = call.split()
+            if what == "settle":
+                await a.settle(name)
+            else:
+                await a.store.renew(name, None, "", accounting_token.write(ask(name), E1))
+        assert await counted(it) == stays
+        assert (await it.state()).stock == len(stays)
+        await a.settle("x", "y", "new")
+        assert await counted(it) == set()
+        assert not await it.has("ghosts")
+
+
+async def test_a_placement_that_a_silent_replica_never_took_is_given_up_before_a_running_request(
+    fleet: OpenFleet,
+) -> None:
+    async with fleet("a", "b", upper_per=2) as (it, a, b):
+        await a.admit("first")
+        await a.admit("runs")
+        await b.admit("never taken")
+        await a.settle("first")  # grants and places the request of b, which stands still
+        assert await counted(it) == {"runs", "never taken"}
+        silent_ms = await it.now_ms() - SETTINGS["silence_ms"] - 1
+        (name,) = [n for n in await it.redis.zrange(it.keys.prefix + "replicas", 0, -1) if n.startswith("b")]
+        await it.redis.zadd(it.keys.prefix + "replicas", {name: silent_ms})
+        await seen(it, "runs", ago_s=10)
+        await seen(it, "never taken", ago_s=8)
+        await a.sweep()
+        await report(it, 1, before=(1.0, 1))
+        assert await found(a, UNSEEN_S) == (1, (E1,))
+        assert await counted(it) == {"runs"}

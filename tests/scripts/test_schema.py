@@ -6,6 +6,7 @@ from pathlib import Path
 
 from script_fleet import Fleet, OpenFleet, addresses, ask
 
+from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 from picker_fleet.request import Endpoint, Fault, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.keys import Keys
@@ -137,6 +138,16 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         for name in ("first", "second", "third"):
             await b.admit(name, flow="one", limit=1)
         await look()
+        # A metrics page lacks a request.
+        await a.admit("ghost", candidates=E1)
+        await a.place("ghost", candidates=E1)
+        await it.redis.zadd(it.keys.prefix + "inflight", {"ghost": await it.now_ms() + 30_000})
+        page = EndpointMetrics(
+            int(await it.now_ms()), waiting=0.0, running=0.0, before=(int(await it.now_ms()) - 1, 0.0)
+        )
+        await it.redis.hset(it.keys.prefix + "metrics", E1, encode_reading(page, 0))
+        assert (await a.sweep(unseen_s=1.0)).given_up == 1
+        await look()
         # A request may only go to an endpoint that is at its limit.
         await a.publish(Endpoint(E1, max_inflight=1), E2, upper_per=500, guard_share=0)
         for name in ("fills", "full"):
@@ -150,7 +161,7 @@ async def test_a_run_leaves_only_documented_keys_and_uses_each(fleet: OpenFleet)
         assert (await a.sweep()).more
         await look()
         # Every documented key was used with its type, except keys that only replicas' background tasks write.
-        unused = {("metrics", "hash"), ("routes", "stream")}
+        unused = {("routes", "stream")}
         assert {each for each in documented().items() if each[1] != "channel"} - unused == set(seen.items())
         assert set(await it.redis.hkeys(it.keys.pool)) <= documented_fields()
 

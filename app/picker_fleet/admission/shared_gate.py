@@ -278,9 +278,8 @@ class SharedGate:
     async def _admit_known(self, waiter: Waiter) -> Decision:
         """Admit a request; retry while the pool is lost. Returns `placed` or `queued`; raises refusals."""
         request = waiter.request
-        if self.pause_detector.resumed_recently:
-            # During the pause Envoy may have closed this stream and sent its request to another replica.
-            await self.pause_detector.wait_for_backlog()
+        # During a pause Envoy may have closed this stream and sent its request to another replica.
+        await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived_s
             choice = self._chooser.choose(request)
@@ -425,8 +424,7 @@ class SharedGate:
 
         Returns False if Redis did not take some of them; the caller may repeat the call.
         """
-        if self.pause_detector.resumed_recently:
-            await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
+        await self.pause_detector.wait_for_backlog()  # as in `_admit_known`
         # Wait for the renewals: if Redis is slow, admissions sent with them would overtake them and find the
         # whole stock free.
         renewed = await asyncio.gather(*self.renew_owned_streams(), return_exceptions=True)
@@ -596,9 +594,9 @@ class SharedGate:
         self._store.tombstone(completion.id).add_done_callback(written)
 
     def renew(self, alive: Alive) -> None:
-        # Drop the token of an entry that may date from a pause of this process: the request may have ended.
-        token = "" if self.pause_detector.resumed_recently else alive.accounting_token
-        _ignore_loss(self._store.renew(alive.id, None, alive.served or "", token))
+        # An entry that this process read late does not show that the request still runs.
+        if not self.pause_detector.resumed_recently:
+            _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.accounting_token))
 
     def owned_costs(self) -> dict[str, float]:
         """The cost of each request whose stream this replica owns, by id, in the stock's unit."""

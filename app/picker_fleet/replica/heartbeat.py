@@ -713,6 +713,7 @@ class Membership:
     async def _renew_leases(self) -> None:
         while True:
             await asyncio.sleep(self._settings.leases.inflight / _RENEWALS)
+            await self._gate.pause_detector.wait_for_backlog()
             self._gate.renew_owned_streams()
 
 

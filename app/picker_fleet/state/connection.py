@@ -171,8 +171,9 @@ class PauseDetector:
         return now_s - self._resumed_s < _RECENT_S
 
     async def wait_for_backlog(self) -> None:
-        """Let the event loop read the input of the pause first: streams may have begun and ended in it."""
-        await asyncio.sleep(_BACKLOG_S)
+        """After a long pause, let the event loop read its input first: streams may have begun and ended."""
+        if self.resumed_recently:
+            await asyncio.sleep(_BACKLOG_S)
 
     def tick(self, *, closely: bool = False) -> float:
         """Note a tick. Returns the awake seconds since the last tick; `closely`: ask the kernel, too."""
