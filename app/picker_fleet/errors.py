@@ -165,6 +165,9 @@ class ShuttingDown(
 ):
     """The replica drains, or stopped before the request was granted; another replica takes a retry."""
 
+    def __init__(self, message: str = "this replica is shutting down; try again") -> None:
+        super().__init__(message)
+
 
 class Dropped(RequestError, status=503, kind=_OVERLOADED, reason="rejected-saturated"):
     """Refused because of overload; the setting `overload_status` replaces 503."""

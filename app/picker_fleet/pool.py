@@ -286,7 +286,7 @@ def assemble(
         pause_detector=pause_detector,
         connect_timeout_s=settings.redis.connect_timeout,
         metrics=metrics,
-        on_notification=lambda what, about: shared.on_notification(what, about),
+        on_notification=lambda notification: shared.on_notification(notification),
         on_dequeued=lambda attempts, successes: shared.on_dequeued(attempts, successes),
         on_adopted=metrics.adopted,
         on_unavailable=lambda cause, why: failover.redis_lost(cause, why),

@@ -113,8 +113,8 @@ async def _requests(fleet: Fleet) -> None:
     for name in names:
         await me.beat()
         await me.store.settle(name, Outcome.COMPLETED, 2.0, 7)
-        for _, granted in await me.store.notifications():
-            await me.place(granted)
+        for granted in await me.store.notifications():
+            await me.place(granted.request_id)
         await me.sweep()
         await other.beat()
     await other.settle(theirs)

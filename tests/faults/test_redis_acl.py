@@ -17,6 +17,7 @@ from picker_fleet.cli import main
 from picker_fleet.state.keys import Keys
 from picker_fleet.state.scripts import load_library
 from picker_fleet.state.server_check import ServerCheck
+from picker_fleet.state.store import name_of
 
 PROJECT = Path(picker_fleet.__file__).parents[2]
 LINES = re.findall(r"^user (\w+) on >PASSWORD (.+)$", (PROJECT / "docs/redis.md").read_text(), re.MULTILINE)
@@ -76,7 +77,7 @@ async def test_a_user_who_may_not_write_the_queue_snapshot_reads_the_queues_itse
     through = {"a": restricted}
     async with running(redis7.url, pool, "a", "b", through=through, silence_s=5.0, upper_per=1) as it:
         a, b = it.replicas
-        assert (await b.admit("runs")).status == "placed"
+        assert name_of(await b.admit("runs")) == "placed"
         for number in range(9):
             await b.admit(f"q{number}", flow=f"f{number}")
         # The replica still gets all flow queues.

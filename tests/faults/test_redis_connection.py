@@ -15,6 +15,7 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.scheduling.endpoint_history import LatencyTracker, PrefixIndex
 from picker_fleet.scheduling.route_stream import RouteStream
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.store import name_of
 from picker_fleet.state.subscriptions import listen
 
 SHORT_S = 0.3
@@ -74,7 +75,7 @@ async def test_a_stuck_connection_is_replaced_and_redis_is_not_away(patient: Fle
     between.strand()
     # The replica gets its answer long before the silence would be proven.
     async with asyncio.timeout(HANGS_S):
-        assert (await a.admit("stuck")).status == "placed"
+        assert name_of(await a.admit("stuck")) == "placed"
     assert a.store.connection_epoch == epoch + 1
     assert a.lost == []
     await a.settle("before", "stuck")
@@ -92,7 +93,7 @@ async def test_connections_that_are_closed_at_once_count_as_refused(patient: Fle
     # Redis is available again once a server answers.
     between.refusing = False
     await until(lambda: a.store.fault is None)
-    assert (await a.admit("r")).status == "placed"
+    assert name_of(await a.admit("r")) == "placed"
     await a.settle("r")
     assert await patient.at_rest()
 
@@ -108,7 +109,7 @@ async def test_calls_wait_for_a_stall_that_is_shorter_than_the_silence(
     assert not asked.done()
     between.stalled = False
     # The caller gets its answer, and the replica never declares Redis lost.
-    assert (await asked).status == "placed"
+    assert name_of(await asked) == "placed"
     assert (a.lost, a.store.fault) == ([], None)
     await a.settle("r")
     assert await patient.at_rest()

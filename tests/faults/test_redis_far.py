@@ -8,6 +8,8 @@ from proxy import Proxy
 from redis_servers import Server
 from script_fleet import Fleet, until
 
+from picker_fleet.state.store import name_of
+
 
 def _forgotten(server: Server) -> int:
     """Script calls that failed since CONFIG RESETSTAT; every call fails while the library is missing."""
@@ -34,7 +36,7 @@ async def test_no_call_waits_for_the_answer_to_the_one_before(patient: Fleet, be
     between.hold(False)
     async with asyncio.timeout(HANGS_S):
         verdicts = await asyncio.gather(*calls)
-    assert [verdict.status for verdict in verdicts] == ["placed"] * 4
+    assert [name_of(verdict) for verdict in verdicts] == ["placed"] * 4
     assert await patient.counts() == (4, 0, [4])
     await a.settle("r1", "r2", "r3", "r4")
     assert await patient.at_rest()

@@ -21,7 +21,7 @@ from picker_fleet.failover.gate import FailoverGate, FailoverState
 from picker_fleet.request import Alive, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import Decision, Store
+from picker_fleet.state.store import EndKind, Placed, Renewal, SettleReply, Store, TombstoneReply
 from picker_fleet.telemetry.metrics import Metrics
 
 REQUEST, ENDPOINT = "x", "10.0.0.1:8000"
@@ -30,10 +30,10 @@ _ANY_TIME_S = 1e6  # no access-log entry of a running request is too old
 _UNSENT, _RUNS, _OVER = "unsent", "runs", "over"
 
 
-class Done(asyncio.Future[str]):
+class Done(asyncio.Future[Any]):
     """A future that is done: it runs added callbacks at once."""
 
-    def __init__(self, answer: str) -> None:
+    def __init__(self, answer: object) -> None:
         super().__init__()
         self.set_result(answer)
 
@@ -49,7 +49,7 @@ class Pool:
         self.tombstones: set[str] = set()
         self.connection_epoch, self.life = 1, 1
         self.fault, self.asked_s, self.heard_s = None, None, 0.0
-        self.asked: list[tuple[str, tuple[Any, ...], str]] = []  # script, arguments of its item, answer
+        self.asked: list[tuple[str, tuple[Any, ...], object]] = []  # script, arguments of its item, answer
 
     @property
     def epoch(self) -> str:
@@ -60,14 +60,14 @@ class Pool:
         self.life += 1
         self._answer("lose", (), "")
 
-    async def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Decision:
+    def admit(self, request: Any, attempt: int, candidates: str, age_s: float = 0.0) -> Done:
         self.counted.setdefault(request.id, False)
-        self._answer("admit", (request.id,), "placed")
-        return Decision("placed", ENDPOINT)
+        return self._answer("admit", (request.id,), Placed((ENDPOINT,)))
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> Done:
         self.tombstones.add(request_id)
-        return self._answer("tombstone", (request_id,), "back" if self.counted.get(request_id) else "stored")
+        reply = TombstoneReply.BACK if self.counted.get(request_id) else TombstoneReply.STORED
+        return self._answer("tombstone", (request_id,), reply)
 
     def now_ms(self) -> int:
         return 0
@@ -77,20 +77,21 @@ class Pool:
     ) -> Done:
         args = request_id, "" if attempt is None else attempt, served, accounting_token
         if request_id in self.counted:
-            return self._answer("renew", args, "renewed")
+            return self._answer("renew", args, Renewal.RENEWED)
         if not accounting_token or request_id in self.tombstones:
-            return self._answer("renew", args, "unknown")
+            return self._answer("renew", args, Renewal.UNKNOWN)
         self.counted[request_id] = True
-        return self._answer("renew", args, "restored")
+        return self._answer("renew", args, Renewal.RESTORED)
 
     def settle(self, request_id: str, outcome: Outcome, *_: float | None, **how: bool) -> Done:
         known = self.counted.pop(request_id, None) is not None
-        return self._answer("settle", (request_id, outcome.value), "settled" if known else "unknown")
+        reply = SettleReply(EndKind.SETTLED if known else EndKind.UNKNOWN)
+        return self._answer("settle", (request_id, outcome.value), reply)
 
     def unsent_ends(self) -> list[str]:
         return []
 
-    def _answer(self, script: str, args: tuple[Any, ...], answer: str) -> Done:
+    def _answer(self, script: str, args: tuple[Any, ...], answer: object) -> Done:
         self.asked.append((script, args, answer))
         return Done(answer)
 

@@ -20,8 +20,18 @@ from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import FailureDetector, PauseDetector
 from picker_fleet.state.keys import Keys
+from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.primary import client
-from picker_fleet.state.store import Decision, HeartbeatReply, PoolState, Store, SweepReply
+from picker_fleet.state.store import (
+    AnyVerdict,
+    EndKind,
+    HeartbeatReply,
+    Notification,
+    SettleReply,
+    Store,
+    SweepReply,
+    name_of,
+)
 from picker_fleet.state.subscriptions import listen
 from picker_fleet.telemetry.metrics import Metrics
 from picker_tools.audit.auditor import audit
@@ -40,6 +50,8 @@ SETTINGS: Mapping[str, Any] = {
     "eject_ms": 1000, "eject_most_ms": 8000, "eject_percent": 50,
 }  # fmt: skip
 _COUNTED = itertools.count(1)
+
+SETTLED, UNKNOWN_END = SettleReply(EndKind.SETTLED, "llama"), SettleReply(EndKind.UNKNOWN)
 
 
 def config(watermark: float, heartbeat: str = "50ms", **sections: Any) -> dict[str, Any]:
@@ -149,11 +161,10 @@ class Replica:
             keys=self.keys,
         )
 
-    def on_notification(self, what: str, about: str) -> None:
-        request_id = about.split(" ", 3)[-1] if what == "placed" else about
-        self.notifications.append((what, request_id))
-        if request_id not in self._by_hand:
-            self.gate.on_notification(what, about)
+    def on_notification(self, notification: Notification) -> None:
+        self.notifications.append((name_of(notification.verdict), notification.request_id))
+        if notification.request_id not in self._by_hand:
+            self.gate.on_notification(notification)
 
     async def beat(self, silence_s: float = 60.0) -> HeartbeatReply:
         return await self.store.heartbeat('{"host":"test"}', silence_s)
@@ -169,17 +180,17 @@ class Replica:
 
     async def admit(
         self, request_id: str, attempt: int | str = 1, age_s: float = 0.0, **fields: Any
-    ) -> Decision:
+    ) -> AnyVerdict:
         self._by_hand.add(request_id)
         candidates = fields.pop("candidates", None)
         request = ask(request_id, **fields)
         candidates = candidates or ("*" if request.subset is None else ",".join(request.subset))
         return await self.store.admit(request, str(attempt), candidates, age_s)
 
-    async def place(self, request_id: str, attempt: int = 1, candidates: str = "*") -> Decision:
+    async def place(self, request_id: str, attempt: int = 1, candidates: str = "*") -> AnyVerdict:
         return await self.store.place(request_id, attempt, candidates)
 
-    async def settle(self, *request_ids: str) -> list[str]:
+    async def settle(self, *request_ids: str) -> list[SettleReply]:
         return await asyncio.gather(*(self.store.settle(each, Outcome.COMPLETED) for each in request_ids))
 
     async def sweep(
@@ -352,7 +363,7 @@ async def running(
                 async with asyncio.timeout(DEADLINE_S):
                     await asyncio.gather(*(member.known() for member in members))
             if full:
-                assert (await replicas[-1].admit("runs")).status == "placed"
+                assert name_of(await replicas[-1].admit("runs")) == "placed"
             yield fleet
             if checked:
                 report = await fleet.audit()

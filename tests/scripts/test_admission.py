@@ -9,6 +9,7 @@ from direct_calls import ClockedPool
 from script_fleet import OpenFleet, asked
 
 from picker_fleet.errors import InsufficientFlowCapacity, NoEndpoints, TooManyFlows, TotalCapacity
+from picker_fleet.state.store import name_of
 
 
 async def test_the_gate_names_each_refusal(fleet: OpenFleet) -> None:
@@ -34,7 +35,7 @@ async def test_before_anything_is_published_the_pool_is_unknown(fleet: OpenFleet
     # Nothing is published yet: an admission is answered `unknown-pool`, and the replica must publish.
     async with fleet("a") as (it, a):
         await it.redis.delete(*await it.redis.keys(it.keys.prefix + "*"))
-        assert (await a.admit("r")).status == "unknown-pool"
+        assert name_of(await a.admit("r")) == "unknown-pool"
         pulse = await a.beat()
         assert (pulse.epoch, pulse.was_known) == ("0", False)
         assert not (await a.sweep()).ran
@@ -51,14 +52,14 @@ async def test_the_queue_goes_off_and_on_while_requests_wait(fleet: OpenFleet) -
         while (await it.counts())[1]:
             await a.beat()
         for i in range(1, 60):
-            assert (await a.place(f"r{i}")).status == "placed"
-        assert (await a.admit("straight")).status == "placed"
+            assert name_of(await a.place(f"r{i}")) == "placed"
+        assert name_of(await a.admit("straight")) == "placed"
         assert await it.counts() == (1, 0, [61])
         # When the queue is enabled again, requests released without it are not counted in the stock.
         await a.store.set_live_config({"queue_enabled": None}, {})
-        assert (await a.admit("waits")).status == "queued"
+        assert name_of(await a.admit("waits")) == "queued"
         await a.settle(*(f"r{i}" for i in range(60)), "straight")
-        assert (await a.place("waits")).status == "placed"
+        assert name_of(await a.place("waits")) == "placed"
         await a.settle("waits")
         assert await it.at_rest()
 

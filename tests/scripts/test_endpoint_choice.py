@@ -6,7 +6,7 @@ import pytest
 from script_fleet import OpenFleet, addresses
 
 from picker_fleet.request import Endpoint
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import Placed, name_of, parse_verdict
 
 E1, E2, E3, E4 = addresses(4)
 
@@ -16,7 +16,7 @@ async def test_equal_endpoints_take_turns(fleet: OpenFleet) -> None:
     async with fleet("a", endpoints=4) as (_, a):
         seen = set()
         for i in range(100):
-            seen.add((await a.admit(f"r{i}")).detail.split(",")[0])
+            seen.add((await a.admit(f"r{i}")).endpoints[0])
             await a.settle(f"r{i}")
         assert seen == {E1, E2, E3, E4}
 
@@ -37,7 +37,7 @@ async def test_equal_scores_spread_requests_of_all_replicas_evenly(fleet: OpenFl
         scored = ",".join(f"{address}=0.7" for address in addresses(8))
         # A thousand requests arrive at once.
         picks = (it.replicas[i % 4].admit(f"r{i}", candidates=scored) for i in range(1000))
-        assert {verdict.status for verdict in await asyncio.gather(*picks)} == {"placed"}
+        assert {name_of(verdict) for verdict in await asyncio.gather(*picks)} == {"placed"}
         # Every endpoint gets the same number of requests.
         assert set((await it.state()).in_flight.values()) == {125}
 
@@ -49,7 +49,9 @@ async def test_a_drained_endpoint_does_not_scale_the_load_of_others(fleet: OpenF
             await a.admit(name, subset=(where,))
         await a.store.mark_endpoint(E1, "drained", True)
         # The drained endpoint's load is ignored, so the live load of the second endpoint weighs in full.
-        assert await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0") == Decision("placed", f"{E3},{E2}")
+        assert await a.admit("r", candidates=f"{E1}=0.9,{E2}=0.3,{E3}=0") == parse_verdict(
+            f"placed {E3},{E2}"
+        )
 
 
 @pytest.mark.parametrize("what", ["drained", "down"])
@@ -59,12 +61,12 @@ async def test_a_mark_outlives_publishing_and_goes_with_its_endpoint(fleet: Open
         await a.store.mark_endpoint(E1, what, True)
         # The mark outlives the publication of the same endpoints.
         await a.publish(E1, E2, upper_per=5)
-        assert await a.admit("r1", subset=(E1,)) == Decision("refused", "no-endpoints 1")
+        assert await a.admit("r1", subset=(E1,)) == parse_verdict("refused no-endpoints 1")
         assert (await it.state()).ready_backends == 1
         marks = {each.address: (each.drained, each.down, each.ready) for each in await a.store.endpoints()}
         assert marks == {E1: (what == "drained", what == "down", False), E2: (False, False, True)}
         # An endpoint that is removed and published again has no mark.
         await a.publish(E2, upper_per=5)
         await a.publish(E1, E2, upper_per=5)
-        assert await a.admit("r2", subset=(E1,)) == Decision("placed", E1)
+        assert await a.admit("r2", subset=(E1,)) == Placed((E1,))
         assert not await it.redis.exists(it.keys.marks)

@@ -7,7 +7,7 @@ import pytest
 from decision_ledger import events_of
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
-from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, ask
+from script_fleet import DEADLINE_S, SETTLED, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.extproc.accesslog import Account, Collector
 from picker_fleet.request import Outcome, Placement
@@ -70,12 +70,12 @@ async def test_an_end_leaves_with_its_turn_and_those_behind_it_in_one_message(
         await asyncio.sleep(0)
         ends += [a.store.settle(name, Outcome.COMPLETED) for name in names[2:6]]
         async with asyncio.timeout(DEADLINE_S):
-            assert await asyncio.gather(*ends) == ["settled llama"] * 6
+            assert await asyncio.gather(*ends) == [SETTLED] * 6
         assert messages == [2, 4]
         # While ends are frequent, an end travels with the next admission.
         last = a.store.settle("r6", Outcome.COMPLETED)
         await asyncio.sleep(0.01)
         assert messages == [2, 4]
         await a.admit("next")
-        assert (last.result(), messages) == ("settled llama", [2, 4, 2])
+        assert (last.result(), messages) == (SETTLED, [2, 4, 2])
         await it.ends(a, "next")

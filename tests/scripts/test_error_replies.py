@@ -25,6 +25,7 @@ from picker_fleet.errors import ScriptFailed, WritesRefused
 from picker_fleet.failover.gate import FailoverState
 from picker_fleet.state.connection import FailureDetector
 from picker_fleet.state.error_replies import ERROR_REPLIES, meaning_of
+from picker_fleet.state.store import name_of
 
 KINDS = {prefix.strip(): meaning for prefix, meaning in ERROR_REPLIES}
 SENT_AGAIN = [error for error, kind in KINDS.items() if kind in ("elsewhere", "denied")]
@@ -260,4 +261,4 @@ async def test_a_real_server_that_keeps_answering_everyone_with_an_error_is_an_o
             # The connection recovers as soon as the server does.
             await until(lambda: it.replica.store.fault is None)
             verdict = await it.replica.admit("next", candidates=addresses(1)[0])
-            assert verdict.status in ("placed", "queued")
+            assert name_of(verdict) in ("placed", "queued")

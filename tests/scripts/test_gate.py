@@ -1,6 +1,7 @@
 """The shared gate: wake-ups, cancellation in every phase, withdrawal, and routing without admission."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from decision_ledger import events_of
@@ -9,7 +10,7 @@ from script_fleet import Fleet, OpenFleet, addresses, ask, asked, until, until_i
 from picker_fleet.admission import shared_gate
 from picker_fleet.errors import NoEndpoints
 from picker_fleet.request import Endpoint, Placement
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import AnyVerdict, Notification, Verdict
 
 E1, E2 = addresses(2)
 
@@ -85,12 +86,12 @@ async def test_a_client_that_leaves_while_being_placed_leaves_nothing(
         placing = asyncio.Event()
         real = a.store.place
 
-        async def stopped(request_id: str, attempt: int, subset: tuple[str, ...] | None) -> Decision:
+        def stopped(*of_it: Any) -> asyncio.Future[AnyVerdict]:
             if when == "after":
-                await real(request_id, attempt, subset)
-            placing.set()
-            await asyncio.Event().wait()
-            raise AssertionError
+                real(*of_it).add_done_callback(lambda _: placing.set())
+            else:
+                placing.set()
+            return asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(a.store, "place", stopped)
         await a.admit("runs")
@@ -124,7 +125,7 @@ async def test_a_grant_that_was_lost_is_asked_for_again(fleet: OpenFleet) -> Non
         await b.settle("runs")
         await b.settle("q")
         # On the notification of its grant, the request is admitted again.
-        a.on_notification("granted", "q")
+        a.on_notification(Notification("q", Verdict.GRANTED))
         assert (await waiter).endpoints == (E1,)
         assert (await it.ledger()).started["q"] == 2
 
@@ -172,7 +173,7 @@ async def test_a_request_that_may_go_anywhere_is_placed_by_the_call_that_grants_
         assert events_of(await it.log(), "q") == ["queued", "granted", "placed"]
         await until_acknowledged(it)
         # A late notification by a heartbeat changes nothing.
-        b.gate.on_notification("granted", "q")
+        b.gate.on_notification(Notification("q", Verdict.GRANTED))
         assert await b.store.return_grant("q") == "foreign"
         assert (await it.counts())[0] == 1
         await it.ends(b, "q")
@@ -218,10 +219,10 @@ async def test_a_client_that_leaves_just_as_it_is_placed_leaves_nothing(
     async with fleet("a", "b", listening=True, full=True) as (it, a, b):
         task, notified = await waiting(it, b, "q"), b.gate.on_notification
 
-        def leave(what: str, about: str) -> bool:
+        def leave(notification: Notification) -> bool:
             if when == "before":
                 task.cancel()
-            is_new = notified(what, about)
+            is_new = notified(notification)
             task.cancel()
             return is_new
 

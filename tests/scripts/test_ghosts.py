@@ -1,7 +1,7 @@
 """Placed requests whose end was not reported are reclaimed when their endpoint no longer runs them."""
 
 import pytest
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask
+from script_fleet import SETTINGS, UNKNOWN_END, Fleet, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.endpoints.readings import EndpointMetrics, encode_reading
 from picker_fleet.state import accounting_token
@@ -60,7 +60,7 @@ async def test_as_many_ghosts_are_given_up_as_two_newer_pages_lack_oldest_first(
         assert [entry.note for entry in await it.log() if entry.event == "reclaimed"] == ["ghost"] * 2
 
         # A late end changes nothing, and pages that account for all requests reclaim none.
-        assert await a.settle("r1") == ["unknown"]
+        assert await a.settle("r1") == [UNKNOWN_END]
         await report(it, 4, before=(1.0, 4))
         assert (await a.sweep(unseen_s=UNSEEN_S)).given_up == 0
 

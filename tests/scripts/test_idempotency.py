@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from packed import doubles
 from proxy import proxy_to
-from script_fleet import SETTINGS, Fleet, OpenFleet, Replica, addresses, ask
+from script_fleet import SETTINGS, UNKNOWN_END, Fleet, OpenFleet, Replica, addresses, ask
 
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import parse_verdict
 
 Call = Callable[[Replica], Awaitable[object]]
 TOKEN = accounting_token.write(ask("gone", workload="w"), "10.0.0.1:8000")
@@ -131,12 +131,12 @@ async def test_a_request_whose_grant_reply_was_lost_is_placed_once(fleet: OpenFl
     async with proxy_to(redis_url) as between, fleet("a", full=True, through={"a": between.url}) as (it, a):
         await a.admit("waits")
         between.lose_replies = 1
-        assert await a.settle("runs") == ["unknown"]
+        assert await a.settle("runs") == [UNKNOWN_END]
         assert a.notifications == []
         # The grant is still in the owner's inbox: the heartbeat delivers it, and the request is placed once.
         await a.beat()
         assert a.notifications == [("granted", "waits")]
-        assert [await a.place("waits"), await a.place("waits")] == [Decision("placed", "10.0.0.1:8000")] * 2
+        assert [await a.place("waits"), await a.place("waits")] == [parse_verdict("placed 10.0.0.1:8000")] * 2
         assert await it.counts() == (1, 0, [1])
         await a.beat()
         assert a.notifications == [("granted", "waits")]

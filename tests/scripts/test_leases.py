@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 from packed import doubles
-from script_fleet import SETTINGS, OpenFleet, addresses, ask, ended, until, until_is
+from script_fleet import SETTINGS, SETTLED, UNKNOWN_END, OpenFleet, addresses, ask, ended, until, until_is
 
 from picker_fleet.request import Alive, Outcome
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.store import name_of
 
 E1, E2 = addresses(2)
 ONE_RUNS = (1, 0, [1])
@@ -57,11 +58,11 @@ async def test_a_grant_that_is_taken_up_after_its_lease_begins_a_new_one(
     # One request waits and is granted; with candidates `*` the grant also places it.
     async with fleet("a", upper_per=1, lease_ms=100) as (it, a):
         await a.admit("first")
-        assert (await a.admit("second", candidates=candidates)).status == "queued"
+        assert name_of(await a.admit("second", candidates=candidates)) == "queued"
         await a.settle("first")
         # The replica was stopped for longer than the lease, and asks for the place before the sweep.
         await it.after(110)
-        assert (await a.place("second", candidates=candidates)).status == "placed"
+        assert name_of(await a.place("second", candidates=candidates)) == "placed"
         # The sweep does not reclaim the request.
         assert (await a.sweep()).reclaimed == 0
         assert await it.counts() == ONE_RUNS
@@ -72,7 +73,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
     async with fleet("a", "b", endpoints=2) as (it, a, b):
         request = ask("r", flow="f\u00fc", weight=2.5, cost=1.5, workload="w")
         placed = await a.store.admit(request, "1", "*")
-        token = accounting_token.write(request, placed.detail.split(",")[0])
+        token = accounting_token.write(request, placed.endpoints[0])
         await it.redis.flushall()
         assert await a.store.renew("r", 1, "", token) == "unknown"
         await a.publish(E1, E2)
@@ -83,7 +84,7 @@ async def test_a_running_request_is_restored_from_its_accounting_token_after_a_l
         assert (state.stock, state.leases, state.in_flight) == (1.5, 1, {E1: 0, E2: 1})
         assert doubles(await it.redis.hget(it.keys.prefix + "workloads", "w"))[:3] == [0, 1, 0]
         # Its end releases everything; the idle workload is eventually forgotten.
-        assert await a.store.settle("r", Outcome.COMPLETED) == "settled llama"
+        assert await a.store.settle("r", Outcome.COMPLETED) == SETTLED
         assert await it.at_rest()
         await it.after(2)
         await a.sweep(idle_s=0.001)
@@ -100,7 +101,7 @@ async def test_a_replica_that_missed_an_end_does_not_restore_the_request(fleet: 
         assert answers == ["unknown", "restored"]
         assert await it.counts() == ONE_RUNS
         # A new request with the ended one's id is admitted as usual.
-        assert (await b.admit("ended")).status == "placed"
+        assert name_of(await b.admit("ended")) == "placed"
         assert await a.store.tombstone("ended") == "stored"
         assert await b.store.renew("ended", None, "", tokens["ended"]) == "renewed"
         await a.settle("ended", "runs")
@@ -167,7 +168,7 @@ async def test_a_replica_cut_off_alone_does_not_restore_requests_that_ended(flee
         # While the tombstone exists, a later report restores nothing, and a repeated end changes nothing.
         await it.redis.zincrby(tombstones, -SETTINGS["lease_ms"] - 9_000, "r")
         assert await a.store.renew("r", None, E1, token) == "unknown"
-        assert await a.store.settle("r", Outcome.COMPLETED) == "unknown"
+        assert await a.store.settle("r", Outcome.COMPLETED) == UNKNOWN_END
         assert await it.at_rest()
 
 

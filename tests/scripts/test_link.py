@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from proxy import proxy_to
 from redis_servers import Server
-from script_fleet import DEADLINE_S, OpenFleet, Replica, addresses, in_turn, until
+from script_fleet import DEADLINE_S, SETTLED, UNKNOWN_END, OpenFleet, Replica, addresses, in_turn, until
 
 from picker_fleet.errors import ScriptFailed, StateUnavailable, WritesRefused
 from picker_fleet.request import Outcome
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import Placed, name_of
 
 E1 = addresses(1)[0]
 
@@ -19,10 +19,10 @@ async def test_hundreds_of_items_in_one_turn_are_each_answered(fleet: OpenFleet)
     async with fleet("a", upper_per=150) as (it, a):
         # They are submitted in one loop turn: each gets its own answer, in order.
         verdicts = await asyncio.gather(*(a.admit(f"r{i}") for i in range(200)))
-        assert [verdict.status for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
+        assert [name_of(verdict) for verdict in verdicts] == ["placed"] * 150 + ["queued"] * 50
         replies = await a.settle(*(f"r{i}" for i in range(200)), "nobody")
-        assert set(replies[:150]) == {"settled llama"}
-        assert replies[200] == "unknown"
+        assert replies[:150] == [SETTLED] * 150
+        assert replies[200] == UNKNOWN_END
         assert await it.at_rest()
 
 
@@ -58,8 +58,8 @@ async def test_several_forgotten_scripts_in_one_message_keep_their_order(valkey_
             a.admit("new"), a.place("granted"), in_turn(a.store.cancel, "new", 1, "cancelled"),
             a.beat(), a.sweep(),
         )  # fmt: skip
-        assert (renewed, settled, admitted.status) == ("renewed", "settled llama", "queued")
-        assert (placed.status, cancelled) == ("placed", "ended")
+        assert (renewed, settled, name_of(admitted)) == ("renewed", SETTLED, "queued")
+        assert (name_of(placed), cancelled) == ("placed", "ended")
         assert (pulse.stock, swept.ran) == (2, True)
         assert ("placed", "queued") in a.notifications
 
@@ -74,7 +74,7 @@ async def test_a_call_that_redis_refuses_fails_and_the_next_does_not(valkey_flee
             await a.admit("r")
         # The connection remains usable.
         await it.redis.restore(it.keys.pool, 0, kept, replace=True)
-        assert (await a.admit("r")).status == "placed"
+        assert name_of(await a.admit("r")) == "placed"
 
 
 async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey: Server) -> None:
@@ -93,7 +93,7 @@ async def test_a_server_that_starts_after_the_replica_is_found(pool: str, valkey
         await asyncio.to_thread(valkey.revive)
         await until(lambda: a.store.fault is None)
         await a.publish(E1)
-        assert await a.admit("r1") == Decision("placed", E1)
+        assert await a.admit("r1") == Placed((E1,))
         running.cancel()
 
 
@@ -116,10 +116,10 @@ async def test_a_silent_server_costs_each_call_its_deadline_and_no_settlement(
                         await call
         assert not settled.done()
         # The failed calls changed nothing; other replicas are served.
-        assert (await b.admit("r3")).status == "queued"
+        assert name_of(await b.admit("r3")) == "queued"
         # When the server replies again, the settlement is delivered, and the freed capacity is granted.
         between.vanished = False
-        assert await settled == "settled llama"
+        assert await settled == SETTLED
         await b.beat()
         assert b.notifications == [("granted", "r3")]
         await b.settle("r3")
@@ -154,7 +154,7 @@ async def test_an_end_is_kept_until_redis_takes_writes(valkey_url: str, valkey_f
         assert not settling.done()
         between.refuse("", times=0)
         # The end is delivered when the server accepts writes.
-        assert await settling == "settled llama"
+        assert await settling == SETTLED
         assert await it.at_rest()
 
 
@@ -187,7 +187,7 @@ async def test_a_reply_read_after_a_sleep_grants_nothing(valkey_fleet: OpenFleet
         with pytest.raises(StateUnavailable):
             await admission
         # Calls succeed on a new connection.
-        assert (await a.admit("r1")).status == "placed"
+        assert name_of(await a.admit("r1")) == "placed"
         await a.settle("r1")
         assert await it.at_rest()
 
@@ -238,7 +238,7 @@ async def test_an_end_in_flight_may_have_arrived_and_one_not_sent_cannot(
         # When the server replies again, it takes both ends.
         between.vanished = False
         async with asyncio.timeout(DEADLINE_S):
-            assert [await first, await second] == ["settled llama"] * 2
+            assert [await first, await second] == [SETTLED] * 2
         assert a.store.unsent_ends() == []
         for undecided in ("r3", "r4"):
             await a.store.cancel(undecided, 1, "cancelled")

@@ -8,11 +8,12 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from names import NAMES, REQUEST_IDS, distinct
-from script_fleet import Fleet, OpenFleet, Replica, running
+from script_fleet import UNKNOWN_END, Fleet, OpenFleet, Replica, running
 
 from picker_fleet.bands import Band
 from picker_fleet.request import Outcome
 from picker_fleet.state.reads import RankRange
+from picker_fleet.state.store import name_of
 
 _POOLS = itertools.count(1)
 
@@ -25,7 +26,7 @@ async def _serve_all(it: Fleet, replica: Replica, first: str) -> list[str]:
         await replica.settle(*ends)
         ends = [request_id for what, request_id in replica.notifications if what == "placed"]
         for request_id in ends:
-            assert (await replica.place(request_id)).status == "placed"
+            assert name_of(await replica.place(request_id)) == "placed"
         served += ends
     return served
 
@@ -53,7 +54,7 @@ async def _use_all_scripts(
         await one.admit("runs:", flow=flows[0], workload=workloads[0], limit=9)
         for request_id, (flow, workload) in zip(ids, pairs, strict=True):
             verdict = await one.admit(request_id, flow=flow, workload=workload, limit=9, band=Band.SHEDDABLE)
-            assert verdict.status == "queued"
+            assert name_of(verdict) == "queued"
         await store.set_live_config({"weights": {flows[1]: 3.0}}, {f"weights.{flows[1]}": 3.0})
         # Every read returns each name unchanged.
         queues = (await store.reads.flow_queues(100)).queues
@@ -85,7 +86,7 @@ async def _use_all_scripts(
         assert await store.mark_endpoint("10.0.0.1:8000", "down", False) == "marked"
         assert sorted(await _serve_all(it, one, "runs:")) == sorted(others)
         await store.tombstone("runs:")
-        assert await store.settle(evicted, Outcome.COMPLETED) == "unknown"
+        assert await store.settle(evicted, Outcome.COMPLETED) == UNKNOWN_END
         await one.beat()
         assert await store.notifications() == []
         assert await it.at_rest()

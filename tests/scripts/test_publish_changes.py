@@ -8,7 +8,7 @@ from script_fleet import SETTINGS, Fleet, Replica, addresses, running, until
 
 from picker_fleet.replica.heartbeat import acknowledged
 from picker_fleet.request import Endpoint
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import Store, name_of
 
 _ROOM = {**SETTINGS, "upper_per": 2, "lower_per": 1}
 
@@ -52,7 +52,7 @@ async def test_changes_leave_the_pool_as_the_whole_list_does(valkey_url: str, po
             placed = []
             for each in (a, b):
                 await each.store.mark_endpoint(target, mark, on)
-                placed.append((await each.admit(f"r{number}", subset=(names[number % 6],))).status)
+                placed.append(name_of(await each.admit(f"r{number}", subset=(names[number % 6],))))
                 await each.settle(f"r{number - 3}")
             assert placed[0] == placed[1]
         assert await what_is_published(by_changes) == await what_is_published(by_lists)
@@ -77,11 +77,11 @@ async def test_a_request_that_waits_goes_out_with_the_endpoint_that_a_change_bri
     async with running(valkey_url, pool, "a", endpoints=0, queue_unready=1) as (it, a):
         (first,) = addresses(1)
         version = (await it.dump())["pool"]["endpoints_version"]
-        assert (await a.admit("waits")).status == "queued"
+        assert name_of(await a.admit("waits")) == "queued"
         assert await a.store.publish_changes(version, "next", {first: Endpoint(first)})
         await it.until_queued(0)
         assert ("placed", "waits") in a.notifications
-        assert (await a.place("waits")).status == "placed"
+        assert name_of(await a.place("waits")) == "placed"
         await a.settle("waits")
 
 

@@ -14,7 +14,7 @@ from timed_server import LEASE_MS, SECOND_MS, SILENCE_MS, TimedPool
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.request import Alive, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import AnyVerdict
 
 # Two endpoints with a watermark of 2: at most 4 in flight, the queue is dispatched below 3.6.
 CONFIG = config(2)
@@ -67,9 +67,9 @@ async def test_a_pause_between_two_registrations_does_not_reverse_their_order(
         _, waiting = await filled(it, 4, 5)
         real = a.store.admit
 
-        async def paused(*of_it: Any) -> Decision:
-            time.sleep(0.1)  # noqa: ASYNC251 - the host takes the core, longer than between two arrivals
-            return await real(*of_it)
+        def paused(*of_it: Any) -> asyncio.Future[AnyVerdict]:
+            time.sleep(0.1)  # the host takes the core, longer than between two arrivals
+            return real(*of_it)
 
         monkeypatch.setattr(a.store, "admit", paused)
         await it.redis.flushall()
@@ -130,10 +130,12 @@ async def test_waiters_that_could_not_be_registered_are_registered_with_the_next
         real = a.store.admit
         failures = [StateUnavailable("gone again") for _ in range(3)]
 
-        async def failing(*of_it: Any) -> Decision:
-            if failures:
-                raise failures.pop()
-            return await real(*of_it)
+        def failing(*of_it: Any) -> asyncio.Future[AnyVerdict]:
+            if not failures:
+                return real(*of_it)
+            answer: asyncio.Future[AnyVerdict] = asyncio.get_running_loop().create_future()
+            answer.set_exception(failures.pop())
+            return answer
 
         monkeypatch.setattr(a.store, "admit", failing)
         # The state is lost.

@@ -11,6 +11,7 @@ from script_fleet import Fleet, OpenFleet, Replica, in_turn
 
 from picker_fleet.errors import ScriptFailed
 from picker_fleet.request import Outcome
+from picker_fleet.state.store import EndKind, SettleReply, name_of
 
 
 async def in_one_message(*calls: Any) -> Sequence[Any]:
@@ -34,7 +35,7 @@ async def served(replica: Replica, *request_ids: str) -> None:
     """Deliver each grant by a heartbeat, place the request and settle it, in this order."""
     for request_id in request_ids:
         await replica.beat()
-        assert (await replica.place(request_id)).status == "placed"
+        assert name_of(await replica.place(request_id)) == "placed"
         await replica.settle(request_id)
 
 
@@ -50,7 +51,7 @@ async def test_arrivals_beside_one_whose_flow_is_broken_are_queued(valkey_fleet:
             for refused in (b, b2):
                 assert isinstance(refused, ScriptFailed)
                 assert "refused admit" in str(refused)
-            assert {verdict.status for verdict in (g1, g2, h)} == {"queued"}
+            assert {name_of(verdict) for verdict in (g1, g2, h)} == {"queued"}
             assert await it.counts() == (1, 3, [1])
         # The others are served in order.
         await a.settle("runs")
@@ -73,11 +74,14 @@ async def test_an_end_takes_effect_although_its_admission_was_sent_again(valkey_
 
 @pytest.mark.parametrize(
     ("how", "args", "answer"),
-    [("cancel", (1, "cancelled"), "ended"), ("settle", (Outcome.CLIENT_GONE,), "left llama")],
+    [
+        ("cancel", (1, "cancelled"), "ended"),
+        ("settle", (Outcome.CLIENT_GONE,), SettleReply(EndKind.LEFT, "llama")),
+    ],
     ids=["cancel", "settle"],
 )
 async def test_requests_leave_the_queue_beside_one_whose_flow_is_broken(
-    valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: str
+    valkey_fleet: OpenFleet, how: str, args: tuple[Any, ...], answer: object
 ) -> None:
     # Two requests of a good flow wait, and one of a flow that breaks afterwards.
     async with valkey_fleet("a", full=True) as (it, a):
@@ -120,4 +124,4 @@ async def test_a_batch_refused_for_one_item_costs_each_a_second_call_at_most(val
         assert all(isinstance(answer, ScriptFailed) for answer in answers)
         assert (await it.redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1 + 16 + 1
         # The connection remains usable.
-        assert (await a.admit("g", flow="good")).status == "queued"
+        assert name_of(await a.admit("g", flow="good")) == "queued"

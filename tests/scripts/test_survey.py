@@ -12,6 +12,7 @@ from script_fleet import Fleet, OpenFleet, Replica, until
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.request import Outcome
 from picker_fleet.state.reads import CHUNK, FlowQueueRow, QueueSnapshots, SnapshotTimes
+from picker_fleet.state.store import name_of
 
 FLOWS = 2 * CHUNK + 10
 MOST = 2000
@@ -29,9 +30,9 @@ def without_end(it: Fleet) -> None:
 async def wait_in_line(it: Fleet, flows: int = FLOWS) -> None:
     """Place one request, and queue one request of each of `flows` flows."""
     a = it.replicas[0]
-    assert (await a.admit("runs")).status == "placed"
+    assert name_of(await a.admit("runs")) == "placed"
     verdicts = await asyncio.gather(*(a.admit(f"q{i}", flow=f"f{i:03d}") for i in range(flows)))
-    assert {verdict.status for verdict in verdicts} == {"queued"}
+    assert {name_of(verdict) for verdict in verdicts} == {"queued"}
 
 
 async def queues_of(replica: Replica) -> list[FlowQueueRow]:
@@ -172,9 +173,9 @@ async def test_a_flow_queue_that_moves_while_it_is_read_is_listed_once(
             monkeypatch.undo()
             found = await a.store._client.call(name, *args)
             await a.settle("runs")
-            assert (await a.place("q0")).status == "placed"
+            assert name_of(await a.place("q0")) == "placed"
             await a.store.settle("q0", Outcome.COMPLETED, actual=FLOWS)
-            assert (await a.admit("again", flow=first.name)).status == "queued"
+            assert name_of(await a.admit("again", flow=first.name)) == "queued"
             return found
 
         monkeypatch.setattr(a.store._client, "call", moving)

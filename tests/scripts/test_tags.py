@@ -6,13 +6,14 @@ from collections import Counter
 import pytest
 from metrics_page import samples
 from packed import doubles
-from script_fleet import Fleet, OpenFleet, Replica, until
+from script_fleet import SETTLED, Fleet, OpenFleet, Replica, until
 
 from picker_fleet.bands import Band
 from picker_fleet.config import parse
 from picker_fleet.errors import ConfigError
 from picker_fleet.replica import live_config
 from picker_fleet.request import Outcome
+from picker_fleet.state.store import name_of
 
 HUGE = 1e308
 
@@ -127,16 +128,16 @@ async def until_notified(replica: Replica, what: str, request: str) -> None:
 async def life(it: Fleet, name: str) -> None:
     """One request is placed; one waits and expires; one waits and is served when the first has ended."""
     (a,) = it.replicas
-    assert (await a.admit(f"{name} first")).status == "placed"
-    assert (await a.admit(f"{name} expires", ttl_s=0.05, flow="other")).status == "queued"
-    assert (await a.admit(f"{name} waits", ttl_s=60)).status == "queued"
+    assert name_of(await a.admit(f"{name} first")) == "placed"
+    assert name_of(await a.admit(f"{name} expires", ttl_s=0.05, flow="other")) == "queued"
+    assert name_of(await a.admit(f"{name} waits", ttl_s=60)) == "queued"
     await until_notified(a, "expired", f"{name} expires")
     for _ in STRAYS:  # a call drops a bounded number of strays, then goes on
         await a.sweep()
     await a.settle(f"{name} first")
     await until_notified(a, "placed", f"{name} waits")
-    assert (await a.place(f"{name} waits")).status == "placed"
-    assert await a.settle(f"{name} waits") == ["settled llama"]
+    assert name_of(await a.place(f"{name} waits")) == "placed"
+    assert await a.settle(f"{name} waits") == [SETTLED]
 
 
 @pytest.mark.parametrize("kind", [
@@ -187,7 +188,7 @@ async def test_flows_that_another_version_has_queued_are_preempted_too(fleet: Op
         await it.redis.delete(candidates)
         await it.redis.zadd(candidates, {"gone": 0})
         # A critical request finds the queue full and preempts one of the waiting requests.
-        assert (await a.admit("c1", flow="c", band=Band.CRITICAL)).status == "queued"
+        assert name_of(await a.admit("c1", flow="c", band=Band.CRITICAL)) == "queued"
         (first,) = [entry.request for entry in await it.log() if entry.event == "preempted"]
         # After a sweep the set of candidates is complete.
         await a.sweep()

@@ -14,6 +14,7 @@ from picker_fleet.admin.views import BadCursor, FleetLists
 from picker_fleet.bands import NAMED, Band
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.reads import RankRange, group_of
+from picker_fleet.state.store import name_of
 
 (E1,) = addresses(1)
 
@@ -23,7 +24,7 @@ async def queued_behind_one(it: Fleet, *requests: tuple[str, str, int]) -> None:
     (a, *_) = it.replicas
     await a.admit("runs")
     for request_id, flow, band in requests:
-        assert (await a.admit(request_id, flow=flow, band=band)).status == "queued"
+        assert name_of(await a.admit(request_id, flow=flow, band=band)) == "queued"
 
 
 async def test_flow_queues_come_by_band_and_start_tag_then_the_throttled_ones(fleet: OpenFleet) -> None:
@@ -233,14 +234,14 @@ async def listed(
     """A replica with one request in flight, `requests` (id, flow, band) queued, and its lists. Flows have
     `weights`, by default 1."""
     async with fleet("a", joined=CONFIG) as (_, a):
-        assert (await a.admit("runs")).status == "placed"
+        assert name_of(await a.admit("runs")) == "placed"
         verdicts = await asyncio.gather(
             *(
                 a.admit(request_id, flow=flow, band=band, weight=weights.get(flow, 1.0))
                 for request_id, flow, band in requests
             )
         )
-        assert {verdict.status for verdict in verdicts} == {"queued"}
+        assert {name_of(verdict) for verdict in verdicts} == {"queued"}
         yield a, lists_of(a)
 
 
@@ -277,9 +278,9 @@ async def test_pages_are_of_the_shape_that_is_described(valkey_fleet: OpenFleet,
     # Requests in flight and waiting, with and without workloads and flow limits.
     joined = {**CONFIG, "fair_request_queue": {**QUEUE, "ordering": ordering}}
     async with valkey_fleet("a", joined=joined) as (_, a):
-        assert (await a.admit("runs", workload="w0", flow="limited", limit=1)).status == "placed"
+        assert name_of(await a.admit("runs", workload="w0", flow="limited", limit=1)) == "placed"
         for number, kind in enumerate(({"workload": "w1"}, {"flow": "limited", "limit": 1}, {"band": 2})):
-            assert (await a.admit(f"q{number}", **kind)).status == "queued"
+            assert name_of(await a.admit(f"q{number}", **kind)) == "queued"
         lists = lists_of(a)
         # Each page has exactly the fields of its model.
         kinds = (

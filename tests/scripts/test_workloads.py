@@ -7,6 +7,7 @@ import pytest
 from script_fleet import Fleet, OpenFleet, until
 
 from picker_fleet.request import Outcome
+from picker_fleet.state.store import name_of
 
 
 async def test_an_idle_workload_is_forgotten_and_a_busy_one_is_not(fleet: OpenFleet) -> None:
@@ -51,7 +52,7 @@ async def test_workloads_beyond_the_most_are_served_and_leave_nothing(
         arriving = [a.admit(f"r{n}", workload=name) for n, name in enumerate(("w1", "w2", "w3", "w1", "w3"))]
         verdicts = await asyncio.gather(*arriving) if at_once else [await each for each in arriving]
         # All requests are served, and two workloads are registered.
-        assert {each.status for each in verdicts} == {"placed"}
+        assert {name_of(each) for each in verdicts} == {"placed"}
         assert await registered(it) == ["w1", "w2"]
         await a.settle(*(f"r{n}" for n in range(5)))
         assert await registered(it) == ["w1", "w2"]
@@ -65,13 +66,13 @@ async def test_refused_requests_of_new_workloads_fill_no_more_than_half_of_the_r
         await a.admit("runs", workload="served")
         # A client sends a new workload with each request, one by one and then all at once.
         for number in range(10):
-            assert (await a.admit(f"r{number}", workload=f"new-{number}")).status == "refused"
+            assert name_of(await a.admit(f"r{number}", workload=f"new-{number}")) == "refused"
         await asyncio.gather(*(a.admit(f"s{number}", workload=f"newer-{number}") for number in range(10)))
         # Half of the registry remains for workloads that are served.
         assert await registered(it) == ["new-0", "served"]
         await a.settle("runs")
         for number in range(3):
-            assert (await a.admit(f"t{number}", workload=f"late-{number}")).status == "placed"
+            assert name_of(await a.admit(f"t{number}", workload=f"late-{number}")) == "placed"
             await a.settle(f"t{number}")
         assert await registered(it) == ["late-0", "late-1", "new-0", "served"]
 

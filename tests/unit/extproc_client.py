@@ -12,6 +12,7 @@ from background import running
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker_fleet.config import Settings, parse
+from picker_fleet.errors import ShuttingDown
 from picker_fleet.extproc import context
 from picker_fleet.extproc.certificates import Certificates
 from picker_fleet.extproc.context import ByPool, ExchangeContext
@@ -64,6 +65,10 @@ class ScriptedGate:
         if self.error is not None:
             raise self.error
         return self.placement
+
+    def shut_down(self) -> None:
+        self.error = ShuttingDown()
+        self.open.set()
 
     async def route(
         self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""

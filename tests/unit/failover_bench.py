@@ -9,7 +9,7 @@ from typing import Any, cast
 from background import running, until
 from local_requests import ask
 from metrics_page import samples
-from scripted_store import ScriptedStore
+from scripted_store import ScriptedStore, answered
 
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
@@ -20,13 +20,13 @@ from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.store import Decision, HeartbeatReply, Store
+from picker_fleet.state.store import AnyVerdict, HeartbeatReply, Placed, Store, parse_verdict
 from picker_fleet.telemetry.metrics import Metrics
 
 E1, E2 = "10.0.0.1:8000", "10.0.0.2:8000"
 PULSE = HeartbeatReply("life", True, True, 2, "c", "e", 4.0, 0, 10.0, 9.0, 2, "", False)
 FULL = replace(PULSE, stock=10.0)
-QUEUED = Decision("queued", "30000")
+QUEUED = parse_verdict("queued 30000")
 
 
 class FickleStore(ScriptedStore):
@@ -37,24 +37,21 @@ class FickleStore(ScriptedStore):
         self.away = self.silent = self.deaf = False
         self.ages_s: list[float] = []
         self.unsent: list[str] = []
-        self.admitting = [Decision("placed", E1)]
+        self.admitting = [Placed((E1,))]
 
-    async def admit(
+    def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Decision:
+    ) -> asyncio.Future[AnyVerdict]:
         self.ages_s.append(age_s)
         if self.silent:
-            await asyncio.Event().wait()
+            return asyncio.get_running_loop().create_future()
         if self.away:
-            raise StateUnavailable("away")
-        return await super().admit(request, attempt, candidates, age_s)
+            return answered(StateUnavailable("away"))
+        return super().admit(request, attempt, candidates, age_s)
 
-    def renew(self, *call: Any, **options: Any) -> asyncio.Future[str]:
+    def renew(self, *call: Any, **options: Any) -> asyncio.Future[Any]:
         renewed = super().renew(*call, **options)
-        if self.deaf:
-            renewed = asyncio.get_running_loop().create_future()
-            renewed.set_exception(StateUnavailable("away"))
-        return renewed
+        return answered(StateUnavailable("away")) if self.deaf else renewed
 
     def unsent_ends(self) -> list[str]:
         return self.unsent

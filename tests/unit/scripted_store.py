@@ -1,12 +1,27 @@
 """A store with scripted replies, which records its calls."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from picker_fleet.replica.live_config import merged
 from picker_fleet.request import Endpoint, InferenceRequest, Outcome
-from picker_fleet.state.store import Decision, HeartbeatReply, LiveConfig, PoolState, SweepReply
+from picker_fleet.state.pool_state import PoolState
+from picker_fleet.state.store import (
+    AnyVerdict,
+    CancelReply,
+    EndKind,
+    EvictReply,
+    HeartbeatReply,
+    LiveConfig,
+    MarkReply,
+    Notification,
+    Renewal,
+    SettleReply,
+    SuspicionReply,
+    SweepReply,
+    TombstoneReply,
+)
 
 POOL = PoolState(
     born_us=1, now_us=2, stock=0.0, lower=0.0, upper=0.0, ready_backends=2, queued=0, queue_length={},
@@ -25,8 +40,8 @@ class ScriptedStore:
 
     def __init__(self) -> None:
         self.connection_epoch = 1
-        self.admitting: list[Decision] = []
-        self.placing: list[Decision] = []
+        self.admitting: list[AnyVerdict] = []
+        self.placing: list[AnyVerdict] = []
         self.placed = asyncio.Event()  # set each time a placement has been asked for
         self.placement = asyncio.Event()  # cleared: placements wait
         self.placement.set()
@@ -35,9 +50,9 @@ class ScriptedStore:
         self.cancelled: list[tuple[str, str]] = []
         self.tombstones: list[str] = []
         self.answering = True  # ends are taken
-        self.renewing = "renewed"
+        self.renewing = Renewal.RENEWED
         self.alive: list[tuple[str, str]] = []  # what was renewed, with accounting tokens
-        self.evicting = "evicted"
+        self.evicting = EvictReply.EVICTED
         self.marks: list[tuple[str, str, bool]] = []
         self.epoch, self.version = "0", ""
         self.heartbeats: list[str] = []  # the replica info of each
@@ -50,37 +65,44 @@ class ScriptedStore:
         self.noted: list[str] = []  # what operators have changed, the newest first
         self.meanwhile: tuple[dict[str, Any], dict[str, Any]] | None = None  # a change of another replica
 
-    async def admit(
+    def admit(
         self, request: InferenceRequest, attempt: int, candidates: str, age_s: float = 0.0
-    ) -> Decision:
+    ) -> asyncio.Future[AnyVerdict]:
         self.admitted.append((request, attempt))
-        return self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0]
+        return answered(self.admitting.pop(0) if len(self.admitting) > 1 else self.admitting[0])
 
-    async def place(self, request_id: str, attempt: int, candidates: str) -> Decision:
+    def place(self, request_id: str, attempt: int, candidates: str) -> asyncio.Future[AnyVerdict]:
         self.placed.set()
+        return answers(self._placed())
+
+    async def _placed(self) -> AnyVerdict:
         await self.placement.wait()
         return self.placing.pop(0) if len(self.placing) > 1 else self.placing[0]
 
     def settle(
         self, request_id: str, _: Outcome, actual: float | None = None, answer_tokens: int | None = None,
         **_more: bool,
-    ) -> asyncio.Future[str]:  # fmt: skip
+    ) -> asyncio.Future[Any]:  # fmt: skip
         self.settled.append((request_id, actual, answer_tokens))
-        return answered("settled m") if self.answering else asyncio.get_running_loop().create_future()
+        return (
+            answered(SettleReply(EndKind.SETTLED, "m"))
+            if self.answering
+            else asyncio.get_running_loop().create_future()
+        )
 
-    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[Any]:
         self.tombstones.append(request_id)
-        return answered("stored")
+        return answered(TombstoneReply.STORED)
 
     def now_ms(self) -> int:
         return 0
 
-    def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        return answered("unknown")
+    def report_client_gone(self, request_id: str) -> asyncio.Future[Any]:
+        return answered(SuspicionReply.UNKNOWN)
 
-    def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[str]:
+    def cancel(self, request_id: str, attempt: int, why: str) -> asyncio.Future[Any]:
         self.cancelled.append((request_id, why))
-        return answered("ended")
+        return answered(CancelReply.ENDED)
 
     async def note_change(self, text: str) -> None:
         self.noted.insert(0, text)
@@ -88,16 +110,16 @@ class ScriptedStore:
     async def operator_changes(self) -> list[str]:
         return self.noted
 
-    async def notifications(self) -> list[tuple[str, str]]:
+    async def notifications(self) -> list[Notification]:
         return []
 
-    def return_grant(self, request_id: str) -> asyncio.Future[str]:
+    def return_grant(self, request_id: str) -> asyncio.Future[Any]:
         self.cancelled.append((request_id, "unclaimed"))
-        return answered("ended")
+        return answered(CancelReply.ENDED)
 
     def renew(
         self, request_id: str, attempt: int | None, served: str, accounting_token: str, ago_s: float = 0.0
-    ) -> asyncio.Future[str]:
+    ) -> asyncio.Future[Any]:
         self.alive.append((request_id, accounting_token))
         return answered(self.renewing)
 
@@ -128,11 +150,11 @@ class ScriptedStore:
     async def live_config(self) -> LiveConfig:
         return LiveConfig(self.version, dict(self.overrides), dict(self.changes))
 
-    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
+    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[Any]:
         self.marks.append((address, what, on))
-        return answered("marked" if address == "10.0.0.1:8000" else "unknown")
+        return answered(MarkReply.MARKED if address == "10.0.0.1:8000" else MarkReply.UNKNOWN)
 
-    async def evict(self, request_id: str) -> str:
+    async def evict(self, request_id: str) -> EvictReply:
         return self.evicting
 
     async def endpoints(self) -> tuple[Endpoint, ...]:
@@ -149,11 +171,27 @@ class ScriptedStore:
         self.epoch, self.version, self.overrides, self.changes = "0", "", {}, {}
 
 
-def answered(outcome: str | Exception) -> asyncio.Future[str]:
+def answered(outcome: Any) -> asyncio.Future[Any]:
     """An answer that has come, or a failure."""
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    if isinstance(outcome, str):
-        answer.set_result(outcome)
-    else:
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    if isinstance(outcome, Exception):
         answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+    return answer
+
+
+def answers(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """A future that gets the result of `work`, as the store's futures do; unlike a task it can be ended."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def done(task: asyncio.Task[Any]) -> None:
+        if answer.done() or task.cancelled():
+            return
+        if (fault := task.exception()) is not None:
+            answer.set_exception(fault)
+        else:
+            answer.set_result(task.result())
+
+    asyncio.ensure_future(work).add_done_callback(done)
     return answer

@@ -25,7 +25,7 @@ from picker_fleet.config import Settings, parse
 from picker_fleet.errors import ConfigError, StartupError, StateUnavailable
 from picker_fleet.replica.heartbeat import Membership
 from picker_fleet.replica.live_config import LIVE
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import EvictReply, Store
 
 SECRETIVE = parse(
     {
@@ -148,7 +148,7 @@ async def test_an_evicted_request_is_gone_or_the_problem_says_where_it_is(fleet:
     path = "/api/v1/requests/r-1/evict"
     assert (await fleet.http.post(path)).json() == {"id": "r-1", "result": "evicted"}
     for where, status, detail in (("running", 409, "left the queue"), ("unknown", 404, "no such request")):
-        fleet.store.evicting = where
+        fleet.store.evicting = EvictReply(where)
         assert detail in problem(await fleet.http.post(path), status)["detail"]
 
 
@@ -311,7 +311,7 @@ async def test_who_changed_what_is_in_the_log_and_in_the_list(
     async with client_at(store, "203.0.113.9", "http://picker.example", with_roles) as http:
         await http.patch("/api/v1/config", json=weights, headers=headers)
         await http.post("/api/v1/requests/r%E2%80%AE1/evict", headers=headers)
-        store.evicting = "unknown"
+        store.evicting = EvictReply.UNKNOWN
         await http.post("/api/v1/requests/r2/evict", headers=headers)  # changes nothing
         await http.patch("/api/v1/config", json={"nonsense": 1}, headers=headers)
         listed = (await http.get("/api/v1/changes", headers=headers)).json()["changes"]

@@ -49,7 +49,7 @@ REFUSALS = [
     (errors.PayloadTooLarge("big"), 429, 413, "0.50", ()),
     (errors.NoEndpoints("none"), 429, 503, "0.50", ("1", "rejected-no-endpoints")),
     (ExpiredTtl("late", retry_after_s=7), 429, 429, "1.00", ("7", "rejected-ttl-expired")),
-    (errors.ShuttingDown("bye"), 429, 503, "0.50", ("1", "rejected-shutting-down")),
+    (errors.ShuttingDown(), 429, 503, "0.50", ("1", "rejected-shutting-down")),
 ]
 
 

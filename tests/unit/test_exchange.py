@@ -420,7 +420,7 @@ REFUSALS = {
     "no room for it": (errors.TotalCapacity("full"), 503, 429, "1.00"),
     "its time is up": (ExpiredTtl("late"), 503, 429, "1.00"),
     "the queue has nothing to do with it": (errors.NoEndpoints("none"), 503, 503, "0.25"),
-    "the replica stops": (errors.ShuttingDown("bye"), 503, 503, "0.25"),
+    "the replica stops": (errors.ShuttingDown(), 503, 503, "0.25"),
     "an unknown one": (Teapot("tea"), 418, 418, "0.25"),
 }
 

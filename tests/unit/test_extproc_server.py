@@ -338,7 +338,7 @@ async def test_requests_that_wait_past_the_drain_timeout_are_refused() -> None:
         async with asyncio.timeout(30):
             await fleet.server.drain()
         assert envoy.refusal(await talk(call, answers=1)).code == "shutting_down"
-        assert len(fleet.gate.cancelled) == 1
+        assert fleet.gate.cancelled == []
         assert fleet.metrics.answers == [("lean", "m", "shutting_down")]
 
 

@@ -18,7 +18,7 @@ from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import OutageCount
 from picker_fleet.request import Alive, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Decision
+from picker_fleet.state.store import Notification, Placed, Renewal, Verdict
 
 UNSEEN_S = unseen_s(0.0)  # the access log of these replicas gives a sign of life at any moment
 PATIENT_S = 60.0  # a resync lasts until the other replica is back, however slow the machine is
@@ -46,7 +46,7 @@ async def test_without_redis_requests_are_placed_within_the_share() -> None:
 @pytest.mark.parametrize("stranger", [{"digest": "y"}, {"flow": "g", "digest": "x"}], ids=str)
 async def test_without_redis_the_id_of_a_request_is_given_to_no_other(stranger: dict[str, str]) -> None:
     bench = Bench()
-    bench.store.admitting = [Decision("placed", E1)]
+    bench.store.admitting = [Placed((E1,))]
     await bench.place("before", digest="x")
     bench.store.away = True
     await bench.place("runs", digest="x")
@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_as_redis_is_lost_is_not_placed(client_first:
 async def test_a_refused_wait_in_the_shared_queue_counts_once_as_failed(notification: str) -> None:
     bench = Bench()
     task = await bench.wait_in_redis("r")
-    bench.shared.on_notification(notification, "r")
+    bench.shared.on_notification(Notification("r", Verdict(notification)))
     with pytest.raises(RequestError):
         await task
     assert bench.waits == {"false": 1}
@@ -284,7 +284,7 @@ async def test_a_wait_in_both_queues_counts_once_by_its_outcome(outcome: Outcome
     assert bench.counted("epp_requests_cancelled_total", "model") == bench.waits == {}
     # Redis is back and places it.
     bench.store.away = False
-    bench.store.admitting = [Decision("placed", E1)]
+    bench.store.admitting = [Placed((E1,))]
     async with watched(bench):
         bench.answer_heartbeats()
         placement = await task
@@ -494,8 +494,8 @@ async def test_a_prepaid_request_that_is_placed_after_the_resync_counts_in_the_n
         await until(lambda: bench.shared.waiting)
         bench.tell_peers()
         await until(lambda: bench.gate.state is FailoverState.SHARED)
-        bench.store.placing = [Decision("placed", E1)]
-        bench.shared.on_notification("granted", "waits")
+        bench.store.placing = [Placed((E1,))]
+        bench.shared.on_notification(Notification("waits", Verdict.GRANTED))
         await waiting
         bench.lose_redis()
         assert bench.gate.outage is not None
@@ -562,8 +562,10 @@ async def test_a_task_of_an_outage_that_fails_is_counted_and_begins_again(
 LEASE_S = 15.0  # as configured by default
 
 
-@pytest.mark.parametrize(("answer", "own"), [("renewed", True), ("unknown", False), ("waiting", False)])
-async def test_redis_says_whether_a_lease_is_still_its_requests_own(answer: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("answer", "own"), [(Renewal.RENEWED, True), (Renewal.UNKNOWN, False), (Renewal.WAITING, False)]
+)
+async def test_redis_says_whether_a_lease_is_still_its_requests_own(answer: Renewal, own: bool) -> None:
     bench = Bench()
     placement = await bench.place("r")
     bench.store.renewing = answer

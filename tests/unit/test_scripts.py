@@ -26,7 +26,7 @@ def test_another_source_has_other_names() -> None:
 
 
 def test_every_refusal_of_the_scripts_has_an_error_for_its_client() -> None:
-    assert set(gate.REFUSALS) == set(schema.REFUSALS)
+    assert set(gate.REFUSALS) == set(schema.Refusal)
 
 
 def test_an_arrival_is_texts_that_end_in_byte_0_and_then_doubles() -> None:

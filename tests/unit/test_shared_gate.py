@@ -16,13 +16,21 @@ from picker_fleet.bands import Band
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Decision, Store
+from picker_fleet.state.store import (
+    AnyVerdict,
+    Notification,
+    Placed,
+    Store,
+    Verdict,
+    parse_notification,
+    parse_verdict,
+)
 from picker_fleet.telemetry.metrics import Metrics
 
 E1 = "10.0.0.1:8000"
-QUEUED = Decision("queued", "30000")
-GONE = Decision("gone", "")
-PLACED = Decision("placed", E1)
+QUEUED = parse_verdict("queued 30000")
+GONE = parse_verdict("gone")
+PLACED = Placed((E1,))
 
 
 WAITING = ("epp_queue_length", "model=m", "target_model=m-v2")
@@ -51,7 +59,7 @@ class Bench:
     def count(self, *sample: str) -> float:
         return samples(self.metrics).get(sample, 0.0)
 
-    async def queued(self, *placing: Decision) -> asyncio.Task[Placement]:
+    async def queued(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
         """A request that waits for its turn; `placing` is what asking for its place will bring."""
         self.store.admitting = [QUEUED]
         self.store.placing = list(placing)
@@ -60,9 +68,9 @@ class Bench:
         return task
 
     def grant(self) -> None:
-        assert self.gate.on_notification("granted", "r")
+        assert self.gate.on_notification(Notification("r", Verdict.GRANTED))
 
-    async def being_placed(self, *placing: Decision) -> asyncio.Task[Placement]:
+    async def being_placed(self, *placing: AnyVerdict) -> asyncio.Task[Placement]:
         """A request that is granted; the reply to `place` is awaited."""
         task = await self.queued(*placing)
         self.store.placement.clear()
@@ -85,7 +93,7 @@ async def bench() -> Bench:
 async def test_a_refusal_has_its_own_retry_after(
     bench: Bench, detail: str, error: type[errors.RequestError], reason: str
 ) -> None:
-    bench.store.admitting = [Decision("refused", detail)]
+    bench.store.admitting = [parse_verdict(f"refused {detail}")]
     with pytest.raises(error) as caught:
         await bench.gate.admit(ask(), stream_owned=False)
     code, seconds = detail.replace("-", "_").split()
@@ -104,7 +112,7 @@ async def test_a_queued_request_that_is_removed_is_answered_at_once(
     # The queue takes 9 s to drain.
     bench.gate.retry_after_s = 9
     task = await bench.queued()
-    bench.gate.on_notification(notification, "r")
+    bench.gate.on_notification(Notification("r", Verdict(notification)))
     with pytest.raises(error) as caught:
         await task
     assert (caught.value.status, caught.value.reason) == (503, reason)
@@ -125,21 +133,23 @@ async def test_a_stranger_with_the_id_of_a_granted_request_takes_nothing_from_it
     assert (await task).endpoints == (E1,)
 
 
-async def test_an_unknown_notification_of_another_version_is_ignored(bench: Bench) -> None:
-    task = await bench.queued(PLACED)
-    assert not bench.gate.on_notification("a word that nobody knows", "r")
-    bench.grant()
-    assert (await task).endpoints == (E1,)
+@pytest.mark.parametrize(
+    "line", ["unknown r", "", "placed", "placed r", "placed 1 e:1 r", "queued 5", "gone r", "unknown-pool r"]
+)
+def test_a_malformed_notification_is_ignored(line: str) -> None:
+    what, _, about = line.partition(" ")
+    assert parse_notification(what, about) is None
 
 
 @pytest.mark.parametrize("when", ["waiting", "granted", "admitted"])
 async def test_a_clients_own_deadline_is_answered_504(bench: Bench, when: str) -> None:
-    bench.store.admitting = [QUEUED if when != "admitted" else Decision("expired", "")]
-    bench.store.placing = [Decision("expired", "")]
+    bench.store.admitting = [QUEUED if when != "admitted" else parse_verdict("expired")]
+    bench.store.placing = [parse_verdict("expired")]
     task = asyncio.create_task(bench.gate.admit(ask(ttl_s=0.25, by_client=True), stream_owned=False))
     if when != "admitted":
         await until(lambda: bench.gate.waiting)
-        bench.gate.on_notification("expired" if when == "waiting" else "granted", "r")
+        verdict = Verdict.EXPIRED if when == "waiting" else Verdict.GRANTED
+        bench.gate.on_notification(Notification("r", verdict))
     # It does not count as expired by the queue.
     with pytest.raises(errors.DeadlineExceeded, match=r"deadline of 0\.25 s") as caught:
         await task

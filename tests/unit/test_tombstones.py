@@ -13,7 +13,7 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.failover.tombstones import Tombstones
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import Store, TombstoneReply
 
 REPORT_S = 5.0
 CALM: Mapping[str, Any] = {"degraded": False, "resyncs": 0, "answered": []}
@@ -30,7 +30,7 @@ class Told(ScriptedStore):
 
     def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
         super().tombstone(request_id, ago_s)
-        verdict = "back" if request_id in self.restored else "stored"
+        verdict = TombstoneReply.BACK if request_id in self.restored else TombstoneReply.STORED
         return answered(StateUnavailable("away") if self.away else verdict)
 
 

@@ -20,6 +20,7 @@ from picker_fleet.intake import HEADERS, Intake, read_body
 from picker_fleet.request import Alive, Completion, InferenceRequest, Outcome, Placement, Workload
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
+from picker_fleet.state.store import EndKind, Placed, Queued, SettleReply
 from picker_fleet.telemetry.tracing import Traces
 from picker_tools.local_fleet.envoy import build_bootstrap, to_yaml
 
@@ -69,7 +70,7 @@ def ended(**changes: Any) -> Completion:
 
 async def settled(traced: Tracing) -> None:
     """Redis answers that request `r-1` has been settled."""
-    traced.traces.settled("r-1", answered("settled llama"))
+    traced.traces.settled("r-1", answered(SettleReply(EndKind.SETTLED, "llama")))
     await asyncio.sleep(0)  # the answer's callbacks run in the next turn of the loop
 
 
@@ -132,10 +133,9 @@ async def test_the_stages_of_a_queued_request_are_its_children(tracing: Make) ->
     traced = tracing()
     live = traced.traces.begin(REQUEST)
     assert live is not None
-    for name, verdict in (("admit", "queued"), ("place", "queued"), ("place", "placed")):
-        with live.stage(name):
-            pass
-        live.on_verdict(verdict)
+    placed = Placed(("10.0.0.1:8000",))
+    for name, verdict in (("admit", Queued(30.0)), ("place", Queued(30.0)), ("place", placed)):
+        live.end_stage(live.begin_stage(name), answered(verdict))
     live.end(Placement(("10.0.0.1:8000",), ""))
     spans = traced.memory.get_finished_spans()
     assert [span.name for span in spans] == ["admit", "wait", "place", "wait", "place", "decide"]

@@ -20,7 +20,7 @@ from picker_fleet.config import Settings
 from picker_fleet.errors import ConfigError, RequestError, StateUnavailable
 from picker_fleet.replica import live_config
 from picker_fleet.replica.heartbeat import Membership
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import EvictReply, MarkReply, Store
 from picker_fleet.units import without_secrets
 
 _MAX_ATTEMPTS = 3
@@ -134,13 +134,13 @@ class FleetControls:
         version = await self._tune({"paused": 1 if paused else None}, {})
         return models.Dispatch(paused=paused, tuned_version=version)
 
-    async def evict(self, request_id: str) -> str:
-        """Take a request out of the queue; returns `evicted`, `running` (too late) or `unknown`."""
+    async def evict(self, request_id: str) -> EvictReply:
+        """Take a request out of the queue."""
         return await self._store.evict(request_id)
 
     async def drain(self, address: str, on: bool) -> bool:
         """Keep new requests from an endpoint, or allow them again; False if there is no such endpoint."""
-        done = await self._store.mark_endpoint(address, "drained", on) == "marked"
+        done = await self._store.mark_endpoint(address, "drained", on) is MarkReply.MARKED
         self._membership.heartbeat_now()
         return done
 
@@ -215,9 +215,9 @@ def add_routes(
 
         async def evicted() -> models.Eviction:
             result = await within(limit_s, controls.evict(request_id))
-            if result == "running":
+            if result is EvictReply.RUNNING:
                 raise Refused(409, "request_running", "the request has left the queue already")
-            if result != "evicted":
+            if result is EvictReply.UNKNOWN:
                 raise Refused(404, "unknown_request", "no such request waits")
             return models.Eviction(id=request_id)
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from picker_fleet.request import largest_claim
+from picker_fleet.state.pool_state import PoolState
 from picker_fleet.state.reads import FlowQueueRow, RequestStatus
-from picker_fleet.state.store import PoolState
 
 _SLACK = 1e-6  # tolerance for rounding, in shares
 _MIN_SHARE = 1e-12

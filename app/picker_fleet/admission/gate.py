@@ -21,17 +21,21 @@ from picker_fleet.errors import (
     TotalCapacity,
 )
 from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Placement
-from picker_fleet.state.store import Decision
+from picker_fleet.state.schema import Refusal
+from picker_fleet.state.store import AnyVerdict, Placed, Queued, Refused, Verdict
 
 # The queue's reason for a refusal -> the error and its message.
-REFUSALS: dict[str, tuple[type[RequestError], str]] = {
-    "no-endpoints": (NoEndpoints, "no endpoint is ready that may serve this request"),
-    "saturated": (Saturated, "the fleet is saturated, and this request may not wait"),
-    "insufficient-flow-capacity": (InsufficientFlowCapacity, "this flow's part of the queue is full"),
-    "too-many-flows": (TooManyFlows, "too many other flows wait"),
-    "band-capacity": (BandCapacity, "the queue of this band is full"),
-    "band-bytes": (BandBytes, "the bodies that wait in this band have as many bytes as they may"),
-    "total-capacity": (TotalCapacity, "the queue is full"),
+REFUSALS: dict[Refusal, tuple[type[RequestError], str]] = {
+    Refusal.NO_ENDPOINTS: (NoEndpoints, "no endpoint is ready that may serve this request"),
+    Refusal.SATURATED: (Saturated, "the fleet is saturated, and this request may not wait"),
+    Refusal.INSUFFICIENT_FLOW_CAPACITY: (
+        InsufficientFlowCapacity,
+        "this flow's part of the queue is full",
+    ),
+    Refusal.TOO_MANY_FLOWS: (TooManyFlows, "too many other flows wait"),
+    Refusal.BAND_CAPACITY: (BandCapacity, "the queue of this band is full"),
+    Refusal.BAND_BYTES: (BandBytes, "the bodies that wait in this band have as many bytes as they may"),
+    Refusal.TOTAL_CAPACITY: (TotalCapacity, "the queue is full"),
 }
 
 
@@ -95,6 +99,10 @@ class Gate(Protocol):
         """Renew a request's lease. Returns at once; the next batch carries the renewal."""
         ...
 
+    def shut_down(self) -> None:
+        """Refuse every waiting request and every later one with ShuttingDown."""
+        ...
+
 
 class Wait(msgspec.Struct, eq=False):
     """A request's time in the queue. Moving between the shared and the local queue continues the same wait.
@@ -113,24 +121,25 @@ def time_up(request: InferenceRequest, retry_after_s: int) -> RequestError:
     return ExpiredTtl(f"waited longer than {request.ttl_s:g} s", retry_after_s=retry_after_s)
 
 
-def refusal(verdict: Decision, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
+def refusal(verdict: AnyVerdict, request: InferenceRequest, retry_after_s: int) -> RequestError | None:
     """The error with which `verdict` ends `request`; None if the request goes on.
 
     A refusal brings its own Retry-After; `retry_after_s` is for requests that have waited.
     """
-    if verdict.status == "refused":
-        reason, _, seconds = verdict.detail.partition(" ")
-        error, message = REFUSALS[reason]
-        return error(message, retry_after_s=int(seconds))
-    if verdict.status == "expired":
-        return time_up(request, retry_after_s)
-    if verdict.status == "preempted":
-        return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
-    if verdict.status == "foreign":
-        return RequestIdTaken()
-    if verdict.status == "evicted":
-        return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
-    return None
+    match verdict:
+        case Placed() | Queued() | Verdict.GRANTED | Verdict.GONE | Verdict.UNKNOWN_POOL:
+            return None
+        case Refused(reason, refused_s):
+            error, message = REFUSALS[reason]
+            return error(message, retry_after_s=refused_s)
+        case Verdict.EXPIRED:
+            return time_up(request, retry_after_s)
+        case Verdict.PREEMPTED:
+            return Preempted("taken out of the queue to make room", retry_after_s=retry_after_s)
+        case Verdict.FOREIGN:
+            return RequestIdTaken()
+        case Verdict.EVICTED:
+            return Evicted("an operator took it out of the queue", retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)

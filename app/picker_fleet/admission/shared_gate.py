@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from picker_fleet.errors import (
     RequestError,
     RequestIdTaken,
     ScriptFailed,
+    ShuttingDown,
     StateFault,
     StateUnavailable,
     WritesRefused,
@@ -38,8 +39,23 @@ from picker_fleet.scheduling.chooser import Choice, EndpointChooser, LeastLoaded
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.connection import PauseDetector
-from picker_fleet.state.schema import NOTIFICATIONS
-from picker_fleet.state.store import Decision, Store
+from picker_fleet.state.schema import Refusal
+from picker_fleet.state.store import (
+    AnyVerdict,
+    CancelReply,
+    EndKind,
+    FaultReply,
+    Notification,
+    Placed,
+    Queued,
+    Refused,
+    Renewal,
+    SettleReply,
+    Store,
+    SuspicionReply,
+    TombstoneReply,
+    Verdict,
+)
 from picker_fleet.telemetry.metrics import Metrics
 
 _About = TypeVar("_About")
@@ -52,7 +68,6 @@ _EXPIRY_ANSWER_S = 0.5
 # Repeat an admission this many times while the replicas rebuild a lost shared state.
 _REBUILD_TRIES = 20
 _REBUILD_PAUSE_S = 0.1
-_NO_ENDPOINTS = "no-endpoints"  # the script's reason for a refusal
 _TAKEN_OVER = "taken over by a newer stream"
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
@@ -70,19 +85,33 @@ class Waiter(msgspec.Struct, eq=False):
     """A request between its admission and its placement. `notification` resolves to the queue's verdict.
 
     `asking`: Redis has not answered the admission yet. `placing`: the request is granted, and Redis has not
-    answered the placement yet. `given_up`: this gate cancelled the request's task because Redis is lost or,
-    if `expired` is also set, because Redis did not answer within the request's TTL.
+    answered the placement yet. `error`: why the wait ends without a verdict.
     """
 
     request: InferenceRequest
     attempt: str
     arrived_s: float  # event-loop time
-    notification: asyncio.Future[Decision]
-    task: asyncio.Task[object]
+    notification: asyncio.Future[AnyVerdict]
     asking: bool = True
     placing: bool = False
-    given_up: bool = False
-    expired: bool = False
+    awaited: asyncio.Future[AnyVerdict] | None = None
+    error: RequestError | None = None
+
+    async def until(self, answer: asyncio.Future[AnyVerdict]) -> AnyVerdict:
+        """Wait for `answer`. Raises `error` if the wait is ended, even if `answer` has just come."""
+        if self.error is None:
+            self.awaited = answer
+            verdict = await answer
+            self.awaited = None
+            if self.error is None:
+                return verdict
+        raise self.error
+
+    def end(self, error: RequestError) -> None:
+        """End the wait with `error`, whatever it waits for."""
+        self.error = error
+        if self.awaited is not None and not self.awaited.done():
+            self.awaited.set_exception(error)
 
 
 class _OwnedStream(NamedTuple):
@@ -162,11 +191,9 @@ class SharedGate:
         self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0, wait: Wait | None = None
     ) -> Placement:
         """Implement `Gate.admit`; set `wait.queued` if Redis queues the request."""
-        task = asyncio.current_task(self._loop)
-        assert task is not None
         wait = wait or Wait(self._loop.time() - age_s)
         attempt, notification = self._next_attempt(request), self._loop.create_future()
-        waiter = Waiter(request, attempt, wait.arrived_s, notification, task)
+        waiter = Waiter(request, attempt, wait.arrived_s, notification)
         displaced = self._waiting.get(request.id)
         if displaced is not None:
             # Envoy sent the request again over a new stream; the old stream has lost its client.
@@ -179,30 +206,29 @@ class SharedGate:
                 displaced.notification.set_exception(why)
                 displaced.notification.exception()  # mark as retrieved: the displaced task may have ended
         self._waiting[request.id] = waiter
-        verdict: Decision | None = None
+        verdict: AnyVerdict | None = None
         try:
             verdict = await self._admit_known(waiter)
-            if verdict.status == "placed":
+            if isinstance(verdict, Queued):
+                wait.queued = True
+                placed = await self._queue(waiter, verdict)
+            else:
+                placed = verdict
                 if not wait.queued:
                     self._metrics.bypassed(request.model, request.target_model)
-            else:
-                wait.queued = True
-                verdict = await self._queue(waiter, verdict)
-        except (asyncio.CancelledError, StateFault, RequestIdTaken) as fault:
-            # Undo the admission in case it reached Redis. If Redis refused the call for lack of memory, the
-            # call changed nothing.
-            if verdict is not None or not isinstance(fault, WritesRefused):
+        except (asyncio.CancelledError, RequestError) as fault:
+            # Undo the admission in case it reached Redis. If Redis refused the request, or the call for lack
+            # of memory, it changed nothing.
+            may_count = waiter.error is not None or isinstance(
+                fault, asyncio.CancelledError | StateFault | RequestIdTaken
+            )
+            if may_count and (verdict is not None or not isinstance(fault, WritesRefused)):
                 self._cancel(request.id, waiter.attempt, "cancelled")
-            # Answer only if nothing else cancelled the task, such as a gone client or a shutdown.
-            if waiter.given_up and task.uncancel() == 0 and isinstance(fault, asyncio.CancelledError):
-                if waiter.expired:
-                    self._accepted(request, Decision("expired", ""))
-                raise StateUnavailable("the shared state is away", retry_after_s=1) from None
             raise
         finally:
             if self._waiting.get(request.id) is waiter:
                 del self._waiting[request.id]
-        return self._placement(request, waiter.attempt, tuple(verdict.detail.split(",")), stream_owned)
+        return self._placement(request, waiter.attempt, placed.endpoints, stream_owned)
 
     def _next_attempt(self, request: InferenceRequest) -> str:
         return f"{next(self._attempts)}.{request.digest}"
@@ -210,9 +236,12 @@ class SharedGate:
     def give_up(self) -> None:
         """End every wait with StateUnavailable; Redis receives the cancels when it answers again."""
         for waiter in self._waiting.values():
-            if not waiter.given_up:
-                waiter.given_up = True
-                waiter.task.cancel()
+            if waiter.error is None:
+                waiter.end(StateUnavailable("the shared state is away", retry_after_s=1))
+
+    def shut_down(self) -> None:
+        for waiter in self._waiting.values():
+            waiter.end(ShuttingDown())
 
     def drop_expired(self) -> None:
         """End each wait for an answer of Redis that exceeds the request's TTL (G5). Waits in the queue have
@@ -220,12 +249,13 @@ class SharedGate:
         now_s = self._loop.time()
         for waiter in self._waiting.values():
             asking = waiter.asking or waiter.placing
-            if asking and now_s > waiter.arrived_s + waiter.request.ttl_s and not waiter.given_up:
-                waiter.given_up = waiter.expired = True
-                waiter.task.cancel()
+            if asking and now_s > waiter.arrived_s + waiter.request.ttl_s and waiter.error is None:
+                error = self._refusal(waiter.request, Verdict.EXPIRED)
+                assert error is not None
+                waiter.end(error)
 
-    async def _queue(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """Count the request as queued until it is `placed`; raise every refusal."""
+    async def _queue(self, waiter: Waiter, verdict: Queued) -> Placed:
+        """Count the request as queued until it is placed; raise every refusal."""
         request, waiter.asking = waiter.request, False
         self._metrics.waiting(request, 1)
         self._any_waiting.set()
@@ -236,117 +266,123 @@ class SharedGate:
             self._queued -= 1
             self._metrics.waiting(request, -1)
 
-    async def _wait(self, waiter: Waiter, verdict: Decision) -> Decision:
-        """Wait until the request is `placed`; Redis may grant and queue it again any number of times."""
-        request = waiter.request
+    async def _wait(self, waiter: Waiter, verdict: Queued) -> Placed:
+        """Wait until the request is placed; Redis may grant and queue it again any number of times."""
         while True:
-            verdict = await self._turn(waiter, verdict)
-            if verdict.status == "granted":
-                verdict = await self._take_up(waiter)
-            if verdict.status == "placed":
-                return verdict
-            if verdict.status == "gone":
-                if self._waiting.get(request.id) is not waiter:
+            turn = await self._turn(waiter, verdict)
+            if isinstance(turn, Placed):
+                return turn
+            answer = await self._take_up(waiter)
+            if answer is None:
+                if self._waiting.get(waiter.request.id) is not waiter:
                     raise ClientGone(_TAKEN_OVER)
                 # The grant was lost with the shared state, or expired: admit the request again with its age.
                 waiter.notification = self._loop.create_future()
-                verdict = await self._admit_known(waiter)
-                if verdict.status == "placed":
-                    return verdict
+                answer = await self._admit_known(waiter)
+            if isinstance(answer, Placed):
+                return answer
+            verdict = answer
 
-    async def _take_up(self, waiter: Waiter) -> Decision:
-        """Place a granted request. Returns `placed`, `queued` or `gone`; raises every refusal."""
+    async def _take_up(self, waiter: Waiter) -> Placed | Queued | None:
+        """Place a granted request. Returns None if it has to be admitted again; raises every refusal."""
         request = waiter.request
         # Make the new future before the call: Redis may queue the request again and grant it before its task
         # runs.
         waiter.notification, waiter.placing = self._loop.create_future(), True
         try:
             choice = self._chooser.choose(request)
-            answer = await self._store.place(request.id, waiter.attempt, choice.candidates)
+            answer = await waiter.until(self._store.place(request.id, waiter.attempt, choice.candidates))
         finally:
             waiter.placing = False
         if self._is_worth_another(request, choice, answer):
-            return Decision("gone", "")
+            return None
         return self._chosen(request, choice, answer)
 
-    def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> bool:
+    def _is_worth_another(self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict) -> bool:
         """Whether Redis refused `request` for lack of an endpoint, and the script's own choice may find one:
         endpoints may have been replaced since this replica read them."""
-        none_found = verdict.status == "refused" and verdict.detail.startswith(_NO_ENDPOINTS)
+        none_found = isinstance(verdict, Refused) and verdict.reason is Refusal.NO_ENDPOINTS
         return none_found and self._chooser.unscored(request).candidates != choice.candidates
 
-    async def _admit_known(self, waiter: Waiter) -> Decision:
-        """Admit a request; retry while the pool is lost. Returns `placed` or `queued`; raises refusals."""
+    async def _admit_known(self, waiter: Waiter) -> Placed | Queued:
+        """Admit a request; retry while the pool is lost. Raises refusals."""
         request = waiter.request
         # During a pause Envoy may have closed this stream and sent its request to another replica.
         await self.pause_detector.wait_for_backlog()
         for _ in range(_REBUILD_TRIES):
             age_s = self._loop.time() - waiter.arrived_s
             choice = self._chooser.choose(request)
-            verdict = await self._store.admit(
-                request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0
+            verdict = await waiter.until(
+                self._store.admit(request, waiter.attempt, choice.candidates, age_s if age_s > 0.001 else 0.0)
             )
             if self._is_worth_another(request, choice, verdict):
                 choice = self._chooser.unscored(request)
-                verdict = await self._store.admit(
-                    request, waiter.attempt, choice.candidates, self._loop.time() - waiter.arrived_s
+                age_s = self._loop.time() - waiter.arrived_s
+                verdict = await waiter.until(
+                    self._store.admit(request, waiter.attempt, choice.candidates, age_s)
                 )
-            if verdict.status != "unknown-pool":
-                return self._chosen(request, choice, verdict)
+            if (answer := self._chosen(request, choice, verdict)) is not None:
+                return answer
             self._on_unknown_pool()
             await asyncio.sleep(_REBUILD_PAUSE_S)
         raise StateUnavailable("the shared state is being rebuilt", retry_after_s=1)
 
-    def _chosen(self, request: InferenceRequest, choice: Choice, verdict: Decision) -> Decision:
-        """Report the outcome of `choice` to the chooser. Returns `verdict`; raises every refusal."""
-        if verdict.status == "placed":
-            self._chooser.placed(request, choice, tuple(verdict.detail.split(",")), verdict.loads)
+    def _chosen(
+        self, request: InferenceRequest, choice: Choice, verdict: AnyVerdict
+    ) -> Placed | Queued | None:
+        """Report the outcome of `choice` to the chooser. Returns None if Redis does not know the pool or the
+        request; raises every refusal."""
+        if isinstance(verdict, Placed):
+            self._chooser.placed(request, choice, verdict.endpoints, verdict.loads)
             return verdict
-        try:
-            return self._accepted(request, verdict)
-        except NoEndpoints:
+        if isinstance(verdict, Queued):
+            return verdict
+        error = self._refusal(request, verdict)
+        if isinstance(error, NoEndpoints):
             self._chooser.refused(request, choice)
-            raise
+        if error is not None:
+            raise error
+        return None
 
-    def _accepted(self, request: InferenceRequest, verdict: Decision) -> Decision:
+    def _refusal(self, request: InferenceRequest, verdict: AnyVerdict) -> RequestError | None:
+        """The error with which `verdict` ends `request`, counted; None if the request goes on."""
         error = refusal(verdict, request, self.retry_after_s)
         if error is None:
-            return verdict
-        if verdict.status == "refused":
+            return None
+        if isinstance(verdict, Refused):
             self._metrics.push_error(request.model, error.code, request.target_model)
         elif isinstance(error, ExpiredTtl):
             self._metrics.expired(request.model, request.target_model)
-        elif verdict.status == "preempted":
+        elif verdict is Verdict.PREEMPTED:
             self._metrics.preempted(request.band)
-        elif verdict.status == "evicted":
+        elif verdict is Verdict.EVICTED:
             self._metrics.evicted(request.band)
-        raise error
+        return error
 
-    async def _turn(self, waiter: Waiter, queued: Decision) -> Decision:
-        """Wait until Redis grants a queued request. Returns `granted`, or `placed` if the grant placed it."""
-        request = waiter.request
-        left_s = int(float(queued.detail)) / 1000 + _EXPIRY_SLACK_S if queued.detail else _EXPIRY_SLACK_S
-        timer = self._loop.call_later(left_s, _notify, waiter.notification, Decision("late", ""))
+    async def _turn(self, waiter: Waiter, queued: Queued) -> Placed | None:
+        """Wait for the grant of a queued request. Returns Placed if the grant placed it; raises refusals."""
+        late = TimeoutError()
+        timer = self._loop.call_later(queued.left_s + _EXPIRY_SLACK_S, _fail, waiter.notification, late)
+        verdict: AnyVerdict
         try:
-            verdict = await waiter.notification
+            verdict = await waiter.until(waiter.notification)
+        except TimeoutError as fault:
+            if fault is not late:
+                raise
+            verdict = await self._expire(waiter)
         finally:
             timer.cancel()
-        if verdict.status == "late":
-            verdict = Decision(await self._expire(waiter), "")
-        return self._accepted(request, verdict)
+        if (error := self._refusal(waiter.request, verdict)) is not None:
+            raise error
+        return verdict if isinstance(verdict, Placed) else None
 
-    async def _expire(self, waiter: Waiter) -> str:
-        """Report an expiry to Redis. Returns `granted` if Redis granted the request first, else `expired`."""
-        try:
-            async with asyncio.timeout(_EXPIRY_ANSWER_S):
-                # Shielded: Redis must receive the call even if this task no longer waits for the answer.
-                expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
-                answer = await asyncio.shield(expiry)
-        except TimeoutError:
-            return "expired"  # the store sends the expiry to Redis when Redis answers again
-        except ScriptFailed:
-            return "expired"
-        return "granted" if answer == "granted" else "expired"
+    async def _expire(self, waiter: Waiter) -> Verdict:
+        """Report an expiry to Redis. Returns GRANTED if Redis granted the request first, else EXPIRED."""
+        # The store sends the expiry to Redis even if the answer is late.
+        expiry = self._store.cancel(waiter.request.id, waiter.attempt, "expired")
+        await asyncio.wait((expiry,), timeout=_EXPIRY_ANSWER_S)
+        is_granted = expiry.done() and expiry.exception() is None and expiry.result() is CancelReply.GRANTED
+        return Verdict.GRANTED if is_granted else Verdict.EXPIRED
 
     async def route(
         self, subset: tuple[str, ...] | None, *, origin: str = "", session: str = ""
@@ -368,37 +404,39 @@ class SharedGate:
         if successes and not self.fleet_queued:
             self.fleet_queued = 1  # a lower bound; the next heartbeat brings the count
 
-    def on_notification(self, what: str, about: str) -> bool:
-        """Redis granted, placed, expired, preempted or evicted a request. `about` is its id or, if it was
-        placed, `ATTEMPT ENDPOINTS LOADS ID`. A repeated, late or unknown notification changes nothing.
+    def on_notification(self, notification: Notification) -> bool:
+        """Redis granted, placed, expired, preempted or evicted a request. A repeated, late or unknown
+        notification changes nothing.
 
         Returns True if the notification is the first for a waiting request. A grant for a request that
         neither waits nor runs here means that Redis lost the request's end: give the grant back.
         """
-        if what == "placed":
-            parts = about.split(" ", 3)
-            return len(parts) == 4 and self._on_placed(*parts)
-        waiter = self._waiting.get(about)
+        request_id, verdict = notification.request_id, notification.verdict
+        waiter = self._waiting.get(request_id)
+        if isinstance(verdict, Placed):
+            if (
+                waiter is not None
+                and waiter.attempt == notification.attempt
+                and not self.pause_detector.resumed_recently  # else another replica may have the request
+                and len(self._unacknowledged) < _MAX_UNACKNOWLEDGED
+            ):
+                return self._on_placed(waiter, verdict)
+            verdict = Verdict.GRANTED  # ask `place.lua`, as for any grant
         if waiter is not None:
-            return what in NOTIFICATIONS and _notify(waiter.notification, Decision(what, ""))
-        if what == "granted" and about not in self._owned_streams and about not in self._unacknowledged:
-            _ignore_loss(self._store.return_grant(about))
+            return _notify(waiter.notification, verdict)
+        if (
+            verdict is Verdict.GRANTED
+            and request_id not in self._owned_streams
+            and request_id not in self._unacknowledged
+        ):
+            _ignore_loss(self._store.return_grant(request_id))
         return False
 
-    def _on_placed(self, attempt: str, endpoints: str, loads: str, request_id: str) -> bool:
+    def _on_placed(self, waiter: Waiter, verdict: Placed) -> bool:
         """Redis granted and placed a request in one call. Returns as `on_notification`."""
-        waiter = self._waiting.get(request_id)
-        if (
-            waiter is None
-            or waiter.attempt != attempt
-            or self.pause_detector.resumed_recently  # another replica may have the request by now
-            or len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
-        ):
-            return self.on_notification("granted", request_id)  # ask `place.lua`, as for any grant
-        verdict = Decision("placed", endpoints, loads)
         if not _notify(waiter.notification, verdict):
             return False
-        self._acknowledge(request_id, waiter.attempt)
+        self._acknowledge(waiter.request.id, waiter.attempt)
         self._chosen(waiter.request, self._chooser.unscored(waiter.request), verdict)
         return True
 
@@ -452,9 +490,9 @@ class SharedGate:
                 waiter.notification.set_exception(error)
                 waiter.notification.exception()  # mark as retrieved: the waiting task may have ended
             return True
-        if verdict.status == "placed":
+        if isinstance(verdict, Placed):
             _notify(waiter.notification, verdict)
-        return verdict.status != "unknown-pool"
+        return verdict is not None
 
     # Placed requests
 
@@ -482,7 +520,7 @@ class SharedGate:
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
         # Send no accounting token: another request may have the stock of this one, so never restore it (G1).
-        return await self._store.renew(request_id, placement.attempt, "", "") == "renewed"
+        return await self._store.renew(request_id, placement.attempt, "", "") is Renewal.RENEWED
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
         self._owned_streams.pop(request_id, None)
@@ -520,21 +558,24 @@ class SharedGate:
         flow = accounting_token.flow_of(fault.accounting_token)
         self._store.report_fault(fault, flow).add_done_callback(partial(self._on_fault, fault))
 
-    def _on_fault(self, fault: Fault, answer: asyncio.Future[str]) -> None:
-        if answer.cancelled() or answer.exception() is not None or (what := answer.result()) == "unknown":
+    def _on_fault(self, fault: Fault, answer: asyncio.Future[FaultReply]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        reply = answer.result()
+        if reply is FaultReply.UNKNOWN:
             return
         self._metrics.endpoint_fault(fault.endpoint, fault.why)
-        if what == "ejected":
+        if reply is FaultReply.EJECTED:
             _log.warning("endpoint %s is ejected: %s", fault.endpoint, fault.why)
             self._metrics.endpoint_ejected(fault.endpoint, fault.why)
-        elif what == "down":
+        elif reply is FaultReply.DOWN:
             _log.warning("endpoint %s cannot be connected to", fault.endpoint)
 
     def tell_end(self, completion: Completion) -> None:
         """Report an end to Redis; the store keeps the call until Redis takes it."""
         _ignore_loss(self._tell_end(completion))
 
-    def _tell_end(self, completion: Completion) -> asyncio.Future[str]:
+    def _tell_end(self, completion: Completion) -> asyncio.Future[SettleReply]:
         actual = answer_tokens = None
         if self._counts_tokens:
             answer_tokens = completion.completion_tokens
@@ -558,18 +599,18 @@ class SharedGate:
             _log.warning("endpoint %s cannot be connected to", address)
             _ignore_loss(self._store.mark_endpoint(address, "down", True))
 
-    def _on_answered_end(self, request_id: str, answer: asyncio.Future[str]) -> None:
+    def _on_answered_end(self, request_id: str, answer: asyncio.Future[SettleReply]) -> None:
         """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
         end = self.unconfirmed_ends.pop(request_id, None)
         if end is None or answer.cancelled() or answer.exception() is not None:
             return
         completion, token = end
-        what, _, model = answer.result().partition(" ")
-        if what == "settled":
-            self._metrics.completed(completion, model)
+        reply = answer.result()
+        if reply.kind is EndKind.SETTLED:
+            self._metrics.completed(completion, reply.model)
             if accounting_token.is_alone(token):  # a replica that saw the request alive must not restore it
                 self._tombstone(completion)
-        elif what == "unknown" and token:
+        elif reply.kind is EndKind.UNKNOWN and token:
             # The request was placed without Redis, or Redis lost its record, or its lease has expired.
             self._metrics.completed(completion, accounting_token.model_of(token))
             if completion.accounting_token:  # the replica that placed the request may not learn of the end
@@ -579,16 +620,17 @@ class SharedGate:
         """Implement `Gate.suspect`. Report a waiting request again later: its owner may still place it before
         learning that the client has gone."""
 
-        def told(answer: asyncio.Future[str]) -> None:
+        def told(answer: asyncio.Future[SuspicionReply]) -> None:
             lost = answer.cancelled() or answer.exception() is not None
-            if not lost and answer.result() == "waiting" and tries > 1:
+            if not lost and answer.result() is SuspicionReply.WAITING and tries > 1:
                 self._loop.call_later(_SUSPECT_PAUSE_S, self.suspect, request_id, tries - 1)
 
         self._store.report_client_gone(request_id).add_done_callback(told)
 
     def _tombstone(self, completion: Completion) -> None:
-        def written(answer: asyncio.Future[str]) -> None:
-            if not answer.cancelled() and answer.exception() is None and answer.result() == "back":
+        def written(answer: asyncio.Future[TombstoneReply]) -> None:
+            lost = answer.cancelled() or answer.exception() is not None
+            if not lost and answer.result() is TombstoneReply.BACK:
                 self.tell_end(completion)  # another replica restored the request: settle it
 
         self._store.tombstone(completion.id).add_done_callback(written)
@@ -605,7 +647,7 @@ class SharedGate:
             for name, owned in self._owned_streams.items()
         }
 
-    def renew_owned_streams(self) -> list[asyncio.Future[str]]:
+    def renew_owned_streams(self) -> list[asyncio.Future[Renewal]]:
         """Renew the lease of every owned stream. The caller need not await the answers."""
         answers = [
             self._store.renew(request_id, owned.attempt, owned.served, owned.accounting_token)
@@ -716,7 +758,7 @@ class ServiceMeter:
             self._seconds.popleft()
 
 
-def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:
+def _notify(notification: asyncio.Future[AnyVerdict], verdict: AnyVerdict) -> bool:
     """Resolve `notification` to `verdict`. Returns False if it was resolved before."""
     if notification.done():
         return False
@@ -724,6 +766,11 @@ def _notify(notification: asyncio.Future[Decision], verdict: Decision) -> bool:
     return True
 
 
-def _ignore_loss(answer: asyncio.Future[str]) -> None:
+def _fail(notification: asyncio.Future[AnyVerdict], error: Exception) -> None:
+    if not notification.done():
+        notification.set_exception(error)
+
+
+def _ignore_loss(answer: asyncio.Future[Any]) -> None:
     """Ignore the failure of a call that a lease or a repetition makes up for."""
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -6,13 +6,14 @@ receives a request's end adds the end's span to the same trace.
 """
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from picker_fleet.admission.gate import Gate
 from picker_fleet.errors import RequestError
 from picker_fleet.request import Alive, Completion, Fault, InferenceRequest, Outcome, Placement
 from picker_fleet.state import accounting_token
-from picker_fleet.state.store import Decision, Store
+from picker_fleet.state.store import AnyVerdict, SettleReply, Store
 from picker_fleet.telemetry.tracing import Traces
 
 
@@ -68,6 +69,9 @@ class TracedGate:
             completion = completion._replace(accounting_token=own)
         self._gate.settle(completion)
 
+    def shut_down(self) -> None:
+        self._gate.shut_down()
+
     def suspect(self, request_id: str) -> None:
         self._gate.suspect(request_id)
 
@@ -87,33 +91,30 @@ class TracedStore(Store):
         super().__init__(url, **parts)
         self._traces = traces
 
-    async def admit(
+    def admit(
         self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
-    ) -> Decision:
+    ) -> asyncio.Future[AnyVerdict]:
         spans = self._traces.undecided(request.id)
-        if spans is None:
-            return await super().admit(request, attempt, candidates, age_s)
-        with spans.stage("admit") as span:
-            verdict = await super().admit(request, attempt, candidates, age_s)
-            span.set_attribute("picker.verdict", verdict.status)
-        spans.on_verdict(verdict.status)
-        return verdict
+        span = spans.begin_stage("admit") if spans is not None else None
+        answer = super().admit(request, attempt, candidates, age_s)
+        if spans is not None and span is not None:
+            answer.add_done_callback(partial(spans.end_stage, span))
+        return answer
 
-    async def place(self, request_id: str, attempt: str, candidates: str) -> Decision:
+    def place(self, request_id: str, attempt: str, candidates: str) -> asyncio.Future[AnyVerdict]:
         spans = self._traces.undecided(request_id)
-        if spans is None:
-            return await super().place(request_id, attempt, candidates)
-        with spans.stage("place") as span:
-            verdict = await super().place(request_id, attempt, candidates)
-            span.set_attribute("picker.verdict", verdict.status)
-        spans.on_verdict(verdict.status)
-        return verdict
+        span = spans.begin_stage("place") if spans is not None else None
+        answer = super().place(request_id, attempt, candidates)
+        if spans is not None and span is not None:
+            answer.add_done_callback(partial(spans.end_stage, span))
+        return answer
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
         spans = self._traces.undecided(request_id)
         if spans is not None:  # the script granted and placed the request in one step
-            with spans.stage("place") as span:
-                span.set_attribute("picker.verdict", "placed")
+            span = spans.begin_stage("place")
+            span.set_attribute("picker.verdict", "placed")
+            span.end()
         return super().acknowledge(request_id, attempt)
 
     def settle(
@@ -125,7 +126,7 @@ class TracedStore(Store):
         *,
         answered: bool = False,
         urgent: bool = False,
-    ) -> asyncio.Future[str]:
+    ) -> asyncio.Future[SettleReply]:
         answer = super().settle(request_id, outcome, actual, answer_tokens, answered=answered, urgent=urgent)
         self._traces.settled(request_id, answer)
         return answer

@@ -408,21 +408,17 @@ def new_flow_limit(settings: Settings, clock: Callable[[], float]) -> NewFlowLim
     return NewFlowLimit(queue.new_flows_per_minute, names, settings.extproc.trusted_hops, clock)
 
 
-_REFUSAL = "this replica is shutting down; try again"
-
-
 class DrainGate:
-    """Guards the admission gate: `close` refuses new requests, `cancel_waiters` waiting ones too."""
+    """Guards the admission gate: `close` refuses new requests, `shut_down` waiting ones too."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._closed = False
-        self._waiting: set[asyncio.Task[object]] = set()
-        self._cancelled: set[asyncio.Task[object]] = set()
+        self._waiting = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting
 
     @property
     def closed(self) -> bool:
@@ -433,36 +429,24 @@ class DrainGate:
         """Refuse new requests; waiting ones go on waiting."""
         self._closed = True
 
-    def cancel_waiters(self) -> None:
+    def shut_down(self) -> None:
         """Refuse all requests, waiting ones included."""
         self._closed = True
-        for task in self._waiting - self._cancelled:
-            self._cancelled.add(task)
-            task.cancel()
+        self._gate.shut_down()
 
     async def admit(self, request: InferenceRequest, *, stream_owned: bool, age_s: float = 0.0) -> Placement:
-        """As `Gate.admit`; a task may make one call at a time.
+        """As `Gate.admit`.
 
         Raises:
             ShuttingDown: the gate is closed, or the replica stopped while the request waited.
         """
         if self._closed:
-            raise ShuttingDown(_REFUSAL)
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("admission needs a task")
-        self._waiting.add(task)
+            raise ShuttingDown()
+        self._waiting += 1
         try:
             return await self._gate.admit(request, stream_owned=stream_owned, age_s=age_s)
-        except asyncio.CancelledError:
-            if task not in self._cancelled:
-                raise
-            if task.uncancel() > 0:  # the client left as well
-                raise
-            raise ShuttingDown(_REFUSAL) from None
         finally:
-            self._waiting.discard(task)
-            self._cancelled.discard(task)
+            self._waiting -= 1
 
 
 class OpenRequests:

@@ -117,7 +117,7 @@ class Server:
             transport.refuse(PROCESS)
         await self._quiet(self._settings.drain_timeout)
         for exchanges in self._exchanges:
-            exchanges.drain_gate.cancel_waiters()
+            exchanges.drain_gate.shut_down()
         await self._quiet(_FLUSH_S)
         await asyncio.gather(*(transport.stop(_STOP_S) for _, transport in self._transports))
 

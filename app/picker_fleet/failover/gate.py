@@ -21,6 +21,7 @@ from picker_fleet.errors import (
     ClientGone,
     RequestIdTaken,
     ScriptFailed,
+    ShuttingDown,
     StateFault,
     StateUnavailable,
     WritesRefused,
@@ -174,6 +175,7 @@ class FailoverGate:
         self._stock: _Stock | None = None  # None until this replica has joined the pool
         self._joined_s = 0.0
         self._ignored_s = -math.inf  # when this replica last ignored a sign of life
+        self._is_shut_down = False
         self._busy = False  # whether requests were placed or ended since the last tick
         self._answered_heartbeats = self._failed_heartbeats = 0  # in a row
         self._prepaid = 0.0  # budget held by requests that entered the shared queue while RESYNCING
@@ -215,6 +217,8 @@ class FailoverGate:
         try:
             placement = None
             while placement is None:
+                if self._is_shut_down:
+                    raise ShuttingDown()
                 if self._outage is not None:
                     placement = await self._admit_in_outage(self._outage, request, wait, stream_owned)
                     continue
@@ -283,6 +287,12 @@ class FailoverGate:
         if self._stock is not None:
             self._stock.placed += cost
         return placement
+
+    def shut_down(self) -> None:
+        self._is_shut_down = True
+        self._shared.shut_down()
+        if self._outage is not None:
+            self._outage.gate.shut_down()
 
     def _release(self, cost: float) -> None:
         """Release budget that a request acquired in this outage or an earlier one."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from picker_fleet.admission.gate import Wait, time_up
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError, RequestIdTaken
+from picker_fleet.errors import ClientGone, NoEndpoints, Preempted, RequestError, RequestIdTaken, ShuttingDown
 from picker_fleet.failover.local_queue import LocalQueue, Rules, Waiting
 from picker_fleet.request import InferenceRequest, largest_claim
 from picker_fleet.scheduling.chooser import EndpointChooser
@@ -206,6 +206,10 @@ class LocalGate:
         for waiting in self._queue.all():
             if not waiting.turn.done():
                 waiting.turn.set_result(False)
+
+    def shut_down(self) -> None:
+        for waiting in self._queue.all():
+            self._end_wait(waiting, ShuttingDown())
 
     def _dispatch(self) -> None:
         """Give the free budget to the local queue and to waiting peers, in turn."""

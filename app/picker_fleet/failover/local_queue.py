@@ -15,6 +15,7 @@ from picker_fleet.bands import Band, Bands
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.failover.fair_queue import Context, FairQueue, Policy, QueueFull, ScoredSet
 from picker_fleet.request import InferenceRequest
+from picker_fleet.state.schema import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class LocalQueue:
         try:
             preempted = self._queue.make_room(waiting)
         except QueueFull as full:
-            error, why = REFUSALS[full.reason]
+            error, why = REFUSALS[Refusal(full.reason)]
             raise error(why, retry_after_s=1) from None
         if preempted is not None:
             self.remove(preempted)

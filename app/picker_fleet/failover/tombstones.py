@@ -17,7 +17,7 @@ from picker_fleet.admission.shared_gate import Recent
 from picker_fleet.errors import ScriptFailed, StateFault
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import Store, TombstoneReply
 
 _CHUNK = 512  # tombstones in flight at a time; the store sends 16 in a call
 _UNPUBLISHED = ""
@@ -137,7 +137,7 @@ class Tombstones:
             answers = [self._publish_end(name, self._ends[name][0]) for name in chunk]
             for name, answer in zip(chunk, answers, strict=True):
                 with contextlib.suppress(ScriptFailed):  # the failure concerns this end only
-                    if await answer == "back":
+                    if await answer is TombstoneReply.BACK:
                         self._restored.add(name)
         self._published_epoch = epoch
 
@@ -168,10 +168,10 @@ class Tombstones:
             return True
         return name in self._peers and mark in self._peers[name].answered
 
-    def _publish_end(self, request_id: str, received_s: float) -> asyncio.Future[str]:
+    def _publish_end(self, request_id: str, received_s: float) -> asyncio.Future[TombstoneReply]:
         epoch = self._epoch()
 
-        def published(answer: asyncio.Future[str]) -> None:
+        def published(answer: asyncio.Future[TombstoneReply]) -> None:
             if answer.cancelled() or answer.exception() is not None:
                 return
             if self._ends.get(request_id, (None,))[0] == received_s:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from picker_fleet.endpoints.readings import EndpointMetrics, Reading
 from picker_fleet.endpoints.scraper import SILENCE, Meter
 from picker_fleet.endpoints.snapshot import SnapshotCell
-from picker_fleet.state.store import Store
+from picker_fleet.state.store import MarkReply, Store
 
 _WELL_AGAIN = 3  # good answers in a row that remove the mark `down`
 _UNANSWERED = ("timeout", "silent")
@@ -146,9 +146,9 @@ class Probes:
         return 2 * silent > len(up)
 
     def _mark(self, address: str, on: bool, what: str = "down") -> None:
-        def marked(done: asyncio.Future[str]) -> None:
+        def marked(done: asyncio.Future[MarkReply]) -> None:
             # Ignore a failed call: the next probe repeats the mark.
-            if not done.cancelled() and done.exception() is None and done.result() == "ejected":
+            if not done.cancelled() and done.exception() is None and done.result() is MarkReply.EJECTED:
                 _log.warning("endpoint %s is ejected: %s", address, what)
                 self._on_ejected(address, what)
 

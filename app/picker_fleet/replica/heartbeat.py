@@ -26,8 +26,9 @@ from picker_fleet.replica.info import EnvoyLimits
 from picker_fleet.replica.live_config import shared_settings
 from picker_fleet.request import Endpoint
 from picker_fleet.sections import Leases
+from picker_fleet.state.pool_state import PoolState, marked
 from picker_fleet.state.server_check import ServerCheck
-from picker_fleet.state.store import HeartbeatReply, LiveConfig, PoolState, Rebuilt, Store, SweepReply, marked
+from picker_fleet.state.store import HeartbeatReply, LiveConfig, Rebuilt, Store, SweepReply
 from picker_fleet.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -386,10 +387,10 @@ class NotificationPoller:
         """Deliver the notifications. Returns how many of them no wake-up had delivered."""
         found = 0
         with contextlib.suppress(StateFault):
-            for what, request_id in await self._store.notifications():
+            for notification in await self._store.notifications():
                 # Skip a grant whose placement Redis has yet to answer: it stays in the list until then.
-                if not self._gate.is_placing(request_id):
-                    found += self._gate.on_notification(what, request_id)
+                if not self._gate.is_placing(notification.request_id):
+                    found += self._gate.on_notification(notification)
         return found
 
 

@@ -91,11 +91,13 @@ class CallMetrics(Protocol):
 
 
 class Item(msgspec.Struct, eq=False):
-    """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it."""
+    """One submission. `durable`: resent until Redis has accepted it. `tried`: Redis may have received it.
+    `parse` makes the answer of the reply."""
 
     args: tuple[Argument, ...]
-    answer: asyncio.Future[Reply]
+    answer: asyncio.Future[Any]
     durable: bool
+    parse: Callable[[Any], Any] | None = None
     tried: bool = False
 
 
@@ -123,7 +125,7 @@ class Call(msgspec.Struct, eq=False):
         parts = reply[HEAD:] if self.batched else [reply] * len(self.items)
         for item, part in zip(self.items, parts, strict=True):
             if not item.answer.done():
-                item.answer.set_result(part)
+                item.answer.set_result(part if item.parse is None else item.parse(part))
         if self.batched:
             on_batch(reply[:HEAD])
 
@@ -362,10 +364,16 @@ class BatchingClient:
         return self._pending.unsent(name)
 
     def submit(
-        self, name: str, args: tuple[Argument, ...], *, durable: bool = False, urgent: bool = False
-    ) -> asyncio.Future[Reply]:
-        """Add one item to the next batch of script `name`; the future gets its reply. An `urgent` end is not
-        delayed to share a message with an admission.
+        self,
+        name: str,
+        args: tuple[Argument, ...],
+        parse: Callable[[Any], Any] | None = None,
+        *,
+        durable: bool = False,
+        urgent: bool = False,
+    ) -> asyncio.Future[Any]:
+        """Add one item to the next batch of script `name`; the future gets its reply, which `parse` converts.
+        An `urgent` end is not delayed to share a message with an admission.
 
         Raises (in the future):
             StateUnavailable: Redis is unavailable; whether the item took effect is unknown.
@@ -373,11 +381,11 @@ class BatchingClient:
             OtherFormat: the pool has another format.
             ScriptFailed: Redis answered this item with an error.
         """
-        answer: asyncio.Future[Reply] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         if durable and self._pending.count(name) >= MAX_DURABLE:
             answer.set_exception(StateUnavailable("too much waits for the shared state to return"))
             return answer
-        self._pending.add(name, Item(args, answer, durable))
+        self._pending.add(name, Item(args, answer, durable, parse))
         may_wait = name in _DELAYED or (name == "settle" and self._note_end() and not urgent)
         self._schedule(now=not may_wait)
         return answer

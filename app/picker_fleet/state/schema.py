@@ -7,6 +7,7 @@ FORMAT is the version of this schema and of the keys (lua/lib/storage.lua). docs
 changes need the next number.
 """
 
+import enum
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,19 @@ Overload = Literal["preempt", "reject-noncritical"]
 BandPolicy = Literal["strict", "weighted"]
 WaitSignal = Literal["request", "workload_average"]
 
-# Why the shared queue refuses a request.
-REFUSALS = (
-    "no-endpoints", "saturated", "insufficient-flow-capacity", "too-many-flows", "band-capacity",
-    "band-bytes", "total-capacity",
-)  # fmt: skip
+
+class Refusal(enum.StrEnum):
+    """Why the shared queue refuses a request."""
+
+    NO_ENDPOINTS = "no-endpoints"
+    SATURATED = "saturated"
+    INSUFFICIENT_FLOW_CAPACITY = "insufficient-flow-capacity"
+    TOO_MANY_FLOWS = "too-many-flows"
+    BAND_CAPACITY = "band-capacity"
+    BAND_BYTES = "band-bytes"
+    TOTAL_CAPACITY = "total-capacity"
+
+
 # The notifications that a replica gets about its own requests. `placed`: granted and placed at once.
 NOTIFICATIONS = ("granted", "placed", "expired", "preempted", "evicted")
 # The states of a request in the pool, numbered from 1. `orphaned`: queued, and its replica is silent.
@@ -110,7 +119,7 @@ def _constants() -> Iterator[str]:
     modes = {"FAIRNESS": Fairness, "ORDERING": Ordering, "OVERLOAD": Overload}
     modes |= {"BAND_POLICY": BandPolicy, "WAIT_SIGNAL": WaitSignal}
     words = {kind: get_args(values) for kind, values in modes.items()}
-    words |= {"REFUSED": REFUSALS, "NOTIFY": NOTIFICATIONS, "STATE": STATES}
+    words |= {"REFUSED": tuple(Refusal), "NOTIFY": NOTIFICATIONS, "STATE": STATES}
     for kind, values in words.items():
         for value in values:
             yield f"local {kind}_{value.upper().replace('-', '_')} = '{value}'"

@@ -1,45 +1,187 @@
 """Typed access to the state in Redis: one method a script. state/reads.py has the admin API's reads.
 
-Admission, failover, replica/ and admin/ call this module. Only state/ names scripts and reads their replies.
-The files in `lua/` describe arguments and replies; times are seconds unless named `_ms`."""
+Admission, failover, replica/ and admin/ call this module. Only state/ names scripts and reads their words;
+other code matches the types below. A verdict says how one request goes on: it is the reply to an admission or
+a placement, and a notification brings one to the replica that owns a waiting request. The files in `lua/`
+describe arguments and replies; times are seconds unless named `_ms`."""
 
 import asyncio
-import contextlib
+import enum
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from picker_fleet.bands import Bands
 from picker_fleet.request import Ejection, Endpoint, Fault, InferenceRequest, Outcome
 from picker_fleet.state.accounting_token import Keyring
 from picker_fleet.state.batching import BatchingClient, CallMetrics
 from picker_fleet.state.connection import FailureDetector, PauseDetector
-from picker_fleet.state.keys import BETWEEN, Keys
+from picker_fleet.state.keys import Keys
+from picker_fleet.state.pool_state import (
+    PoolState,
+    describe,
+    marked,
+    parse_ejections,
+    parse_marks,
+    parse_pool_state,
+)
 from picker_fleet.state.reads import QueueSnapshots, Reads
-from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, UNPICKABLE
+from picker_fleet.state.schema import ARRIVAL_NUMBERS, ARRIVAL_TEXTS, Refusal
 
 _PACKED_NUMBERS = struct.Struct(f"<{len(ARRIVAL_NUMBERS)}d")
-_ADOPTED = " adopted"
 _KEPT_CHANGES = 200
 _ANSWERED = "answered"  # the outcome `completed`, and the request's endpoint is healthy
+_ADOPTED = " adopted"  # follows the verdict on a request that Redis already knew
+_Word = TypeVar("_Word", bound=enum.StrEnum)
 
 
-_UNKNOWN_EJECTION = Ejection("unknown", 0)
+@dataclass(slots=True)  # not frozen: each request makes one, and a frozen dataclass takes three times as long
+class Placed:
+    """The request runs on the first endpoint. `loads` are the loads that the script compared, in the form of
+    `lua/place.lua`; '' if the request was placed before."""
+
+    endpoints: tuple[str, ...]
+    loads: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
-class Decision:
-    """The reply about one request: its `status` and a `detail` (endpoints, a time, a reason). For a new
-    placement, `loads` are the endpoint loads that the script compared, in the form of `lua/place.lua`.
+class Queued:
+    left_s: float  # until the request's deadline
 
-    Not frozen: each request makes a Decision, and a frozen dataclass takes three times as long to make."""
 
-    status: str
-    detail: str
-    loads: str = field(default="", compare=False)
+@dataclass(slots=True)
+class Refused:
+    reason: Refusal
+    retry_after_s: int
+
+
+class Verdict(enum.Enum):
+    """The verdicts without further fields."""
+
+    GRANTED = "granted"  # ask for the placement
+    EXPIRED = "expired"
+    PREEMPTED = "preempted"
+    EVICTED = "evicted"
+    GONE = "gone"  # Redis does not know the request, or another stream owns it
+    FOREIGN = "foreign"  # another request has the id
+    UNKNOWN_POOL = "unknown-pool"
+
+
+AnyVerdict = Placed | Queued | Refused | Verdict
+
+
+def name_of(verdict: AnyVerdict) -> str:
+    """The scripts' word for `verdict`, as traces name it."""
+    return verdict.value if isinstance(verdict, Verdict) else type(verdict).__name__.lower()
+
+
+def parse_verdict(reply: str) -> AnyVerdict:
+    """Raises ValueError for a reply that no script gives."""
+    what, _, detail = reply.partition(" ")
+    if what == "placed":
+        endpoints, _, loads = detail.partition(" ")
+        return Placed(tuple(endpoints.split(",")), loads)
+    if what == "queued":
+        return Queued(float(detail or 0) / 1000)
+    if what == "refused":
+        reason, _, seconds = detail.partition(" ")
+        return Refused(Refusal(reason), int(seconds))
+    return Verdict(what)
+
+
+@dataclass(slots=True)
+class Notification:
+    """The queue's verdict on a waiting request of this replica. `attempt`: only if it is Placed."""
+
+    request_id: str
+    verdict: AnyVerdict
+    attempt: str = ""
+
+
+_NOTIFIED: Mapping[str, Verdict] = {
+    each.value: each for each in (Verdict.GRANTED, Verdict.EXPIRED, Verdict.PREEMPTED, Verdict.EVICTED)
+}
+
+
+def parse_notification(what: str, about: str) -> Notification | None:
+    """`about` is the request's id, or `ATTEMPT ENDPOINTS LOADS ID` if the grant has placed the request. None
+    for a malformed notification: the channel is open to other programs."""
+    if what == "placed":
+        parts = about.split(" ", 3)
+        if len(parts) < 4:
+            return None
+        attempt, endpoints, loads, request_id = parts
+        return Notification(request_id, Placed(tuple(endpoints.split(",")), loads), attempt)
+    verdict = _NOTIFIED.get(what)
+    return Notification(about, verdict) if verdict is not None else None
+
+
+class Renewal(enum.StrEnum):
+    RENEWED = "renewed"
+    RESTORED = "restored"
+    WAITING = "waiting"  # queued: not in flight
+    UNKNOWN = "unknown"
+
+
+class FaultReply(enum.StrEnum):
+    EJECTED = "ejected"  # by this fault
+    DOWN = "down"  # by this fault
+    NOTED = "noted"
+    UNKNOWN = "unknown"
+
+
+class TombstoneReply(enum.StrEnum):
+    STORED = "stored"
+    BACK = "back"  # stored, but the request had been restored and counts
+
+
+class SuspicionReply(enum.StrEnum):
+    SUSPECTED = "suspected"
+    WAITING = "waiting"
+    UNKNOWN = "unknown"
+
+
+class CancelReply(enum.StrEnum):
+    ENDED = "ended"
+    GRANTED = "granted"
+    FOREIGN = "foreign"
+    UNKNOWN = "unknown"
+
+
+class MarkReply(enum.StrEnum):
+    MARKED = "marked"
+    EJECTED = "ejected"
+    UNKNOWN = "unknown"
+
+
+class EvictReply(enum.StrEnum):
+    EVICTED = "evicted"
+    RUNNING = "running"  # too late
+    UNKNOWN = "unknown"
+
+
+class EndKind(enum.StrEnum):
+    SETTLED = "settled"
+    LEFT = "left"  # the request was queued
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class SettleReply:
+    kind: EndKind
+    model: str = ""  # of a known request
+
+
+def parse_settled(reply: str) -> SettleReply:
+    kind, _, model = reply.partition(" ")
+    return SettleReply(EndKind(kind), model)
+
+
+def word_of(words: type[_Word]) -> Callable[[str], _Word]:
+    """A parser of replies of one word. Raises KeyError for a word that no script gives."""
+    return {word.value: word for word in words}.__getitem__
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,52 +232,19 @@ class LiveConfig:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolState:
-    """The pool's state at one moment, by the names of the admin API. The keys of `in_flight` are endpoints.
-
-    The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
-    first: all configured bands, and others in use. `queue_bytes` adds up the bodies of waiting requests.
-    `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
-    `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
-    """
-
-    born_us: int
-    now_us: int
-    stock: float
-    lower: float
-    upper: float
-    ready_backends: int
-    queued: int
-    queue_length: Mapping[str, int]
-    queue_bytes: Mapping[str, int]
-    active_flows: int
-    virtual_times: Mapping[str, float]
-    leases: int
-    dispatched_total: int
-    ended_total: int
-    guard_dispatches_total: int
-    guard_credit: float
-    overdue: int
-    drain_rate: float
-    retry_after_s: int
-    paused: bool
-    tuned_version: str
-    replicas: Sequence[str]
-    in_flight: Mapping[str, int]
-    about: Mapping[str, Mapping[str, object]]
+_renewal, _cancelled, _marked = word_of(Renewal), word_of(CancelReply), word_of(MarkReply)
+_fault_noted, _suspicion, _tombstoned = word_of(FaultReply), word_of(SuspicionReply), word_of(TombstoneReply)
 
 
 class Store:
     """Typed access to one pool's shared state for one replica.
 
-    `on_notification(what, about)` is called with each notification in a reply (schema.NOTIFICATIONS);
-    `on_dequeued(attempts, successes)` after a call that dispatched requests; `on_adopted()` for each
-    admission of a request that Redis already knew; `on_unavailable(cause, why)` when Redis becomes
-    unavailable. `reads` serves the admin API; `queue_snapshots` reads all flow queues once for the fleet.
-    Heartbeats keep `signing` in step with the fleet's keys. `bands` are the configured bands.
-    Every method raises StateFault: StateUnavailable without Redis, other subclasses if Redis answers with an
-    error (state/batching.py).
+    `on_notification` is called with each notification in a reply; `on_dequeued(attempts, successes)` after a
+    call that dispatched requests; `on_adopted()` for each admission of a request that Redis already knew;
+    `on_unavailable(cause, why)` when Redis becomes unavailable. `reads` serves the admin API;
+    `queue_snapshots` reads all flow queues once for the fleet. Heartbeats keep `signing` in step with the
+    fleet's keys. `bands` are the configured bands. Every method raises StateFault: StateUnavailable without
+    Redis, other subclasses if Redis answers with an error (state/batching.py).
     """
 
     def __init__(
@@ -148,7 +257,7 @@ class Store:
         pause_detector: PauseDetector,
         connect_timeout_s: float,
         metrics: CallMetrics,
-        on_notification: Callable[[str, str], object],
+        on_notification: Callable[[Notification], object],
         on_dequeued: Callable[[int, int], None],
         on_adopted: Callable[[], None],
         on_unavailable: Callable[[str, str], object],
@@ -198,27 +307,29 @@ class Store:
         """Ids of ended requests whose end Redis cannot have seen, oldest first."""
         return [str(args[0]) for args in self._client.unsent("settle")]
 
-    async def admit(
+    def admit(
         self, request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0
-    ) -> Decision:
-        """placed a,b,c | queued TTL_LEFT_MS | refused REASON RETRY_AFTER_S | expired | unknown-pool | foreign
+    ) -> asyncio.Future[AnyVerdict]:
+        """Placed, Queued, Refused, EXPIRED, FOREIGN or UNKNOWN_POOL.
 
         `candidates`: '*', 'a,b' or 'a=0.7,b=0.5' (scores without the load in flight); '' for none. With '*'
         the call that grants a queued request also places it.
         """
-        reply: str = await self._client.submit("admit", (_arrival(request, attempt, candidates, age_s),))
+        arrival = _arrival(request, attempt, candidates, age_s)
+        return self._client.submit("admit", (arrival,), self._admitted)
+
+    def _admitted(self, reply: str) -> AnyVerdict:
         if reply.endswith(_ADOPTED):
             reply = reply.removesuffix(_ADOPTED)
             self._on_adopted()
-        return _verdict(reply)
+        return parse_verdict(reply)
 
-    async def place(self, request_id: str, attempt: str, candidates: str) -> Decision:
-        """placed a,b,c | queued TTL_LEFT_MS (put back) | refused no-endpoints 1 | expired | gone"""
-        return _verdict(await self._client.submit("place", (request_id, attempt, candidates)))
+    def place(self, request_id: str, attempt: str, candidates: str) -> asyncio.Future[AnyVerdict]:
+        """Place a granted request: Placed, Queued (put back), Refused, EXPIRED or GONE."""
+        return self._client.submit("place", (request_id, attempt, candidates), parse_verdict)
 
     def acknowledge(self, request_id: str, attempt: str) -> asyncio.Future[str]:
-        """taken | unknown: confirm the endpoint of a request that its grant placed. Repeated until Redis
-        accepts it."""
+        """Confirm the endpoint of a request that its grant placed. Repeated until Redis accepts it."""
         return self._client.submit("acknowledge", (request_id, attempt), durable=True)
 
     def settle(
@@ -230,8 +341,8 @@ class Store:
         *,
         answered: bool = False,
         urgent: bool = False,
-    ) -> asyncio.Future[str]:
-        """settled MODEL | left MODEL | unknown. Repeated until Redis accepts it.
+    ) -> asyncio.Future[SettleReply]:
+        """Report an end. Repeated until Redis accepts it.
 
         `actual` is the request's real cost, in the unit it was charged in; `answer_tokens`, the answer's
         tokens, improve later estimates. None: unknown. `answered`: the endpoint is healthy. `urgent`: send
@@ -239,17 +350,16 @@ class Store:
         """
         known = ("" if actual is None else actual, "" if answer_tokens is None else answer_tokens)
         args = (request_id, _ANSWERED if answered else outcome.value, *known)
-        return self._client.submit("settle", args, durable=True, urgent=urgent)
+        return self._client.submit("settle", args, parse_settled, durable=True, urgent=urgent)
 
-    def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[str]:
-        """ejected, down (by this fault) | noted | unknown. `flow` is the request's flow, '' if unknown."""
+    def report_fault(self, fault: Fault, flow: str) -> asyncio.Future[FaultReply]:
+        """Report a failed attempt. `flow` is the request's flow, '' if unknown."""
         args = (fault.id, fault.endpoint, flow, fault.why, _milliseconds(fault.hold_s))
-        return self._client.submit("report_fault", args)
+        return self._client.submit("report_fault", args, _fault_noted)
 
-    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[str]:
-        """stored | back (stored, but the request had been restored and counts). The request ended `ago_s`
-        ago; renewals of a request that was last seen alive before then no longer restore it."""
-        return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)))
+    def tombstone(self, request_id: str, ago_s: float = 0.0) -> asyncio.Future[TombstoneReply]:
+        """Store that the request ended `ago_s` ago; no renewal that saw it alive before then restores it."""
+        return self._client.submit("tombstone", (request_id, _milliseconds(ago_s)), _tombstoned)
 
     def note_origin(self, state_id: str, endpoint: str) -> asyncio.Future[str]:
         """noted: `endpoint` has the state of an id of the Responses API. Repeated until Redis accepts it."""
@@ -260,29 +370,26 @@ class Store:
         found: list[str | None] = await self._client.command("HMGET", self.keys.origins, *ids)
         return found
 
-    def report_client_gone(self, request_id: str) -> asyncio.Future[str]:
-        """suspected | waiting | unknown: the client may have gone. If the request is placed, the sweep checks
-        the endpoint's next metrics pages."""
-        return self._client.submit("report_client_gone", (request_id,))
+    def report_client_gone(self, request_id: str) -> asyncio.Future[SuspicionReply]:
+        """The client may have gone. If the request is placed, the sweep checks the endpoint's next metrics
+        pages."""
+        return self._client.submit("report_client_gone", (request_id,), _suspicion)
 
-    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[str]:
-        """ended | granted | foreign | unknown; `why`: cancelled, expired, withdrawn. Repeated until Redis
-        accepts it."""
-        return self._client.submit("cancel", (request_id, attempt, why), durable=True)
+    def cancel(self, request_id: str, attempt: str, why: str) -> asyncio.Future[CancelReply]:
+        """`why`: cancelled, expired, withdrawn. Repeated until Redis accepts it."""
+        return self._client.submit("cancel", (request_id, attempt, why), _cancelled, durable=True)
 
-    def return_grant(self, request_id: str) -> asyncio.Future[str]:
-        """ended | foreign | unknown: give back a grant without a stream. If lost, the grant is repeated."""
-        return self._client.submit("cancel", (request_id, "", "unclaimed"))
+    def return_grant(self, request_id: str) -> asyncio.Future[CancelReply]:
+        """Give back a grant without a stream. If lost, the grant is repeated."""
+        return self._client.submit("cancel", (request_id, "", "unclaimed"), _cancelled)
 
     def renew(
         self, request_id: str, attempt: str | None, served: str, accounting_token: str, ago_s: float = 0.0
-    ) -> asyncio.Future[str]:
-        """renewed | restored | waiting | unknown; the request was last seen alive `ago_s` ago. `attempt` is
-        None if an access log reports the request."""
+    ) -> asyncio.Future[Renewal]:
+        """The request was last seen alive `ago_s` ago. `attempt` is None if an access log reports it."""
         mine = "" if attempt is None else attempt
-        return self._client.submit(
-            "renew", (request_id, mine, served, accounting_token, _milliseconds(ago_s))
-        )
+        args = (request_id, mine, served, accounting_token, _milliseconds(ago_s))
+        return self._client.submit("renew", args, _renewal)
 
     async def heartbeat(self, about: str, silence_s: float) -> HeartbeatReply:
         """Report that this replica is alive. `about` is its replica info (JSON); '': unchanged."""
@@ -315,11 +422,15 @@ class Store:
         clock = self._now_at_least()
         return int(clock[1]) // 1000 if clock else 0
 
-    async def notifications(self) -> list[tuple[str, str]]:
-        """The notifications in this replica's inbox: (what, request id), `placed` as `granted`. They stay."""
+    async def notifications(self) -> list[Notification]:
+        """The notifications in this replica's inbox, a Placed one as GRANTED. They stay."""
         flat = await self._client.command("HGETALL", self.keys.inbox(self._replica))
         pairs = zip(flat[::2], flat[1::2], strict=True)
-        return [("granted" if what.startswith("placed") else what, request_id) for request_id, what in pairs]
+        found = (
+            parse_notification("granted" if what.startswith("placed") else what, request_id)
+            for request_id, what in pairs
+        )
+        return [each for each in found if each is not None]
 
     async def server_info(self) -> str:
         """The sections `memory` and `replication` of the server's INFO."""
@@ -351,7 +462,7 @@ class Store:
         caps = {each.address: each.max_inflight for each in endpoints if each.max_inflight is not None}
         if caps:
             settings = {**settings, "caps": caps}  # the scripts read caps for each placement
-        pairs = [text for each in endpoints for text in (each.address, _description(each))]
+        pairs = [text for each in endpoints for text in (each.address, describe(each))]
         reply = await self._client.call(
             "publish", self._replica, config_version, endpoints_version, json.dumps(settings), *pairs
         )
@@ -366,7 +477,7 @@ class Store:
         pairs = [
             text
             for address, each in changes.items()
-            for text in (address, "" if each is None else _description(each))
+            for text in (address, "" if each is None else describe(each))
         ]
         reply = await self._client.call("publish_changes", self._replica, former_version, version, *pairs)
         self._take_head(reply)
@@ -401,17 +512,17 @@ class Store:
         )
         return [fields[1] for _, fields in found]
 
-    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[str]:
-        """marked | ejected | unknown. `what`: `drained` or `down`: the endpoint takes no new requests;
+    def mark_endpoint(self, address: str, what: str, on: bool) -> asyncio.Future[MarkReply]:
+        """`what`: `drained` or `down`: the endpoint takes no new requests;
         `ejected`: a probe found the ejected endpoint unhealthy (`on`) or healthy; `stuck`: the endpoint's
         metrics page does not change while requests run there."""
-        return self._client.submit("mark_endpoint", (address, what, int(on)))
+        return self._client.submit("mark_endpoint", (address, what, int(on)), _marked)
 
-    async def evict(self, request_id: str) -> str:
-        """Take a request out of the queue: evicted | running (too late) | unknown"""
+    async def evict(self, request_id: str) -> EvictReply:
+        """Take a request out of the queue."""
         reply = await self._client.call("evict", self._replica, request_id)
         self._take_head(reply)
-        return str(reply[4])
+        return EvictReply(reply[4])
 
     async def sweep(self, *, interval_s: float, grace_s: float, idle_s: float, unseen_s: float) -> SweepReply:
         times = (int(seconds * 1000) for seconds in (interval_s, grace_s, idle_s, unseen_s))
@@ -437,64 +548,16 @@ class Store:
 
     async def ejections(self) -> Mapping[str, Ejection]:
         """Ejections by address, of endpoints that are ejected now or were recently."""
-        flat = await self._client.command("HGETALL", self.keys.outliers)
-        found = {}
-        for address, text in zip(flat[::2], flat[1::2], strict=True):
-            # Skip entries without a time (never ejected), and malformed ones of other programs.
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                entry = json.loads(text)
-                found[address] = Ejection(str(entry["why"]), int(entry["until_ms"]))
-        return found
+        return parse_ejections(await self._client.command("HGETALL", self.keys.outliers))
 
     async def marks(self) -> frozenset[tuple[str, str]]:
         """The marks of all endpoints, as pairs of `drained`, `down` or `ejected` and the address."""
-        fields = (await self._client.command("HGETALL", self.keys.marks))[::2]
-        parts = (field.partition(BETWEEN) for field in fields)
-        return frozenset((what, address) for what, _, address in parts)
+        return parse_marks((await self._client.command("HGETALL", self.keys.marks))[::2])
 
     async def state(self, silence_s: float) -> PoolState:
         """The pool's state; replicas without a heartbeat for `silence_s` are not live."""
         reply = await self._client.call("state", int(silence_s * 1000))
-        epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
-        bands, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[
-            10:
-        ]
-        by_band = {band.priority: (0.0, 0, 0) for band in self._bands}
-        rows = zip(bands[::5], bands[1::5], bands[3::5], bands[4::5], strict=True)
-        for priority, v, length, size_bytes in rows:
-            # After a reconfiguration a dynamic band may share a named band's priority: add their counts.
-            former_v, former, former_bytes = by_band.get(priority, (0.0, 0, 0))
-            by_band[priority] = max(former_v, float(v)), former + length, former_bytes + int(size_bytes)
-        named = {self._bands.of(each).name: by_band[each] for each in sorted(by_band, reverse=True)}
-        return PoolState(
-            born_us=int(epoch),
-            now_us=int(now_us),
-            stock=float(stock),
-            lower=float(lower),
-            upper=float(upper),
-            ready_backends=ready,
-            queued=queued,
-            queue_length={name: length for name, (_, length, _) in named.items()},
-            queue_bytes={name: size_bytes for name, (_, _, size_bytes) in named.items()},
-            active_flows=sum(bands[2::5]),
-            virtual_times={name: v for name, (v, _, _) in named.items()},
-            leases=inflight,
-            dispatched_total=int(dispatched),
-            ended_total=int(ended),
-            guard_dispatches_total=int(guards),
-            guard_credit=float(credit),
-            overdue=overdue,
-            drain_rate=float(rate),
-            retry_after_s=retry_after_s,
-            paused=paused == 1,
-            tuned_version=tuned_version,
-            replicas=replicas[::2],
-            in_flight={
-                address: int(float(score) % UNPICKABLE)
-                for address, score in zip(load[::2], load[1::2], strict=True)
-            },
-            about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
-        )
+        return parse_pool_state(reply, self._bands)
 
     def _take_head(self, head: Sequence[Any]) -> None:
         self.epoch = head[0]
@@ -504,60 +567,12 @@ class Store:
             what, _, about = item.partition(" ")
             if what == "strays":
                 self._on_strays(int(about))
-            else:
-                self._on_notification(what, about)
-
-
-def marked(
-    endpoints: Iterable[Endpoint],
-    marks: frozenset[tuple[str, str]],
-    ejections: Mapping[str, Ejection] = MappingProxyType({}),
-) -> tuple[Endpoint, ...]:
-    """`endpoints`, which carry no marks yet, with `marks` and `ejections` set."""
-    if not marks:
-        return tuple(endpoints)
-    addresses = {address for _, address in marks}
-    return tuple(
-        replace(
-            each,
-            drained=("drained", each.address) in marks,
-            down=("down", each.address) in marks,
-            ejected=ejections.get(each.address, _UNKNOWN_EJECTION)
-            if ("ejected", each.address) in marks
-            else None,
-        )
-        if each.address in addresses
-        else each
-        for each in endpoints
-    )
-
-
-def _description(endpoint: Endpoint) -> str:
-    """The JSON that is published for an endpoint, under its address."""
-    about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
-    if endpoint.max_inflight is not None:
-        about["max_inflight"] = endpoint.max_inflight
-    return json.dumps(about, separators=(",", ":"))
+            elif (notification := parse_notification(what, about)) is not None:
+                self._on_notification(notification)
 
 
 def _milliseconds(seconds: float) -> int:
     return max(0, int(seconds * 1000))
-
-
-def _info(text: str) -> Mapping[str, object]:
-    """A replica's published info, parsed; empty if it is malformed."""
-    try:
-        about = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _verdict(reply: str) -> Decision:
-    what, _, detail = reply.partition(" ")
-    if what == "placed":
-        return Decision(what, *detail.split(" "))
-    return Decision(what, detail)
 
 
 def _arrival(request: InferenceRequest, attempt: str, candidates: str, age_s: float = 0.0) -> bytes:

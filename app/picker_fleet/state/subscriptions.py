@@ -17,6 +17,7 @@ from picker_fleet.errors import StateUnavailable
 from picker_fleet.state.connection import DOWN, RedisConnection
 from picker_fleet.state.error_replies import Meaning, meaning_of
 from picker_fleet.state.primary import connections, is_replaced, raise_if_cancelled
+from picker_fleet.state.store import Notification, parse_notification
 
 CHECK_S = 1.0  # interval of a subscription's PINGs, and the time in which each must be answered
 _CONNECT_S = 2.0
@@ -111,7 +112,7 @@ class _Subscription:
 
 
 async def listen(
-    url: str, name: str, on_notification: Callable[[str, str], object], *, check_s: float = CHECK_S
+    url: str, name: str, on_notification: Callable[[Notification], object], *, check_s: float = CHECK_S
 ) -> None:
     """Pass each line `WHAT ABOUT` of the wake-up channel `name` to `on_notification` until cancelled.
     Wake-ups are hints: a lost wake-up delays its request by at most a heartbeat interval."""
@@ -119,7 +120,8 @@ async def listen(
     def take(message: bytes) -> None:
         for line in message.decode(errors="replace").split("\n"):
             what, _, about = line.partition(" ")
-            on_notification(what, about)
+            if (notification := parse_notification(what, about)) is not None:
+                on_notification(notification)
 
     await follow(url, name, take, what="wake-ups", check_s=check_s)
 

@@ -24,7 +24,7 @@ from picker_fleet.endpoints.readings import EndpointMetrics
 from picker_fleet.errors import ClientGone
 from picker_fleet.request import Completion, InferenceRequest, Outcome
 from picker_fleet.state.error_replies import NO_ANSWER, Meaning
-from picker_fleet.state.store import PoolState
+from picker_fleet.state.pool_state import PoolState
 
 PAGE_TYPE = CONTENT_TYPE_LATEST  # Content-Type of the metrics page
 OTHER = "other"

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -28,6 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from picker_fleet.request import Completion, InferenceRequest, Placement
 from picker_fleet.sections import Tracing
+from picker_fleet.state.store import AnyVerdict, Queued, SettleReply, name_of
 
 _HEADER = "traceparent"
 _EXPORT_S = 2  # timeout of an export in the background; a failed export loses its spans
@@ -51,17 +51,19 @@ class DecisionSpans:
         _W3C.inject(carrier, self._context)
         return carrier.get(_HEADER, "")
 
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[Span]:
-        """Open a child span for the block, after ending the wait span if there is one."""
+    def begin_stage(self, name: str) -> Span:
+        """Start a child span, after ending the wait span if there is one."""
         self._end_wait()
-        with self._tracer.start_as_current_span(name, self._context, record_exception=False) as span:
-            yield span
+        return self._tracer.start_span(name, self._context)
 
-    def on_verdict(self, verdict: str) -> None:
-        """Take the verdict of a script; `queued` starts a wait span."""
-        if verdict == "queued":
-            self._wait = self._tracer.start_span("wait", self._context)
+    def end_stage(self, span: Span, answer: "asyncio.Future[AnyVerdict]") -> None:
+        """End a stage with the script's verdict; Queued starts a wait span."""
+        if not answer.cancelled() and answer.exception() is None:
+            verdict = answer.result()
+            span.set_attribute("picker.verdict", name_of(verdict))
+            if isinstance(verdict, Queued):
+                self._wait = self._tracer.start_span("wait", self._context)
+        span.end()
 
     def end(self, placement: Placement | None, fault: str = "") -> None:
         """End the decision's span with the endpoint of `placement`, or with the error `fault`."""
@@ -151,7 +153,7 @@ class Traces:
         if len(self._settling) > _MAX_SETTLING:
             self._settling.popitem(last=False)[1].end()
 
-    def settled(self, request_id: str, answer: "asyncio.Future[str]") -> None:
+    def settled(self, request_id: str, answer: "asyncio.Future[SettleReply]") -> None:
         """End the settle span when `answer`, the reply of the settle script, arrives."""
         span = self._settling.pop(request_id, None)
         if span is not None:
@@ -176,9 +178,9 @@ def _context_of(parent: str) -> Context:
     return _W3C.extract({_HEADER: parent}, Context()) if parent else Context()
 
 
-def _end_settle(span: Span, answer: "asyncio.Future[str]") -> None:
+def _end_settle(span: Span, answer: "asyncio.Future[SettleReply]") -> None:
     if answer.cancelled() or answer.exception() is not None:
         span.set_status(Status(StatusCode.ERROR, "the shared state did not settle it"))
     else:
-        span.set_attribute("picker.verdict", answer.result().partition(" ")[0])
+        span.set_attribute("picker.verdict", answer.result().kind.value)
     span.end()

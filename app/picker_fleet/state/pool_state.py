@@ -1,0 +1,151 @@
+"""The pool's state and endpoints as Redis stores them: parsed for heartbeats, metrics and the admin API."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from picker_fleet.bands import Bands
+from picker_fleet.request import Ejection, Endpoint
+from picker_fleet.state.keys import BETWEEN
+from picker_fleet.state.schema import UNPICKABLE
+
+_UNKNOWN_EJECTION = Ejection("unknown", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The pool's state at one moment, by the names of the admin API. The keys of `in_flight` are endpoints.
+
+    The keys of `queue_length`, `queue_bytes` and `virtual_times` are names of bands, the highest priority
+    first: all configured bands, and others in use. `queue_bytes` adds up the bodies of waiting requests.
+    `lower` and `upper` are the bounds of the stock. `born_us`: when this epoch of the pool began; 0: unknown.
+    `about`: the replica info of each of the live `replicas`, as its heartbeats report it.
+    """
+
+    born_us: int
+    now_us: int
+    stock: float
+    lower: float
+    upper: float
+    ready_backends: int
+    queued: int
+    queue_length: Mapping[str, int]
+    queue_bytes: Mapping[str, int]
+    active_flows: int
+    virtual_times: Mapping[str, float]
+    leases: int
+    dispatched_total: int
+    ended_total: int
+    guard_dispatches_total: int
+    guard_credit: float
+    overdue: int
+    drain_rate: float
+    retry_after_s: int
+    paused: bool
+    tuned_version: str
+    replicas: Sequence[str]
+    in_flight: Mapping[str, int]
+    about: Mapping[str, Mapping[str, object]]
+
+
+def parse_pool_state(reply: Sequence[Any], bands: Bands) -> PoolState:
+    """The reply of the script `state`. `bands` are the configured bands."""
+    epoch, now_us, stock, queued, upper, lower, ready, inflight, dispatched, ended = reply[:10]
+    counts, replicas, load, guards, credit, overdue, rate, paused, tuned_version, retry_after_s = reply[10:]
+    by_band = {band.priority: (0.0, 0, 0) for band in bands}
+    rows = zip(counts[::5], counts[1::5], counts[3::5], counts[4::5], strict=True)
+    for priority, v, length, size_bytes in rows:
+        # After a reconfiguration a dynamic band may share a named band's priority: add their counts.
+        former_v, former, former_bytes = by_band.get(priority, (0.0, 0, 0))
+        by_band[priority] = max(former_v, float(v)), former + length, former_bytes + int(size_bytes)
+    named = {bands.of(each).name: by_band[each] for each in sorted(by_band, reverse=True)}
+    return PoolState(
+        born_us=int(epoch),
+        now_us=int(now_us),
+        stock=float(stock),
+        lower=float(lower),
+        upper=float(upper),
+        ready_backends=ready,
+        queued=queued,
+        queue_length={name: length for name, (_, length, _) in named.items()},
+        queue_bytes={name: size_bytes for name, (_, _, size_bytes) in named.items()},
+        active_flows=sum(counts[2::5]),
+        virtual_times={name: v for name, (v, _, _) in named.items()},
+        leases=inflight,
+        dispatched_total=int(dispatched),
+        ended_total=int(ended),
+        guard_dispatches_total=int(guards),
+        guard_credit=float(credit),
+        overdue=overdue,
+        drain_rate=float(rate),
+        retry_after_s=retry_after_s,
+        paused=paused == 1,
+        tuned_version=tuned_version,
+        replicas=replicas[::2],
+        in_flight={
+            address: int(float(score) % UNPICKABLE)
+            for address, score in zip(load[::2], load[1::2], strict=True)
+        },
+        about={name: _info(text) for name, text in zip(replicas[::2], replicas[1::2], strict=True)},
+    )
+
+
+def parse_ejections(flat: Sequence[str]) -> Mapping[str, Ejection]:
+    """Ejections by address, of endpoints that are ejected now or were recently, from the hash `outliers`."""
+    found = {}
+    for address, text in zip(flat[::2], flat[1::2], strict=True):
+        # Skip entries without a time (never ejected), and malformed ones of other programs.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            entry = json.loads(text)
+            found[address] = Ejection(str(entry["why"]), int(entry["until_ms"]))
+    return found
+
+
+def parse_marks(fields: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Pairs of `drained`, `down` or `ejected` and the address, from the fields of the hash `marks`."""
+    parts = (field.partition(BETWEEN) for field in fields)
+    return frozenset((what, address) for what, _, address in parts)
+
+
+def marked(
+    endpoints: Iterable[Endpoint],
+    marks: frozenset[tuple[str, str]],
+    ejections: Mapping[str, Ejection] = MappingProxyType({}),
+) -> tuple[Endpoint, ...]:
+    """`endpoints`, which carry no marks yet, with `marks` and `ejections` set."""
+    if not marks:
+        return tuple(endpoints)
+    addresses = {address for _, address in marks}
+    return tuple(
+        replace(
+            each,
+            drained=("drained", each.address) in marks,
+            down=("down", each.address) in marks,
+            ejected=ejections.get(each.address, _UNKNOWN_EJECTION)
+            if ("ejected", each.address) in marks
+            else None,
+        )
+        if each.address in addresses
+        else each
+        for each in endpoints
+    )
+
+
+def describe(endpoint: Endpoint) -> str:
+    """The JSON that is published for an endpoint, under its address."""
+    about: dict[str, object] = {"labels": endpoint.labels, "draining": endpoint.draining}
+    if endpoint.max_inflight is not None:
+        about["max_inflight"] = endpoint.max_inflight
+    return json.dumps(about, separators=(",", ":"))
+
+
+def _info(text: str) -> Mapping[str, object]:
+    """A replica's published info, parsed; empty if it is malformed."""
+    try:
+        about = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return about if isinstance(about, dict) else {}
