@@ -7,12 +7,14 @@ from typing import Any
 import grpc
 import pytest
 from background import until
+from clocks import Clock
 from envoy.config.core.v3 import health_check_pb2
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 from extproc_client import serving_on
 
-from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
+from picker_fleet.endpoints import snapshot as snapshots
+from picker_fleet.endpoints.snapshot import MAX_REMOVED, REMOVED_S, Snapshot, SnapshotCell
 from picker_fleet.extproc import eds
 from picker_fleet.request import Endpoint
 
@@ -70,9 +72,9 @@ def snapshot(version: str, *addresses: str, draining: str = "") -> Snapshot:
     return Snapshot(version, tuple(Endpoint(one, draining=one == draining) for one in addresses))
 
 
-def filled(*addresses: str) -> SnapshotCell:
-    """With version v1."""
-    cell = SnapshotCell()
+def filled(*addresses: str, clock: Clock | None = None) -> SnapshotCell:
+    """With version v1. Time stands still, or is `clock`'s."""
+    cell = SnapshotCell(clock or Clock())
     cell.publish(snapshot("v1", *addresses))
     return cell
 
@@ -121,7 +123,7 @@ async def test_a_rejected_version_is_not_sent_again() -> None:
         await call.write(asking("pool", after=first, error="no such thing"))
         await call.write(asking("pool", "more", after=first))  # its response proves that the others were read
         second = await call.read()
-        cell.publish(snapshot("v2", "10.0.0.2:8000"))
+        cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
         third = await call.read()
     assert (second.version_info, int(second.nonce)) == ("v1", int(first.nonce) + 1)
     assert set(read(second)) == {"pool", "more"}
@@ -145,8 +147,9 @@ async def test_every_envoy_receives_a_change() -> None:
     async with serving(cell) as channel:
         one, other = await subscribe(channel, "pool"), await subscribe(channel, "pool")
         assert read(await one.read()) == read(await other.read())
-        cell.publish(snapshot("v2"))
-        assert [read(await call.read()) for call in (one, other)] == [{"pool": {}}, {"pool": {}}]
+        cell.publish(snapshot("v2", "10.0.0.1:8000", "10.0.0.2:8000"))
+        healthy = {f"10.0.0.{number}:8000": health_check_pb2.HEALTHY for number in (1, 2)}
+        assert [read(await call.read()) for call in (one, other)] == [{"pool": healthy}] * 2
 
 
 async def test_what_every_envoy_has_acknowledged_is_known() -> None:
@@ -168,6 +171,66 @@ async def test_what_every_envoy_has_acknowledged_is_known() -> None:
         await until(lambda: cell.acknowledged == "v2")
         one.cancel()
         await until(lambda: cell.acknowledged is None)
+
+
+async def test_a_removed_endpoint_stays_listed_as_draining_for_a_short_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "REMOVED_S", 0.05)
+    clock = Clock()
+    cell = filled("10.0.0.1:8000", clock=clock)
+    async with subscribed(cell, "pool") as call:
+        await call.read()
+        cell.publish(snapshot("v2"))
+        second = await call.read()
+        assert read(second)["pool"] == {"10.0.0.1:8000": health_check_pb2.DRAINING}
+        await call.write(asking("pool", after=second))
+        await until(lambda: cell.acknowledged == "v2")
+        clock.now_s = 0.05
+        third = await call.read()
+        assert read(third)["pool"] == {}
+        assert third.version_info == "v2" != second.version_info
+        await call.write(asking("pool", "more", after=third))
+        await call.read()
+        assert cell.acknowledged == "v2"
+
+
+def listed(cell: SnapshotCell) -> dict[str, bool]:
+    """{address: whether it takes requests} as Envoys list them."""
+    return {each.address: each.ready for each in cell.listed().endpoints}
+
+
+def test_each_removed_endpoint_has_its_own_time_and_its_return_ends_it() -> None:
+    clock = Clock()
+    cell = filled("a:1", "b:1", "c:1", clock=clock)
+    versions = [cell.listed().version]
+
+    def step(at: float, version: str, *addresses: str) -> dict[str, bool]:
+        clock.now_s = at * REMOVED_S
+        cell.publish(snapshot(version, *addresses))
+        versions.append(cell.listed().version)
+        return listed(cell)
+
+    assert step(0, "v2", "b:1", "c:1") == {"a:1": False, "b:1": True, "c:1": True}
+    assert step(0.5, "v3", "c:1") == {"a:1": False, "b:1": False, "c:1": True}
+    assert step(0.9, "v4", "b:1", "c:1") == {"a:1": False, "b:1": True, "c:1": True}
+    assert step(1, "v4") == {"b:1": True, "c:1": True}
+    assert step(1.1, "v5", "c:1") == {"b:1": False, "c:1": True}
+    assert step(2.1, "v5") == {"c:1": True}
+    assert len(set(versions)) == len(versions)
+
+
+def test_no_more_removed_endpoints_are_listed_than_the_bound() -> None:
+    addresses = [f"e{number}:1" for number in range(MAX_REMOVED + 1)]
+    cell = filled(*addresses)
+    cell.publish(snapshot("v2"))
+    assert listed(cell) == dict.fromkeys(addresses[1:], False)
+
+
+def test_a_replica_without_a_snapshot_lists_nothing() -> None:
+    cell = filled("a:1")
+    cell.publish(Snapshot("", ()))
+    assert cell.listed() == Snapshot("", ())
 
 
 async def test_another_resource_type_is_refused_by_name() -> None:

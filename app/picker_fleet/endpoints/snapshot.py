@@ -1,10 +1,19 @@
 """Holds the pool's endpoints, wakes waiters on a change, and tracks the version that each Envoy has."""
 
 import asyncio
+import hashlib
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from picker_fleet.request import Endpoint
+
+# How long Envoys list a removed endpoint. A request that was placed there just before the removal reaches
+# Envoy's load balancing within a few milliseconds, on a busy machine within a second.
+REMOVED_S: Final = 2.0
+MAX_REMOVED: Final = 4096  # removed endpoints listed at once; beyond that, the oldest are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +27,14 @@ class Snapshot:
 class SnapshotCell:
     """Holds the newest snapshot; many tasks may wait for the next snapshot. One event loop.
 
-    `on_acknowledged` is called after each change of `acknowledged`.
+    `on_acknowledged` is called after each change of `acknowledged`. `clock` is in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.current = Snapshot(version="", endpoints=())  # set by `publish` alone
         self._changed = asyncio.Event()
+        self._removed: dict[str, float] = {}  # address of a removed endpoint -> listed until; oldest first
         self._acknowledged: dict[object, str] = {}  # Envoy that follows this replica -> its version
         self.on_acknowledged: Callable[[], object] = lambda: None
 
@@ -49,6 +60,7 @@ class SnapshotCell:
         """Make `snapshot` current and wake the waiters, if its version is new."""
         if snapshot.version == self.current.version:
             return
+        self._remember_removed(snapshot)
         self.current = snapshot
         self._changed.set()
         self._changed = asyncio.Event()
@@ -58,6 +70,41 @@ class SnapshotCell:
         while self.current.version == version:
             await self._changed.wait()
         return self.current
+
+    def listed(self) -> Snapshot:
+        """The snapshot for Envoys: the current one, and each endpoint removed less than `REMOVED_S` ago, as
+        draining. The mark of these in its version changes when one is removed, returns or expires.
+
+        Without removed endpoints Envoy might answer 503 to a request that was placed just before.
+        """
+        self._forget_expired()
+        if not self._removed or not self.current.version:
+            return self.current
+        mark = hashlib.blake2b(" ".join(self._removed).encode(), digest_size=6).hexdigest()
+        removed = (Endpoint(address, draining=True) for address in self._removed)
+        return Snapshot(f"{self.current.version}+{mark}", (*self.current.endpoints, *removed))
+
+    async def listed_after(self, version: str) -> Snapshot:
+        """Wait, without a timeout, until `listed` has another version than `version`."""
+        while (listed := self.listed()).version == version:
+            until_s = next(iter(self._removed.values()), None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if until_s is None else until_s - self._clock()):
+                    await self._changed.wait()
+        return listed
+
+    def _remember_removed(self, snapshot: Snapshot) -> None:
+        """Remember the endpoints that leave with `snapshot`, and forget those that return."""
+        until_s = self._clock() + REMOVED_S
+        self._removed |= {each.address: until_s for each in self.current.endpoints}
+        for each in snapshot.endpoints:
+            self._removed.pop(each.address, None)
+        self._forget_expired()
+        self._removed = dict(list(self._removed.items())[-MAX_REMOVED:])
+
+    def _forget_expired(self) -> None:
+        now_s = self._clock()
+        self._removed = {address: until_s for address, until_s in self._removed.items() if until_s > now_s}
 
 
 def unmarked(version: str) -> str:

@@ -42,9 +42,10 @@ def handlers(cell: SnapshotCell) -> Mapping[str, Handler]:
 def assignment(name: str, snapshot: Snapshot) -> Any:
     """The ClusterLoadAssignment of cluster `name`: for cluster `pool` the snapshot's endpoints, else none.
 
-    A draining endpoint stays listed as DRAINING: `override_host` still finds it for requests placed there
-    before and for their retries (seen with Envoy 1.40), and no fallback chooses it. An endpoint that is down
-    is UNHEALTHY, so Envoy's own balancing avoids it; a request that names it is still tried there first.
+    A draining endpoint is listed as DRAINING, as is a removed one at first (`SnapshotCell.listed`): requests
+    placed there before still find it by `override_host`, as do their retries (seen with Envoy 1.40), and no
+    fallback chooses it. An endpoint that is down is UNHEALTHY, so Envoy's own balancing avoids it; a request
+    that names it is still tried there first.
     """
     message = endpoint_pb2.ClusterLoadAssignment(cluster_name=name)
     if name == CLUSTER:
@@ -85,13 +86,13 @@ class _Subscription:
     async def run(self) -> None:
         """Serve until Envoy ends the stream or the server stops (which cancels this)."""
         read = asyncio.ensure_future(self._stream.read())
-        change = asyncio.ensure_future(self._cell.after(""))
+        change = asyncio.ensure_future(self._cell.listed_after(""))
         try:
             while True:
                 await asyncio.wait((read, change), return_when=asyncio.FIRST_COMPLETED)
                 due = False
                 if change.done():
-                    change = asyncio.ensure_future(self._cell.after(change.result().version))
+                    change = asyncio.ensure_future(self._cell.listed_after(change.result().version))
                     due = True
                 if read.done():
                     data = read.result()
@@ -127,7 +128,7 @@ class _Subscription:
         return names != asked
 
     async def _send(self) -> None:
-        snapshot = self._cell.current
+        snapshot = self._cell.listed()
         if self._names is None or snapshot.version == "":
             return
         self._nonce += 1
