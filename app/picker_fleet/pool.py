@@ -21,6 +21,7 @@ from picker_fleet.admin.events import Events, SnapshotReader
 from picker_fleet.admin.fleet_state import FleetStateCache
 from picker_fleet.admin.views import FleetLists, FleetView
 from picker_fleet.admission.gate import Gate
+from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.origins import Origins
 from picker_fleet.admission.shared_gate import ServiceMeter, SharedGate
 from picker_fleet.background import Work, count_failures
@@ -43,6 +44,7 @@ from picker_fleet.extproc.context import (
 )
 from picker_fleet.extproc.transport import Handler
 from picker_fleet.failover.gate import FailoverGate
+from picker_fleet.failover.outage import unseen_s
 from picker_fleet.intake import Intake, selected_endpoints
 from picker_fleet.replica.endpoint_health import Probes
 from picker_fleet.replica.heartbeat import HeartbeatTrigger, KnownFleet, Membership
@@ -346,6 +348,7 @@ def assemble(
         record_cost=service.record,
         keys=signing,
         pause_detector=pause_detector,
+        ledger=Ledger(clock, 2 * unseen_s(settings.leases.access_log_interval)),
     )
     failover: FailoverGate = FailoverGate(
         store,

@@ -53,6 +53,7 @@ class PoolModel:
         self.outliers = Outliers(self.moment)
         self.requests: dict[str, Request] = {}
         self.inboxes: dict[str, dict[str, str]] = {}
+        self.suspects: dict[str, float] = {}  # id that may have ended unreported -> since when, ms
         self.replicas: dict[str, int] = {}  # last heartbeat, ms
         self.means: dict[str, tuple[float, int]] = {}  # flow -> mean answer tokens, when learned (ms)
         self.stock = self.upper = self.lower = self.rate = 0.0
@@ -65,6 +66,7 @@ class PoolModel:
         self._versions = ("", "")
         self._swept_ms = self._swept_dispatches = 0
         self._more = self.refiling = self._timed = False
+        self._suspected: list[str] = []  # endpoints of suspects, as of the last sweep
         self._caller = ""
         self._notifications: list[str] = []
 
@@ -337,7 +339,9 @@ class PoolModel:
             if r.owner == silent and r.state == "queued":
                 self._orphan(r, self.moment.now_ms + grace_ms)
         del self.replicas[silent]
-        self.inboxes.pop(silent, None)
+        for id, what in self.inboxes.pop(silent, {}).items():
+            if what.startswith("placed"):
+                self.suspects[id] = self.moment.now_ms
 
     def _walk(self) -> None:
         if self.refiling or self.moment.settings["ordering"] == "workload-aware":

@@ -224,14 +224,16 @@ class QueueModel(PoolModel):
         return self._conclude([self.tuned])
 
     def sweep(self, caller: str, interval_ms: int, grace_ms: int, idle_ms: int, unseen_ms: int) -> Reply:
-        """Answers: whether it ran, expired, reclaimed, whether there is more, and no ghosts."""
+        """Answers: whether it ran, expired, reclaimed, whether there is more, no ghosts, and the endpoints
+        of suspects."""
         self._begin(caller)
         fresh = self.moment.now_ms - self._swept_ms >= interval_ms
-        if not fresh and not self._more:
+        if not fresh and not (self._more or self._suspected):
             return Reply(answers=[0, 0, 0, 0, 0, []])
         ran, expired = self._run_timers(CHUNK)
         reclaimed = self._reclaim(CHUNK - ran)
         self._more = ran + reclaimed == CHUNK
+        self._suspected = [] if self._more else self._endpoints_of_suspects(CHUNK - ran - reclaimed)
         if not self._more:
             self._orphan_silent(grace_ms)
         self._walk()
@@ -248,7 +250,22 @@ class QueueModel(PoolModel):
             self._measure_rate()
         self.workloads.forget_idle(idle_ms)
         self.means = {f: it for f, it in self.means.items() if self.moment.now_ms - it[1] <= idle_ms}
-        return self._conclude([1, expired, reclaimed, int(self._more), 0, []])
+        return self._conclude([1, expired, reclaimed, int(self._more), 0, self._suspected])
+
+    def _endpoints_of_suspects(self, limit: int) -> list[str]:
+        """Endpoints of the placed suspects that were not renewed since; forget the other suspects."""
+        found: list[str] = []
+        oldest = sorted(self.suspects, key=lambda id: (self.suspects[id], id.encode()))
+        for id in oldest[:limit]:
+            r = self.requests.get(id)
+            if r is None or r not in self.in_flight() or self._seen_ms(r) > self.suspects[id]:
+                del self.suspects[id]
+            elif r.state == "placed" and first(r.endpoints) not in found:
+                found.append(first(r.endpoints))
+        return found
+
+    def _seen_ms(self, r: Request) -> float:
+        return r.lease_ms - self.moment.settings["lease_ms"]
 
     def _admit(self, item: Arrival) -> str:
         known = self.requests.get(item.id)

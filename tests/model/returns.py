@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 from failover_bench import PULSE, gate_over
 from script_fleet import ask, ended
 
+from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.failover.gate import FailoverGate, FailoverState
@@ -154,7 +155,7 @@ class World:
         shared = SharedGate(
             store, metrics=metrics, endpoints=cell, fallbacks=0, on_unknown_pool=lambda: None,
             chooser=LeastLoadedChooser(cell), attempts=itertools.repeat(1),
-            pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0),
+            pause_detector=PauseDetector(lambda: NOW_S, lambda: 0.0), ledger=Ledger(lambda: NOW_S),
         )  # fmt: skip
         return gate_over(
             store, shared, metrics, cell, FailureDetector(1.0, 8.0), replica=name, clock=lambda: NOW_S
@@ -255,9 +256,7 @@ class World:
     def _remembered(self) -> bool:
         """Whether the pool or a journal still has the request; if not, it can never be counted again."""
         return REQUEST in self.pool.counted or any(
-            gate.outage.journal.knows(REQUEST) or gate.outage.journal.has_ended(REQUEST)
-            for gate in self._gates
-            if gate.outage is not None
+            entry.id == REQUEST for gate in self._gates for entry in gate.ledger.journal()
         )
 
     @property

@@ -11,11 +11,13 @@ from local_requests import ask
 from metrics_page import samples
 from scripted_store import ScriptedStore, answered
 
+from picker_fleet.admission.ledger import Ledger
 from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.config import parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.gate import FailoverGate, FailoverState, FailoverTimes
+from picker_fleet.failover.outage import unseen_s
 from picker_fleet.replica.heartbeat import KnownFleet
 from picker_fleet.request import Completion, Endpoint, InferenceRequest, Outcome, Placement
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
@@ -119,6 +121,7 @@ class Bench:
         self.shared = SharedGate(
             store, metrics=self.metrics, endpoints=self.cell, fallbacks=1, on_unknown_pool=lambda: None,
             pause_detector=self.pause_detector,
+            ledger=Ledger(options.get("clock", asyncio.get_running_loop().time), 2 * unseen_s(0.0)),
         )  # fmt: skip
         self.pokes = 0
         self.gate = gate_over(

@@ -1,7 +1,7 @@
 """A replica's part of the bound: shared out, spent, earned and lent, it never makes more than the bound."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,13 +11,13 @@ from hypothesis import given
 from local_requests import ask, rules, start, waiting
 from metrics_page import samples
 
+from picker_fleet.admission.ledger import Ledger, Phase, Running
 from picker_fleet.bands import Band
 from picker_fleet.config import EffectiveConfig, parse
 from picker_fleet.endpoints.snapshot import Snapshot, SnapshotCell
 from picker_fleet.errors import ClientGone, DeadlineExceeded, ExpiredTtl, Preempted, TotalCapacity
 from picker_fleet.failover.local_gate import LocalBudget, LocalGate, LocalPicker, part_of, pick
 from picker_fleet.failover.local_queue import rules_of
-from picker_fleet.failover.outage import LocalPlacement, OutageJournal
 from picker_fleet.request import Alive, Completion, Endpoint, Outcome
 from picker_fleet.scheduling.chooser import LeastLoadedChooser
 from picker_fleet.state import accounting_token
@@ -65,70 +65,119 @@ def test_in_flight_and_free_never_exceed_the_bound_in_any_outage(
         LocalBudget(part_of(bound - len(running), live=live, rank=rank, counts_requests=True))
         for rank in range(live)
     ]
-    journals = [OutageJournal(lambda: 0.0) for _ in range(live)]
+    ledgers = [in_outage() for _ in range(live)]
     token = accounting_token.write(ask(), E1)
     # Replicas place, receive ends (also twice), transfer budget, and lose a transfer on the way.
     for n, (what, who, which) in enumerate(events):
         one, other = who % live, which % live
         if what == "place" and budgets[one].acquire(1.0):
             running.append(str(n))
-            journals[one].placed(str(n), LocalPlacement(1, token, E1, 1.0, 0.0))
+            place(ledgers[one], str(n), token, cost=1.0)
         elif what == "end" and running:
             name = running.pop(which % len(running))
             for _ in range(2):
-                budgets[one].release(journals[one].ended(ended(name, token), token) or 0.0)
+                budgets[one].release(ledgers[one].finish_locally(ended(name, token), token) or 0.0)
         elif what in ("transfer", "lose") and budgets[other].acquire(1.0) and what == "transfer":
             budgets[one].release(1.0)
         assert len(running) + sum(budget.free for budget in budgets) <= bound
         assert all(budget.free >= 0 for budget in budgets)
 
 
+def in_outage(clock: Callable[[], float] = lambda: 0.0) -> Ledger:
+    ledger = Ledger(clock)
+    ledger.begin_outage()
+    return ledger
+
+
+def place(ledger: Ledger, name: str, token: str, endpoint: str = E1, *, cost: float = 1.0) -> None:
+    """Place a request without Redis."""
+    ledger.place(name, "9", token, endpoint, owned=False)
+    ledger.place_locally(name, cost)
+
+
+def ended_in(ledger: Ledger) -> list[str]:
+    return [entry.id for entry in ledger.journal() if entry.phase is Phase.ENDED]
+
+
 def test_an_end_releases_the_cost_of_its_request_once() -> None:
-    journal = OutageJournal(lambda: 0.0)
-    token = accounting_token.write(ask(cost=7.0), E1)
-    assert [journal.ended(ended("before"), token) for _ in range(2)] == [7.0, None]
-    # one that was placed here needs no accounting token
-    journal.placed("here", LocalPlacement(3, token, E2, 5.0, 0.0))
-    assert journal.endpoint_of("here") == E2
-    assert journal.ended(ended("here"), "") == 5.0
-    # one that never ran frees nothing
-    assert journal.ended(ended("refused"), "") == 0.0
-    # one that was taken back has freed its place already
-    journal.placed("back", LocalPlacement(4, token, E2, 5.0, 0.0))
-    assert journal.withdrawn("back") == 5.0
-    assert journal.ended(ended("back"), token) is None
-    assert journal.in_flight(0.0) == []
-    # one that another replica places after that is recorded as usual
-    journal.placed("redriven", LocalPlacement(1, token, E1, 1.0, 9.0))
-    journal.withdrawn("redriven")
-    before = ids(journal.ends())
-    assert (journal.in_flight(0.0), "redriven" in before) == ([], False)
-    journal.alive(Alive("redriven", E2, token))
-    assert ids(journal.in_flight(0.0)) == ["redriven"]
-    journal.ended(ended("redriven"), token)
-    assert (journal.in_flight(0.0), ids(journal.ends())) == ([], [*before, "redriven"])
+    ledger, token = in_outage(), accounting_token.write(ask(cost=7.0), E1)
+    assert [ledger.finish_locally(ended("before"), token) for _ in range(2)] == [7.0, None]
+    # A request that was placed here needs no accounting token.
+    place(ledger, "here", token, E2, cost=5.0)
+    assert ledger.finish_locally(ended("here"), "") == 5.0
+    # A request that never ran holds nothing.
+    assert ledger.finish_locally(ended("refused"), "") == 0.0
+    # A withdrawn request has released its cost.
+    place(ledger, "back", token, E2, cost=5.0)
+    assert ledger.withdraw("back") == 5.0
+    assert ledger.finish_locally(ended("back"), token) is None
+    assert ledger.in_flight(0.0) == []
+    # Another replica places a request that was withdrawn here.
+    place(ledger, "redriven", token)
+    ledger.withdraw("redriven")
+    before = ended_in(ledger)
+    assert (ledger.in_flight(0.0), "redriven" in before) == ([], False)
+    ledger.see(Alive("redriven", E2, token))
+    assert ids(ledger.in_flight(0.0)) == ["redriven"]
+    assert ledger.finish_locally(ended("redriven"), token) is None
+    assert (ledger.in_flight(0.0), ended_in(ledger)) == ([], [*before, "redriven"])
 
 
 def test_the_journal_has_all_that_runs_and_all_that_ended() -> None:
-    now_s = 6.0
-    journal = OutageJournal(lambda: now_s)
+    now_s = 0.0
+    ledger = in_outage(lambda: now_s)
     token = accounting_token.write(ask(), E1)
     for name in ("mine", "over", "old"):
-        journal.placed(name, LocalPlacement(9, token, E1, 1.0, 0.0))
-    journal.placed("new", LocalPlacement(10, token, E1, 1.0, 8.0))
-    journal.alive(Alive("silent since", E3, token))
+        place(ledger, name, token)
+    now_s = 6.0
+    ledger.see(Alive("silent since", E3, token))
+    now_s = 8.0
+    place(ledger, "new", token)
     now_s = 9.0
     for name in ("theirs", "over-too", "mine"):
-        journal.alive(Alive(name, E3, token))
-    journal.alive(Alive("no-token", E3, ""))
-    journal.ended(ended("over"), token)
-    journal.ended(ended("over-too"), token)
-    journal.alive(Alive("over-too", E3, token))  # a late sign of life
-    # Of one that nobody has seen alive lately another replica may have heard the end
-    assert journal.in_flight(7.0) == [
-        ("mine", 9, "", token, 9.0), ("new", 10, "", token, 8.0), ("theirs", None, E3, token, 9.0),
-    ]  # fmt: skip
-    assert ids(journal.ends()) == ["over", "over-too"]
+        ledger.see(Alive(name, E3, token))
+    ledger.see(Alive("no-token", E3, ""))
+    ledger.finish_locally(ended("over"), token)
+    ledger.finish_locally(ended("over-too"), token)
+    ledger.see(Alive("over-too", E3, token))  # a late sign of life
+    # Another replica may have received the end of a request without a recent sign of life.
+    assert ledger.in_flight(7.0) == [
+        Running("new", "9", "", token, 8.0),
+        Running("theirs", None, E3, token, 9.0),
+        Running("mine", "9", "", token, 9.0),
+    ]
+    assert ended_in(ledger) == ["over", "over-too"]
+
+
+def test_the_ledger_forgets_old_requests_but_none_that_still_matters() -> None:
+    now_s = 0.0
+    ledger = Ledger(lambda: now_s, keep_s=10.0)
+    token = accounting_token.write(ask(), E1)
+    ledger.place("stream", "1", token, E1, owned=True)
+    ledger.place("logged", "1", token, E1, owned=False)
+    ledger.finish(ended("unconfirmed"), token)
+    ledger.finish(ended("over"), token).confirmed = True
+    now_s = 11.0
+    ledger.place("new", "1", token, E1, owned=False)
+    assert {entry.id for entry in ledger} == {"stream", "unconfirmed", "new"}
+    ledger.begin_outage()
+    ledger.see(Alive("seen", E1, token))
+    now_s = 100.0
+    ledger.see(Alive("new", E1, token))
+    assert {entry.id for entry in ledger} == {"stream", "unconfirmed", "new", "seen"}
+    ledger.end_outage()
+    now_s = 120.0
+    ledger.place("newest", "1", token, E1, owned=False)
+    assert {entry.id for entry in ledger} == {"stream", "unconfirmed", "newest"}
+
+
+def test_a_flood_of_requests_leaves_the_ledger_bounded() -> None:
+    ledger = Ledger(lambda: 0.0)
+    ledger.place("stream", "1", "", E1, owned=True)
+    for number in range(60_000):
+        ledger.place(str(number), "1", "", E1, owned=False)
+    assert len(ledger) <= 55_001
+    assert {entry.id for entry in ledger.owned()} == {"stream"}
 
 
 def test_a_malformed_accounting_token_costs_nothing() -> None:

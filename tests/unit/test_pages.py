@@ -15,12 +15,12 @@ from picker_fleet import cli, errors, intake
 from picker_fleet.admin import api, documents, events, fleet_state, protection
 from picker_fleet.admin.server import LIMITS
 from picker_fleet.admin.views import BadCursor
-from picker_fleet.admission import shared_gate
+from picker_fleet.admission import ledger, shared_gate
 from picker_fleet.config import Settings
 from picker_fleet.endpoints import metrics_page as endpoint_page
 from picker_fleet.endpoints import scraper
 from picker_fleet.extproc import codec
-from picker_fleet.failover import local_gate, outage
+from picker_fleet.failover import local_gate
 from picker_fleet.failover.gate import FailoverTimes
 from picker_fleet.replica import heartbeat
 from picker_fleet.replica.live_config import AFFECTS, LIVE
@@ -79,7 +79,7 @@ SENTENCES = [
     ("security", f"at most {intake.MAX_NAME_BYTES} bytes, no control characters"),
     ("redis", f"are waited for {FailoverTimes().max_resync_s:g} s at most"),
     ("redis", f"it waits {FailoverTimes().peers_wait_s:g} s at most"),
-    ("redis", f"{spaced(outage.MAX_ENTRIES)} requests and as many ends are remembered"),
+    ("redis", f"{spaced(ledger.MAX_ENTRIES)} requests, running or ended, are remembered"),
     ("redis", f"is left alone for {local_gate._FAILED_S:g} s"),
     ("operations", f"waiting requests poll, {heartbeat._MAX_POLL_S:g} s later"),
     ("errors", f"is asked once more after {batching._DENIED_RETRY_S * 1000:g} ms"),

@@ -260,8 +260,8 @@ async def test_an_end_that_is_reported_twice_is_counted_once(bench: Bench) -> No
     end = Completion("r", Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1, accounting_token="t")
     bench.gate.settle(end)
     bench.gate.settle(end)
-    assert list(bench.gate.unconfirmed_ends) == ["r"]
-    await until(lambda: not bench.gate.unconfirmed_ends)
+    (entry,) = bench.gate.ledger
+    await until(lambda: entry.confirmed)
     assert bench.count("epp_completions_total", "model=m", "outcome=completed") == 1
 
 

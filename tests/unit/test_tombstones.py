@@ -8,11 +8,12 @@ import pytest
 from background import running, until
 from scripted_store import ScriptedStore, answered
 
-from picker_fleet.admission.shared_gate import Recent
+from picker_fleet.admission.ledger import Ledger
 from picker_fleet.errors import StateUnavailable
 from picker_fleet.failover.outage import unseen_s
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.failover.tombstones import Tombstones
+from picker_fleet.request import Completion, Outcome
 from picker_fleet.state.store import Store, TombstoneReply
 
 REPORT_S = 5.0
@@ -42,15 +43,20 @@ class Bench:
         self.shared = self.free = True
         self.pokes = 0
         self.store = Told()
-        self.received: Recent[str] = Recent(2 * unseen_s(REPORT_S), lambda: self.now_s)
+        self.ledger = Ledger(lambda: self.now_s, 2 * unseen_s(REPORT_S))
         self.ends = Tombstones(
-            cast(Store, self.store), "a", self.received, may_publish=lambda: self.shared,
+            cast(Store, self.store), "a", self.ledger, may_publish=lambda: self.shared,
             may_settle=lambda: self.free, heartbeat_now=self._poked, peers_wait_s=wait_s,
             clock=lambda: self.now_s,
         )  # fmt: skip
 
     def _poked(self) -> None:
         self.pokes += 1
+
+    def end(self, name: str) -> None:
+        """Receive the end of a request."""
+        end = Completion(name, Outcome.COMPLETED, 200, None, None, None, 1.0, 0.1)
+        self.ends.add(self.ledger.finish(end, "token"))
 
     def say(self, **others: Mapping[str, Any]) -> None:
         """What the heartbeats of the others tell."""
@@ -72,10 +78,10 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in_time(bench: Bench) -> None:
-    bench.ends.add("early")
+    bench.end("early")
     bench.say()
     bench.now_s += 2 * unseen_s(REPORT_S) + 0.1
-    bench.ends.add("late")
+    bench.end("late")
     assert bench.store.tombstones == []
     # Another replica fails over and resyncs: Redis gets the ends that are not too old.
     await bench.told_of_return()
@@ -86,7 +92,7 @@ async def test_while_nobody_is_away_ends_cost_redis_nothing_and_are_forgotten_in
 async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Bench) -> None:
     bench.say(b={"degraded": True})
     await until(lambda: bench.pokes)
-    bench.ends.add("x")
+    bench.end("x")
     assert bench.store.tombstones == ["x"]
     bench.say(b=RESYNCING)
     await until(lambda: bench.pokes > 1)
@@ -99,7 +105,7 @@ async def test_while_another_is_away_each_end_is_told_at_once_and_once(bench: Be
 
 async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_done(bench: Bench) -> None:
     bench.free = False
-    bench.ends.add("x")
+    bench.end("x")
     bench.store.restored = {"x"}
     await bench.told_of_return()
     assert bench.store.settled == []
@@ -109,7 +115,7 @@ async def test_requests_restored_after_their_end_are_settled_once_the_resync_is_
 
 async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(bench: Bench) -> None:
     # Its end was received here.
-    bench.ends.add("x")
+    bench.end("x")
     bench.store.restored = {"x"}
     bench.say(b={"resyncs": 1})
     await until(lambda: bench.store.settled)
@@ -118,7 +124,7 @@ async def test_a_request_restored_by_one_that_has_resynced_already_is_settled(be
 
 async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Bench) -> None:
     bench.shared = False
-    bench.ends.add("x")
+    bench.end("x")
     bench.say(b=RESYNCING)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -130,7 +136,7 @@ async def test_one_that_is_away_itself_answers_nobody_until_it_is_back(bench: Be
 
 
 async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(bench: Bench) -> None:
-    bench.ends.add("x")
+    bench.end("x")
     bench.store.away = True
     bench.say(b=RESYNCING)
     await until(lambda: bench.store.tombstones)
@@ -141,8 +147,8 @@ async def test_ends_that_redis_did_not_take_are_told_with_the_next_heartbeat(ben
 
 
 async def test_an_id_that_is_let_go_anew_is_not_told_as_ended(bench: Bench) -> None:
-    bench.ends.add("x")
-    del bench.received["x"]
+    bench.end("x")
+    bench.ledger.place("x", "2", "token", "10.0.0.1:8000", owned=False)
     await bench.told_of_return()
     assert bench.store.tombstones == []
 

@@ -6,9 +6,9 @@ access log in the other modes. It stores id and endpoint in Redis for requests a
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 
-from picker_fleet.admission.shared_gate import Recent
 from picker_fleet.errors import StateFault
 from picker_fleet.state import accounting_token
 from picker_fleet.state.accounting_token import Keyring
@@ -16,6 +16,7 @@ from picker_fleet.state.store import Store
 from picker_fleet.units import has_control
 
 MAX_ID_BYTES = 256
+_MAX_KNOWN = 50_000
 KEPT_S = 3600.0  # how long a replica remembers an id itself, in case Redis is unavailable
 # The client's next request may arrive before the access-log entry that has the id: look an unknown id up
 # again after each of these pauses, for `FIND_S` in total.
@@ -28,13 +29,14 @@ class Origins:
 
     def __init__(self, store: Store, keys: Keyring, clock: Callable[[], float]) -> None:
         self._store, self._keys = store, keys
-        self._known: Recent[str] = Recent(KEPT_S, clock)
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[float, str]] = OrderedDict()  # id -> time noted, endpoint
 
     def note(self, ids: Iterable[str], endpoint: str | None) -> None:
         """Store that `endpoint` answered with `ids`. Returns at once."""
         for state_id in ids:
             if endpoint and _is_id(state_id):
-                self._known.note(state_id, endpoint)
+                self._remember(state_id, endpoint)
                 told = self._store.note_origin(state_id, endpoint)
                 told.add_done_callback(lambda done: done.cancelled() or done.exception())  # ignore a failure
 
@@ -50,7 +52,7 @@ class Origins:
                         break
                     for state_id, endpoint in zip(wanted, await self._store.origins(wanted), strict=True):
                         if endpoint:
-                            self._known.note(state_id, endpoint)
+                            self._remember(state_id, endpoint)
                             return endpoint
                     if known := self._known_of(wanted):
                         return known
@@ -62,6 +64,13 @@ class Origins:
         """The accounting token of a request that needs no admission. Envoy returns it with the access-log
         entry, so that the replica trusts the ids in that entry."""
         return accounting_token.of_read(request_id, self._keys)
+
+    def _remember(self, state_id: str, endpoint: str) -> None:
+        known, now_s = self._known, self._clock()
+        known[state_id] = now_s, endpoint
+        known.move_to_end(state_id)
+        while len(known) > _MAX_KNOWN or next(iter(known.values()))[0] < now_s - KEPT_S:
+            known.popitem(last=False)
 
     def _known_of(self, ids: Iterable[str]) -> str:
         return next((self._known[state_id][1] for state_id in ids if state_id in self._known), "")

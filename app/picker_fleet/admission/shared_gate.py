@@ -16,11 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import msgspec
 
 from picker_fleet.admission.gate import Wait, refusal
+from picker_fleet.admission.ledger import Entry, Ledger
 from picker_fleet.endpoints.snapshot import SnapshotCell
 from picker_fleet.errors import (
     ClientGone,
@@ -58,8 +59,6 @@ from picker_fleet.state.store import (
 )
 from picker_fleet.telemetry.metrics import Metrics
 
-_About = TypeVar("_About")
-
 _log = logging.getLogger(__name__)
 # Redis decides when a queued request expires; this replica's own timer fires later, if no notification came.
 _EXPIRY_SLACK_S = 0.05
@@ -71,9 +70,6 @@ _REBUILD_PAUSE_S = 0.1
 _TAKEN_OVER = "taken over by a newer stream"
 _SUSPECT_TRIES = 4
 _SUSPECT_PAUSE_S = 1.0
-_MAX_RECENT = 50_000  # entries of a `Recent`; beyond, it drops the oldest
-_SPARE = 5_000  # entries beyond `_MAX_RECENT` before `Recent` drops any, so that it searches seldom
-_FORGET_S = 1.0  # between two searches for old entries
 METER_WINDOW_S = 10  # whole seconds before the current one
 _MAX_UNACKNOWLEDGED = 10_000  # beyond, the replica asks for each placement, which needs no acknowledgement
 _MAX_METERED_FLOWS = 5000  # in each second
@@ -114,14 +110,6 @@ class Waiter(msgspec.Struct, eq=False):
             self.awaited.set_exception(error)
 
 
-class _OwnedStream(NamedTuple):
-    """A placed request whose stream this replica owns; only this replica can renew its lease."""
-
-    attempt: str
-    accounting_token: str
-    served: str
-
-
 class SharedGate:
     """Implements `admission.gate.Gate` by `Store`. Uses one event loop.
 
@@ -145,6 +133,7 @@ class SharedGate:
         keys: Keyring | None = None,
         pause_detector: PauseDetector | None = None,
         attempts: Iterator[int] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._store, self._metrics, self._endpoints = store, metrics, endpoints
         self._fallbacks, self._on_unknown_pool = fallbacks, on_unknown_pool
@@ -159,12 +148,10 @@ class SharedGate:
         self._attempts = attempts or itertools.count(1)
         self._waiting: dict[str, Waiter] = {}
         self._any_waiting = asyncio.Event()
-        self._owned_streams: dict[str, _OwnedStream] = {}
-        # Request id -> an end that Redis has not confirmed, and the request's accounting token.
-        self.unconfirmed_ends: dict[str, tuple[Completion, str]] = {}
         # Request id -> attempt of a request that its grant placed, until Redis has the acknowledgement.
         self._unacknowledged: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
+        self.ledger = Ledger(self._loop.time) if ledger is None else ledger
 
     @property
     def waiting(self) -> int:
@@ -178,9 +165,7 @@ class SharedGate:
 
     def running_by_model(self) -> Counter[str]:
         """The number of placed requests whose streams this replica owns, by the model in the request."""
-        return Counter(
-            accounting_token.model_of(each.accounting_token) for each in self._owned_streams.values()
-        )
+        return Counter(accounting_token.model_of(entry.token) for entry in self.ledger.owned())
 
     async def any_waiting(self) -> None:
         if not self._waiting:
@@ -424,11 +409,9 @@ class SharedGate:
             verdict = Verdict.GRANTED  # ask `place.lua`, as for any grant
         if waiter is not None:
             return _notify(waiter.notification, verdict)
-        if (
-            verdict is Verdict.GRANTED
-            and request_id not in self._owned_streams
-            and request_id not in self._unacknowledged
-        ):
+        entry = self.ledger.get(request_id)
+        owned = entry is not None and entry.owned
+        if verdict is Verdict.GRANTED and not owned and request_id not in self._unacknowledged:
             _ignore_loss(self._store.return_grant(request_id))
         return False
 
@@ -514,8 +497,7 @@ class SharedGate:
         self._record_cost(request.band.priority, request.flow, request.cost)
         written = accounting_token.write(request, endpoints[0], self.answer_tokens, alone_ms)
         token = accounting_token.signed(written, request.id, self._keys)
-        if stream_owned:
-            self._owned_streams[request.id] = _OwnedStream(attempt, token, endpoints[0])
+        self.ledger.place(request.id, attempt, token, endpoints[0], owned=stream_owned)
         return Placement(endpoints, token, attempt, self._chooser.session_token(endpoints[0]))
 
     async def confirm(self, request_id: str, placement: Placement, age_s: float) -> bool:
@@ -523,31 +505,31 @@ class SharedGate:
         return await self._store.renew(request_id, placement.attempt, "", "") is Renewal.RENEWED
 
     def withdraw(self, request_id: str, placement: Placement) -> None:
-        self._owned_streams.pop(request_id, None)
+        self.ledger.withdraw(request_id)
         self._cancel(request_id, placement.attempt, "withdrawn")
 
-    def settle(self, completion: Completion) -> str:
-        """Implement `Gate.settle`. Returns the request's accounting token; '' if none is known."""
-        token = completion.accounting_token or self.accounting_token_of(completion.id)
-        self.ended(completion)
-        self.unconfirmed_ends[completion.id] = completion, token
-        self._tell_end(completion).add_done_callback(partial(self._on_answered_end, completion.id))
-        return token
+    def settle(self, completion: Completion) -> Entry | None:
+        """Implement `Gate.settle`. Returns the request's entry; None if the request was never placed."""
+        token = self.token_of(completion)
+        entry = self.ledger.finish(completion, token) if token else None
+        self.note_end(completion, token)
+        answered = partial(self._on_answered_end, completion, token, entry)
+        self._tell_end(completion).add_done_callback(answered)
+        return entry
 
-    def accounting_token_of(self, request_id: str) -> str:
-        """The accounting token of a request whose stream this replica owns; '' for any other request."""
-        owned = self._owned_streams.get(request_id)
-        return owned.accounting_token if owned is not None else ""
+    def token_of(self, completion: Completion) -> str:
+        """The accounting token that came with an end; else of the stream, if it is owned; else ''."""
+        entry = self.ledger.get(completion.id)
+        return completion.accounting_token or (entry.token if entry is not None and entry.owned else "")
 
-    def ended(self, completion: Completion) -> None:
-        owned = self._owned_streams.pop(completion.id, None)
-        if owned is not None or completion.accounting_token:  # otherwise the request was never placed
+    def note_end(self, completion: Completion, token: str) -> None:
+        """Learn from an end: times and failures of endpoints."""
+        if token:  # otherwise the request was never placed
             self._chooser.ended(completion)
         if completion.failed:
             self._note_failed(completion.failed)
         if not (completion.fault or completion.passed_over):
             return
-        token = completion.accounting_token or (owned.accounting_token if owned is not None else "")
         if token and completion.fault:
             endpoint = completion.served or accounting_token.endpoint_of(token)
             self.fault(Fault(completion.id, endpoint, completion.fault, token, completion.hold_s))
@@ -599,12 +581,16 @@ class SharedGate:
             _log.warning("endpoint %s cannot be connected to", address)
             _ignore_loss(self._store.mark_endpoint(address, "down", True))
 
-    def _on_answered_end(self, request_id: str, answer: asyncio.Future[SettleReply]) -> None:
+    def _on_answered_end(
+        self, completion: Completion, token: str, entry: Entry | None, answer: asyncio.Future[SettleReply]
+    ) -> None:
         """Redis has answered the report of an end, or never will. Of two reports the first answer counts."""
-        end = self.unconfirmed_ends.pop(request_id, None)
-        if end is None or answer.cancelled() or answer.exception() is not None:
+        if entry is not None:
+            if entry.confirmed:
+                return
+            entry.confirmed = True
+        if answer.cancelled() or answer.exception() is not None:
             return
-        completion, token = end
         reply = answer.result()
         if reply.kind is EndKind.SETTLED:
             self._metrics.completed(completion, reply.model)
@@ -640,18 +626,11 @@ class SharedGate:
         if not self.pause_detector.resumed_recently:
             _ignore_loss(self._store.renew(alive.id, None, alive.served or "", alive.accounting_token))
 
-    def owned_costs(self) -> dict[str, float]:
-        """The cost of each request whose stream this replica owns, by id, in the stock's unit."""
-        return {
-            name: accounting_token.cost_of(owned.accounting_token)
-            for name, owned in self._owned_streams.items()
-        }
-
     def renew_owned_streams(self) -> list[asyncio.Future[Renewal]]:
         """Renew the lease of every owned stream. The caller need not await the answers."""
         answers = [
-            self._store.renew(request_id, owned.attempt, owned.served, owned.accounting_token)
-            for request_id, owned in self._owned_streams.items()
+            self._store.renew(entry.id, entry.attempt, entry.endpoint, entry.token)
+            for entry in self.ledger.owned()
         ]
         for answer in answers:
             _ignore_loss(answer)
@@ -659,41 +638,6 @@ class SharedGate:
 
     def _cancel(self, request_id: str, attempt: str, why: str) -> None:
         _ignore_loss(self._store.cancel(request_id, attempt, why))
-
-
-class Recent(dict[str, tuple[float, _About]]):
-    """Facts about requests, kept for `keep_s` seconds: id -> (time noted, fact), oldest first. Beyond 50 000
-    entries it may drop the oldest sooner."""
-
-    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
-        super().__init__()
-        self._keep_s, self._clock = keep_s, clock
-        self._forget_s = 0.0  # when to drop old entries next
-
-    def note(self, request_id: str, about: _About) -> float:
-        """Store `about` as the newest fact. Returns the time, in seconds of the clock."""
-        now_s = self._clock()
-        self.pop(request_id, None)  # so that the new entry comes last
-        self[request_id] = now_s, about
-        if now_s >= self._forget_s or len(self) > _MAX_RECENT + _SPARE:
-            self._forget(now_s)
-        return now_s
-
-    def of_late(self) -> Iterator[tuple[str, _About]]:
-        """Id and fact of each entry noted within the last `keep_s` seconds."""
-        since_s = self._clock() - self._keep_s
-        return ((name, about) for name, (noted_s, about) in self.items() if noted_s >= since_s)
-
-    def _forget(self, now_s: float) -> None:
-        beyond, since_s = len(self) - _MAX_RECENT, now_s - self._keep_s
-        old: list[str] = []
-        for request_id, (noted_s, _) in self.items():
-            if noted_s >= since_s and len(old) >= beyond:
-                break
-            old.append(request_id)
-        for request_id in old:
-            del self[request_id]
-        self._forget_s = now_s + _FORGET_S
 
 
 class ServiceReport(TypedDict):

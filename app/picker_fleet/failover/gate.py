@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from picker_fleet.admission.gate import OutageStatus, Wait
-from picker_fleet.admission.shared_gate import Recent, SharedGate
+from picker_fleet.admission.ledger import Phase
+from picker_fleet.admission.shared_gate import SharedGate
 from picker_fleet.background import Work, keep
 from picker_fleet.config import EffectiveConfig
 from picker_fleet.endpoints.snapshot import SnapshotCell
@@ -155,14 +156,11 @@ class FailoverGate:
         self._times = times
         self._clock = clock or asyncio.get_running_loop().time
         self._peers = Peers(replica)
-        # Ends received recently, kept longer than a sign of life counts.
-        self._ends: Recent[str] = Recent(2 * unseen_s(report_s), self._clock)
-        # Request id -> cost of each request placed or seen alive recently.
-        self._recent: Recent[float] = Recent(unseen_s(report_s), self._clock)
+        self.ledger = shared.ledger
         self.tombstones = Tombstones(
             store,
             replica,
-            self._ends,
+            self.ledger,
             may_publish=lambda: self._state is not _LOCAL,
             may_settle=lambda: not self.degraded,
             heartbeat_now=heartbeat_now,
@@ -234,9 +232,7 @@ class FailoverGate:
                     cost = self._cost(request)
                     if self._stock is not None:
                         self._stock.placed += cost
-                    self._recent.note(request.id, cost)
                     self._busy = True
-                    self._ends.pop(request.id, None)
         except (ClientGone, RequestIdTaken):
             raise  # do not count this wait: a newer stream continues it, or the client must use another id
         except BaseException:
@@ -269,11 +265,8 @@ class FailoverGate:
         except BaseException:
             self._release(cost)
             raise
-        self._ends.pop(request.id, None)
-        if self._outage is not None:
+        if self._outage is not None:  # else the outage ended during the admission
             self._outage.record_placement(request.id, placement, cost)
-        else:  # the outage ended during the admission
-            self._recent.note(request.id, cost)
         return placement
 
     async def _admit_prepaid(
@@ -308,9 +301,9 @@ class FailoverGate:
         # No other replica can have the request before the request's lease expires, or while this replica's
         # own budget covers its cost.
         outage = self._outage
-        own = age_s < self._fleet.config.settings.leases.inflight or (
-            outage is not None and bool(outage.journal.endpoint_of(request_id))
-        )
+        entry = self.ledger.get(request_id)
+        is_local = outage is not None and entry is not None and entry.is_local
+        own = age_s < self._fleet.config.settings.leases.inflight or is_local
         if self._state is _LOCAL:
             return own
         try:
@@ -325,30 +318,29 @@ class FailoverGate:
     def withdraw(self, request_id: str, placement: Placement) -> None:
         if self._outage is not None:
             self._outage.withdraw(request_id)
-        else:
-            self._recent.pop(request_id, None)
         self._shared.withdraw(request_id, placement)
 
     def settle(self, completion: Completion) -> None:
         outage = self._outage
         if outage is None:
             self._busy = True
-            if self._shared.settle(completion):
-                self.tombstones.add(completion.id)
+            if (entry := self._shared.settle(completion)) is not None:
+                self.tombstones.add(entry)
             return
-        token = completion.accounting_token or self._shared.accounting_token_of(completion.id)
-        ran = bool(token) or outage.journal.knows(completion.id)
-        if ran:
-            self.tombstones.add(completion.id)
-        if self._state is _RESYNCING:
-            self._shared.settle(completion)
-        if not ran:
+        token, entry = self._shared.token_of(completion), self.ledger.get(completion.id)
+        if not token and (entry is None or not (entry.running and entry.journaled)):
+            if self._state is _RESYNCING:
+                self._shared.settle(completion)
             return  # the request never ran: Envoy also logs refused requests
         first = outage.end(completion, token)
-        if self._state is _LOCAL:
-            self._shared.ended(completion)
+        if self._state is _RESYNCING:
+            self._shared.settle(completion)
+        else:
+            self._shared.note_end(completion, token)
             if first:
                 self._metrics.completed(completion, accounting_token.model_of(token))
+        if (entry := self.ledger.get(completion.id)) is not None:
+            self.tombstones.add(entry)
 
     def suspect(self, request_id: str) -> None:
         if self._state is not _LOCAL:
@@ -361,7 +353,8 @@ class FailoverGate:
             self._outage.picker.failed(fault.endpoint)
 
     def renew(self, alive: Alive) -> None:
-        if alive.id in self._ends:
+        entry = self.ledger.get(alive.id)
+        if entry is not None and entry.phase is Phase.ENDED:
             alive = alive._replace(accounting_token="")  # a late or repeated entry must restore nothing
         # A request in an entry written while this process was paused may have ended long ago.
         if self._shared.pause_detector.resumed_recently:
@@ -374,11 +367,9 @@ class FailoverGate:
     def _note_alive(self, alive: Alive) -> None:
         """Record that a request is alive, with its cost."""
         outage, token = self._outage, alive.accounting_token
+        self.ledger.see(alive)
         if outage is None:
-            if token:
-                self._recent.note(alive.id, accounting_token.cost_of(token))
             return
-        outage.journal.alive(alive)
         alone_ms = accounting_token.alone_since_ms(token)
         if token and (alone_ms is None or alone_ms < outage.began_ms + _CLOCK_MARGIN_MS):
             outage.before[alive.id] = accounting_token.cost_of(token)
@@ -461,19 +452,22 @@ class FailoverGate:
 
     def save(self) -> tuple[Any, ...]:
         """A comparable copy of the state that decides the gate's next steps, without budget and queue."""
-        outage = self._outage
-        kept = (outage.journal.save(), outage.resynced) if outage is not None else ()
-        return self._state, kept, self.tombstones.save()
+        return (
+            self._state,
+            self._outage is not None and self._outage.resynced,
+            self.ledger.save(),
+            self.tombstones.save(),
+        )
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        state, kept, tombstones = saved
+        state, resynced, ledger, tombstones = saved
         if state is _SHARED:
             self._outage = None
         else:
             outage = self._outage or self.begin_outage()
-            outage.journal.restore(kept[0])
-            outage.resync = Resync(self._clock(), done=kept[1]) if state is _RESYNCING else None
+            outage.resync = Resync(self._clock(), done=resynced) if state is _RESYNCING else None
         self._state = state
+        self.ledger.restore(ledger)
         self.tombstones.restore(tombstones)
 
     async def run(self) -> None:
@@ -532,16 +526,18 @@ class FailoverGate:
             gate,
             picker,
             transfer,
+            self.ledger,
             pulse.upper,
             pulse.upper / live,
             self._clock,
-            before=dict(self._recent.of_late()) | self._shared.owned_costs(),
-            ended_before=frozenset(self._ends),
+            before=self.ledger.costs(now_s - unseen_s(self._report_s)),
+            ended_before=frozenset(entry.id for entry in self.tombstones.ends()),
             began_ms=self._store.now_ms(),
         )
         for request_id in self._store.unsent_ends():
-            if end := self._shared.unconfirmed_ends.get(request_id):
-                cost = outage.journal.ended(*end)
+            entry = self.ledger.get(request_id)
+            if entry is not None and entry.end is not None and not entry.confirmed:
+                cost = self.ledger.finish_locally(entry.end, entry.token)
                 gate.release(gate.charge(cost or 0.0))
         outage.initial_free = gate.free
         self._outage = outage
@@ -620,11 +616,16 @@ class FailoverGate:
     def finish_resync(self, outage: Outage, resync: Resync) -> None:
         """Settle the requests that have ended: Redis now has every request this replica saw in flight."""
         self._shared.renew_owned_streams()
-        for completion in outage.journal.ends():
-            self._shared.tell_end(completion)
+        self._tell_ends()
         resync.done = True
         self.tombstones.settle_restored()
         self._heartbeat_now()
+
+    def _tell_ends(self) -> None:
+        """Report to Redis each end that this replica received in the outage."""
+        for entry in self.ledger.journal():
+            if entry.phase is Phase.ENDED and entry.end is not None:
+                self._shared.tell_end(entry.end)
 
     def _all_resynced(self, outage: Outage) -> bool:
         """Whether every replica has reported its requests in flight to Redis, or the wait is over."""
@@ -649,10 +650,8 @@ class FailoverGate:
         assert outage is not None
         self._state = _SHARED
         self._failure_detector.record_recovery(self._clock())
-        for completion in outage.journal.ends():
-            self._shared.tell_end(completion)
-        for name, cost in outage.journal.costs():
-            self._recent.note(name, cost)
+        self._tell_ends()
+        self.ledger.end_outage()
         outage.gate.hand_over_waiting()
         self._cancel_tasks()
         self._metrics.degraded(False)

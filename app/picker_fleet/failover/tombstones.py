@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from picker_fleet.admission.shared_gate import Recent
+from picker_fleet.admission.ledger import Entry, Ledger, Phase
 from picker_fleet.errors import ScriptFailed, StateFault
 from picker_fleet.failover.peers import PeerState
 from picker_fleet.request import Outcome
@@ -26,9 +26,8 @@ _UNPUBLISHED = ""
 class Tombstones:
     """Publishes the ends received by `replica`. Uses one event loop.
 
-    `ends` has the ends received recently, each with the epoch of the shared state that has its tombstone. The
-    gate shares `ends`, and removes the end of a request that it places again: that end belongs to an earlier
-    request of the same id.
+    The gate's `ledger` has the ends received recently, each with the epoch of the shared state that has its
+    tombstone.
     `may_publish` returns whether Redis is in use; `may_settle`, whether Redis also has every request that
     this replica placed during the outage. `heartbeat_now` sends a heartbeat at once.
     """
@@ -37,7 +36,7 @@ class Tombstones:
         self,
         store: Store,
         replica: str,
-        ends: Recent[str],
+        ledger: Ledger,
         *,
         may_publish: Callable[[], bool],
         may_settle: Callable[[], bool],
@@ -45,10 +44,9 @@ class Tombstones:
         peers_wait_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._store, self._replica, self._ends = store, replica, ends
+        self._store, self._replica, self._ledger = store, replica, ledger
         self._may_publish, self._may_settle = may_publish, may_settle
         self._heartbeat_now, self._peers_wait_s, self._clock = heartbeat_now, peers_wait_s, clock
-        self._restored: set[str] = set()  # ended requests that another replica restored
         self._peer_degraded = False
         self._peer_resyncs: frozenset[str] = frozenset()  # the last resync of each peer
         self._answered: frozenset[str] = frozenset()  # peers' resyncs for which all ends are published
@@ -60,15 +58,13 @@ class Tombstones:
     def save(self) -> tuple[Any, ...]:
         """A comparable copy of the state."""
         return (
-            tuple(self._ends.items()), frozenset(self._restored), tuple(self._peers.items()), self.is_due,
-            self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
+            tuple(self._peers.items()), self.is_due, self._peer_degraded, self._peer_resyncs, self._answered,
+            self._published_epoch, self._resyncs,
         )  # fmt: skip
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        ends, restored, peers, due, *rest = saved
-        self._restored, self._peers = set(restored), dict(peers)
-        self._ends.clear()
-        self._ends.update(ends)
+        peers, due, *rest = saved
+        self._peers = dict(peers)
         self._due.set() if due else self._due.clear()
         (
             self._peer_degraded, self._peer_resyncs, self._answered, self._published_epoch, self._resyncs,
@@ -79,10 +75,14 @@ class Tombstones:
         """Whether a peer waits until this replica has published its ends."""
         return self._due.is_set()
 
-    def add(self, request_id: str) -> None:
-        now_s = self._ends.note(request_id, _UNPUBLISHED)
+    def ends(self) -> list[Entry]:
+        """The requests that ended recently: longer ago than any sign of life that still counts."""
+        return self._ledger.ended_since(self._clock() - self._ledger.keep_s)
+
+    def add(self, entry: Entry) -> None:
+        """A request has ended. Publish its tombstone if a peer is degraded."""
         if self._peer_degraded and self._may_publish():
-            self._publish_end(request_id, now_s)
+            self._publish_end(entry)
 
     def heartbeat_fields(self) -> dict[str, object]:
         """Fields for peers: how often this replica has begun to resync, and the peers' resyncs for which it
@@ -131,21 +131,22 @@ class Tombstones:
             WritesRefused: Redis takes no writes for now.
         """
         epoch = self._epoch()
-        due = [request_id for request_id, (_, published) in self._ends.items() if published != epoch]
+        due = [entry for entry in self.ends() if entry.published != epoch]
         for at in range(0, len(due), _CHUNK):
-            chunk = [name for name in due[at : at + _CHUNK] if name in self._ends]
-            answers = [self._publish_end(name, self._ends[name][0]) for name in chunk]
-            for name, answer in zip(chunk, answers, strict=True):
+            chunk = [entry for entry in due[at : at + _CHUNK] if entry.phase is Phase.ENDED]
+            answers = [self._publish_end(entry) for entry in chunk]
+            for entry, answer in zip(chunk, answers, strict=True):
                 with contextlib.suppress(ScriptFailed):  # the failure concerns this end only
                     if await answer is TombstoneReply.BACK:
-                        self._restored.add(name)
+                        entry.restored = True
         self._published_epoch = epoch
 
     def settle_restored(self) -> None:
-        restored, self._restored = self._restored, set()
-        for request_id in restored & self._ends.keys():
-            answer = self._store.settle(request_id, Outcome.COMPLETED)
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        for entry in self.ends():
+            if entry.restored:
+                entry.restored = False
+                answer = self._store.settle(entry.id, Outcome.COMPLETED)
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def wait_for_peers(self, live: tuple[str, ...]) -> None:
         """Wait until all `live` replicas have published the ends that they received before this resync.
@@ -168,16 +169,14 @@ class Tombstones:
             return True
         return name in self._peers and mark in self._peers[name].answered
 
-    def _publish_end(self, request_id: str, received_s: float) -> asyncio.Future[TombstoneReply]:
-        epoch = self._epoch()
+    def _publish_end(self, entry: Entry) -> asyncio.Future[TombstoneReply]:
+        epoch, ended_s = self._epoch(), entry.ended_s
 
         def published(answer: asyncio.Future[TombstoneReply]) -> None:
-            if answer.cancelled() or answer.exception() is not None:
-                return
-            if self._ends.get(request_id, (None,))[0] == received_s:
-                self._ends[request_id] = received_s, epoch
+            if not answer.cancelled() and answer.exception() is None and entry.ended_s == ended_s:
+                entry.published = epoch
 
-        answer = self._store.tombstone(request_id, self._clock() - received_s)
+        answer = self._store.tombstone(entry.id, self._clock() - ended_s)
         answer.add_done_callback(published)
         return answer
 

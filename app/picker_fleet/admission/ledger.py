@@ -1,0 +1,265 @@
+"""The ledger: what one replica knows of each request in flight and of each request that ended recently.
+
+`SharedGate` and `FailoverGate` write it. The journal of an outage, the tombstones and the leases to renew are
+queries on it. It holds plain data: `save` copies all of it.
+"""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from picker_fleet.request import Alive, Completion
+from picker_fleet.state import accounting_token
+
+MAX_ENTRIES = 50_000  # beyond, the ledger forgets the oldest requests, which end with their leases
+_SPARE = 5_000  # entries beyond MAX_ENTRIES before the ledger forgets any, so that it searches seldom
+_FORGET_S = 1.0  # between two searches for old entries
+
+
+class Phase(enum.Enum):
+    """What happened to a request last, as far as this replica knows.
+
+    | phase     | event    | next      |                                                                     |
+    |-----------|----------|-----------|---------------------------------------------------------------------|
+    | (unknown) | place    | PLACED    | this replica placed it                                              |
+    | (unknown) | see      | SEEN      | an access log reports it; another replica placed it                 |
+    | (unknown) | end      | ENDED     |                                                                     |
+    | PLACED    | withdraw | WITHDRAWN | the placement never reached Envoy, which may send it elsewhere      |
+    | PLACED    | see      | SEEN      | unless this replica owns its stream or placed it without Redis      |
+    | WITHDRAWN | see      | SEEN      | its end releases no budget here: the withdrawal has                 |
+    | any       | place    | PLACED    | a new request with the id, or Envoy's retry                         |
+    | any       | end      | ENDED     | further ends and late signs of life change nothing                  |
+    """
+
+    PLACED = enum.auto()
+    SEEN = enum.auto()
+    WITHDRAWN = enum.auto()
+    ENDED = enum.auto()
+
+
+class Entry(msgspec.Struct, eq=False):
+    """One request. Times are seconds of the ledger's clock.
+
+    attempt: None unless this replica placed the request. owned: this replica has its stream, and alone renews
+    its lease. token: its accounting token; '' if unknown. endpoint: where this replica placed it; served:
+    where an access log reports it. local_cost: the budget that it holds, if it was placed in the present
+    outage. seen_s: its last sign of life or its placement. journaled: it was placed or seen, or it ended, in
+    the present outage. withdrawn: this replica withdrew it. end: reported to Redis until `confirmed`.
+    published: the epoch of the shared state that has its tombstone. restored: another replica restored it
+    after its end.
+    """
+
+    id: str
+    phase: Phase
+    attempt: str | None = None
+    owned: bool = False
+    token: str = ""
+    endpoint: str = ""
+    served: str = ""
+    local_cost: float | None = None
+    seen_s: float = 0.0
+    ended_s: float = 0.0
+    end: Completion | None = None
+    confirmed: bool = True
+    journaled: bool = False
+    withdrawn: bool = False
+    published: str = ""
+    restored: bool = False
+
+    @property
+    def running(self) -> bool:
+        return self.phase is Phase.PLACED or self.phase is Phase.SEEN
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs, and was placed here without Redis in the present outage."""
+        return self.phase is Phase.PLACED and self.local_cost is not None
+
+    @property
+    def cost(self) -> float:
+        """The request's cost, in the stock's unit."""
+        return self.local_cost if self.local_cost is not None else accounting_token.cost_of(self.token)
+
+
+class Running(NamedTuple):
+    """A request in flight, as a resync reports it to Redis. `attempt` is None unless this replica placed the
+    request. `seen_s` is the time of its last sign of life or, without one, of its placement."""
+
+    id: str
+    attempt: str | None
+    served: str
+    accounting_token: str
+    seen_s: float
+
+
+class Ledger:
+    """Entries by request id, the one changed least recently first. One event loop.
+
+    The ledger forgets an entry `keep_s` after its last change, unless its stream is owned, its end is not
+    confirmed or, during an outage, it is journaled.
+    """
+
+    def __init__(self, clock: Callable[[], float], keep_s: float = 30.0) -> None:
+        self._clock = clock
+        self.keep_s = keep_s
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._forget_s = 0.0  # when to search for old entries next
+        self.in_outage = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, request_id: str) -> Entry | None:
+        return self._entries.get(request_id)
+
+    # Events
+
+    def place(self, request_id: str, attempt: str, token: str, endpoint: str, *, owned: bool) -> None:
+        """This replica has placed a request."""
+        self._entries.pop(request_id, None)
+        now_s = self._clock()
+        self._entries[request_id] = Entry(
+            request_id, Phase.PLACED, attempt, owned, token, endpoint, seen_s=now_s
+        )
+        self._forget(now_s)
+
+    def place_locally(self, request_id: str, cost: float) -> None:
+        """The request, which was just placed, holds `cost` of the local budget."""
+        entry = self._entries[request_id]
+        entry.local_cost, entry.journaled = cost, True
+
+    def withdraw(self, request_id: str) -> float:
+        """A placement never reached Envoy. Returns the budget that it held."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return 0.0
+        entry.owned = False
+        if entry.is_local:
+            entry.phase, entry.withdrawn, entry.attempt = Phase.WITHDRAWN, True, None
+            return entry.cost
+        if entry.running and not entry.journaled:
+            del self._entries[request_id]
+        return 0.0
+
+    def see(self, alive: Alive) -> None:
+        """An access log reports that a request runs. Without an accounting token it changes nothing."""
+        if not alive.accounting_token:
+            return
+        entry = self._entries.get(alive.id)
+        if entry is None:
+            entry = self._entries[alive.id] = Entry(alive.id, Phase.SEEN)
+        elif entry.phase is Phase.ENDED:
+            return
+        elif not (entry.owned or entry.is_local):
+            entry.phase, entry.attempt = Phase.SEEN, None  # Redis knows who placed it
+        entry.seen_s = self._clock()
+        entry.journaled = entry.journaled or self.in_outage
+        if entry.phase is Phase.SEEN:
+            entry.token, entry.served = alive.accounting_token, alive.served or ""
+        self._entries.move_to_end(alive.id)
+        self._forget(entry.seen_s)
+
+    def finish(self, completion: Completion, token: str) -> Entry:
+        """A request has ended; `token` is its accounting token, '' if unknown. Redis has to confirm it."""
+        entry = self._entries.get(completion.id)
+        if entry is None:
+            entry = self._entries[completion.id] = Entry(completion.id, Phase.ENDED)
+        entry.phase, entry.owned, entry.end, entry.confirmed = Phase.ENDED, False, completion, False
+        entry.token = token or entry.token
+        entry.attempt, entry.endpoint, entry.served, entry.seen_s = None, "", "", 0.0
+        entry.ended_s, entry.published = self._clock(), ""
+        self._entries.move_to_end(completion.id)
+        self._forget(entry.ended_s)
+        return entry
+
+    def finish_locally(self, completion: Completion, token: str) -> float | None:
+        """As `finish`, in an outage. Returns the cost to release: None if the end is known already, or the
+        request was withdrawn here, which released its cost."""
+        entry = self._entries.get(completion.id)
+        if entry is not None and entry.phase is Phase.ENDED and entry.journaled:
+            return None
+        cost = entry.cost if entry is not None and entry.is_local else accounting_token.cost_of(token)
+        entry = self.finish(completion, token)
+        entry.journaled, entry.local_cost = True, None
+        return None if entry.withdrawn else cost
+
+    def begin_outage(self) -> None:
+        self.in_outage = True
+
+    def end_outage(self) -> None:
+        """The journal is over. Requests that may still run count as seen now."""
+        self.in_outage, now_s = False, self._clock()
+        for entry in self._entries.values():
+            if entry.journaled:
+                entry.journaled = entry.withdrawn = False
+                entry.local_cost = None
+                if entry.running:
+                    entry.seen_s = now_s
+
+    # Questions
+
+    def owned(self) -> list[Entry]:
+        """The requests whose streams this replica owns."""
+        return [entry for entry in self._entries.values() if entry.owned]
+
+    def journal(self) -> list[Entry]:
+        """The requests that were placed or seen, or that ended, in the present outage."""
+        return [entry for entry in self._entries.values() if entry.journaled]
+
+    def in_flight(self, since_s: float) -> list[Running]:
+        """The journal's requests that are presumed running: placed here or seen since `since_s`.
+
+        Longer-silent requests may have ended at another replica. If such a request runs, the replica that
+        receives its next sign of life restores it.
+        """
+        return [
+            Running(entry.id, entry.attempt, entry.served, entry.token, entry.seen_s)
+            for entry in self.journal()
+            if entry.running and entry.seen_s >= since_s
+        ]
+
+    def ended_since(self, since_s: float) -> list[Entry]:
+        """The requests with an accounting token whose end was received since `since_s`."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.phase is Phase.ENDED and entry.token and entry.ended_s >= since_s
+        ]
+
+    def costs(self, since_s: float) -> dict[str, float]:
+        """Id -> cost of each request that runs here or was placed or seen since `since_s`."""
+        return {
+            entry.id: entry.cost
+            for entry in self._entries.values()
+            if entry.running and (entry.owned or entry.seen_s >= since_s)
+        }
+
+    def save(self) -> tuple[Any, ...]:
+        """A comparable copy of the entries, without requests that only `costs` tells of."""
+        kept = (each for each in self if each.owned or each.journaled or not each.running)
+        return self.in_outage, tuple(msgspec.structs.astuple(entry) for entry in kept)
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        self.in_outage, entries = saved
+        self._entries = OrderedDict((fields[0], Entry(*fields)) for fields in entries)
+
+    def _forget(self, now_s: float) -> None:
+        if now_s < self._forget_s and len(self._entries) <= MAX_ENTRIES + _SPARE:
+            return
+        self._forget_s = now_s + _FORGET_S
+        beyond = len(self._entries) - MAX_ENTRIES
+        for _ in range(len(self._entries)):
+            entry = next(iter(self._entries.values()))
+            if max(entry.seen_s, entry.ended_s) >= now_s - self.keep_s and beyond <= 0:
+                return
+            del self._entries[entry.id]
+            beyond -= 1
+            if entry.owned or not entry.confirmed or (entry.journaled and beyond < 0):
+                self._entries[entry.id] = entry  # kept: look at it again after all others
+                beyond += 1
