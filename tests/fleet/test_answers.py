@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,11 +43,11 @@ ANSWERS: dict[str, tuple[str, list[object], tuple[int, int]]] = {
 }
 
 
-ENDS = "epp_completions_total"
+TOKENS = ("epp_input_tokens_total", "epp_output_tokens_total")
 
 
-def has_more_than(ends: float, page: str) -> bool:
-    return total(page, ENDS) > ends
+def all_have_ended(page: str) -> bool:
+    return all(total(page, "epp_completions_total", model=name) for name in ANSWERS)
 
 
 def written(kind: str, documents: list[object]) -> bytes:
@@ -81,18 +80,14 @@ async def test_the_tokens_of_each_apis_answer_are_counted(
         return str((await here.admin("/metrics")).text)
 
     async with here.client() as client:
-        for name, (kind, documents, (prompt, completion)) in ANSWERS.items():
+        for name, (kind, documents, _) in ANSWERS.items():
             servers.answer, servers.kind = written(kind, documents), TYPE[kind]
-            before = await fresh(page)
             answer = await client.post("/v1/messages", json={"model": name, "messages": []})
             assert answer.content == servers.answer
-            counts = {"epp_input_tokens_total": prompt, "epp_output_tokens_total": completion}
-            await here.eventually(
-                page,
-                partial(has_more_than, total(before, ENDS)),
-            )
-            after = await fresh(page)
-            assert {each: total(after, each) - total(before, each) for each in counts} == counts, name
+    await here.eventually(page, all_have_ended)
+    after = await fresh(page)
+    for name, (_, _, counts) in ANSWERS.items():
+        assert tuple(total(after, each, model=name) for each in TOKENS) == counts, name
 
 
 @pytest.mark.asyncio(loop_scope="module")

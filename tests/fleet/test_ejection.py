@@ -16,7 +16,10 @@ MODES: dict[str, tuple[str, ...]] = {
     "http": ("307",),
     "standard": ("503, well by its page", "reset after the head"),
 }
-WATERMARK = {"request_queue_controller": {"watermark_per_backend": 4}}
+CONFIG = {
+    "request_queue_controller": {"watermark_per_backend": 4},
+    "outlier_detection": {"max_ejection_time": "2s"},
+}
 SERVICE_S = 0.05
 LOOKED_AT = 200  # requests after a failure over which the test counts errors
 
@@ -27,7 +30,7 @@ async def here(request: pytest.FixtureRequest, fleet: Any) -> AsyncIterator[tupl
         listed = [{"address": address} for address in servers.addresses]
         started = await asyncio.to_thread(
             fleet, "--endpoints", "0", "--replicas", "2", "--mode", request.param,
-            config={"discovery": {"static": listed}, **WATERMARK},
+            config={"discovery": {"static": listed}, **CONFIG},
         )  # fmt: skip
         yield request.param, servers, started
 

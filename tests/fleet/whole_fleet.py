@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ READY_S = 90.0
 STOP_S = 30.0
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _ADMIN_PATIENCE_S = 30.0
-_COUNTED_AFTER_S = 6.0
+_COUNTED_AFTER_S = 3.0  # `newcomer_s` of failover/gate.py
 
 
 class Fleet:
@@ -194,13 +195,15 @@ class Fleet:
         await self.until("state", has_them, replica=replica, pool=pool, within_s=within_s, what=what)
 
     async def until_counted(self) -> None:
-        """Wait until every replica is old enough to get a share of the bound if Redis is lost."""
+        """Wait until every replica has been in the pool for long enough to get a share of the bound if Redis
+        is lost."""
 
-        def are_counted(found: dict[str, Any]) -> bool:
-            old = [each for each in found["replicas"] if each["started_s_ago"] > _COUNTED_AFTER_S]
-            return len(old) == len(found["replicas"]) == len(self.state["replicas"])
+        def are_listed(found: dict[str, Any]) -> bool:
+            return len(found["replicas"]) == len(self.state["replicas"])
 
-        await self.until("replicas", are_counted, within_s=60, what="replicas that count")
+        await self.until("replicas", are_listed, within_s=60, what="all replicas")
+        listed_s = time.monotonic()
+        await self.eventually(lambda: time.monotonic() - listed_s > _COUNTED_AFTER_S)
 
     def replica(self, index: int) -> psutil.Process:
         return psutil.Process(int(self.state["replicas"][index]["pid"]))

@@ -63,10 +63,14 @@ async def _calls_a_wakeup(here: Any, waiters: int) -> tuple[float, float]:
         lambda: sum(task.done() for task in tasks), lambda done: done >= most, within_s=60, what="dispatches"
     )
     after = await _spent(here)
+    # Nothing is in flight when the clients leave: what only its lease can end would wait for a late sweep.
+    await here.post("pause")
+    await here.until_state(stock=0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(blocking, *tasks, return_exceptions=True)
     await rests(here, within_s=60)
+    await here.post("resume")
     return (after[0] - before[0]) / (after[2] - before[2]), (after[1] - before[1]) / (after[2] - before[2])
 
 
