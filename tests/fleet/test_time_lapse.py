@@ -1,4 +1,4 @@
-"""Twenty simulated minutes of a fleet, in seconds. `make long ARGS=time-lapse` simulates a week."""
+"""Five simulated minutes of a fleet, in seconds. `make long ARGS=time-lapse` simulates a week."""
 
 import asyncio
 import logging
@@ -8,6 +8,8 @@ import pytest
 import redis
 from redis_servers import Server
 from time_lapse import BOUND, HOUR_S, SERVICE_S, TimeLapseLoop, at_rest, fleet, light_load, time_lapse
+
+SWEPT_OFTEN = {"request_queue_controller": {"expiry_cleanup_interval": "250ms"}}
 
 
 @pytest.fixture
@@ -21,10 +23,10 @@ def test_a_fleet_that_queued_once_serves_a_light_load_on(
     mode: str, replicas: int, valkey: Server, lapse: TimeLapseLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def life() -> None:
-        async with fleet(valkey.url, mode, replicas, {}) as some:
+        async with fleet(valkey.url, mode, replicas, SWEPT_OFTEN) as some:
             await some.burst(3 * BOUND, SERVICE_S)
             # Halved by each of 1200 sweeps, the drain rate would become so small that quotients overflow.
-            await light_load(some, 20 * 60.0, every_s=30.0)
+            await light_load(some, 5 * 60.0, every_s=30.0)
             assert (await some.replicas[0].pool.parts.store.state(60.0)).drain_rate == 0
             with redis.Redis.from_url(valkey.url) as client:
                 await at_rest(some, client)
