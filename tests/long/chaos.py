@@ -2,15 +2,18 @@
 
 Requests of a killed replica are sent to others, the fleet is paused and requests are evicted. The decision
 log of the run must not show one broken promise. Then whole replicas run under schedules of faults
-(tests/fleet/schedules.py); a failure is shown with its seed and the faults that it needs.
+(tests/fleet/schedules.py); a failure is shown with its seed and the faults that it needs. At last the scripts
+and the model get random calls (tests/model/test_queue_machine.py), twenty times as many as in `make test`.
 """
 
 import argparse
 import asyncio
 import logging
 import multiprocessing
+import os
 import random
 import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -52,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
+    parser.add_argument("--examples", type=int, default=2000, help="runs of the queue machine")
 
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
@@ -59,6 +63,18 @@ def run(options: argparse.Namespace, findings: Findings) -> None:
         _audit_requests(options, findings)
     if options.schedules:
         _run_schedules(range(options.first, options.first + options.schedules), findings)
+    if options.examples:
+        _run_queue_machine(options.examples, findings)
+
+
+def _run_queue_machine(examples: int, findings: Findings) -> None:
+    ran = subprocess.run(
+        (sys.executable, "-m", "pytest", "-n0", "-k", "valkey", "tests/model/test_queue_machine.py"),
+        env={**os.environ, "PICKER_MODEL_EXAMPLES": str(examples)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    what = f"in {examples} runs of random calls the scripts do what the model does"
+    findings.check(what, not ran.returncode, ran.stdout[-3000:])
 
 
 def _run_schedules(seeds: range, findings: Findings) -> None:

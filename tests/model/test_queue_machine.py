@@ -42,7 +42,7 @@ SPELLED = (*WEIGHTS, *WORKLOADS)  # each run draws other names for these
 GRACE_MS, IDLE_MS = 2000, 20_000
 UNSEEN_MS = 10**9  # ghosts are never found, as this test reads no metrics pages of endpoints
 EXAMPLES = os.environ.get("PICKER_MODEL_EXAMPLES", "")
-FEW = {"valkey": 400, "fakeredis": 30}  # fakeredis takes ten times as long, and runs all of test_rules.py
+FEW = {"valkey": 100, "fakeredis": 10}  # fakeredis takes ten times as long, and runs all of test_rules.py
 STEPS = 50
 TO_SETTLE = 3_601_000_000  # us: longer than all timeouts here, and than GIVEN_UP_MS of lua/lib/registry.lua
 
