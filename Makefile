@@ -97,7 +97,7 @@ bench-large-pool: $(VENV)/.installed ## what 1000 pods of an InferencePool cost,
 long: $(VENV)/.installed ## a long test: chaos, soak, pulses, cluster-changes, load-tools, … (ARGS='soak --minutes 2')
 	@$(LONG) $(ARGS)
 
-chaos: $(VENV)/.installed ## long test: audit 200 000 requests among kills and changes, then 500 schedules of faults
+chaos: $(VENV)/.installed ## long test: audit 200 000 requests among kills and changes; 500 schedules of faults; 2000 random runs
 	@$(LONG) chaos $(ARGS)
 
 hostile: $(VENV)/.installed ## long test: every attack at once, honest clients beside them (ARGS='--minutes 1')

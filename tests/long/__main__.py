@@ -1,6 +1,6 @@
 """`make long ARGS='NAME OPTIONS'`: one long test. Its end says what held; exit status 1 if something did not.
 
-    chaos            audit 200 000 requests among kills and live changes, then 500 schedules of faults
+    chaos            audit 200 000 requests among kills and changes; 500 schedules of faults; 2000 random runs
     cluster-changes  how soon changes of a cluster are in force, on a real API server
     compose          the real Dockerfile and compose file on Docker or podman, under load
     hostile          every attack at once for ten minutes, honest clients beside them
