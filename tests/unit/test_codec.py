@@ -104,6 +104,8 @@ def test_only_wanted_headers_are_read_whatever_their_case() -> None:
 def test_metadata_is_read_as_plain_values() -> None:
     fields = {"text": "a", "number": 2, "yes": True, "list": ["a", 1], "nothing": None, "deep": {"a": 1}}
     message = headers("lean", metadata={"some": fields})
-    assert codec.read_metadata(message, "some") == {**fields, "deep": None}
-    assert codec.read_metadata(message, "other") is None
-    assert codec.read_metadata(ProcessingRequest(), "some") is None
+    read = {key: codec.read_metadata(message, "some", key) for key in fields}
+    assert read == {**fields, "nothing": "", "deep": ""}
+    assert codec.read_metadata(message, "some", "other") is None
+    assert codec.read_metadata(message, "other", "text") is None
+    assert codec.read_metadata(ProcessingRequest(), "some", "text") is None

@@ -101,17 +101,14 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
     return found
 
 
-def read_metadata(message: Any, namespace: str) -> dict[str, Any] | None:
-    """The fields of one namespace of a ProcessingRequest's filter metadata; None without that namespace.
+def read_metadata(message: Any, namespace: str, key: str) -> Any:
+    """The value of `key` in a namespace of a ProcessingRequest's filter metadata; None if it is missing.
 
-    Numbers are floats, lists are lists; nested structures are None.
+    Numbers are floats, lists are lists; a null or a nested structure is ''.
     """
-    if not message.HasField("metadata_context"):
-        return None
-    spaces = message.metadata_context.filter_metadata
-    if namespace not in spaces:
-        return None
-    return {key: _plain(value) for key, value in spaces[namespace].fields.items()}
+    struct = message.metadata_context.filter_metadata.get(namespace)
+    value = None if struct is None else struct.fields.get(key)
+    return None if value is None else _plain(value)
 
 
 @lru_cache(maxsize=4096)
@@ -381,4 +378,4 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value.list_value.values]
     if kind in ("string_value", "number_value", "bool_value"):
         return getattr(value, kind)
-    return None
+    return ""

@@ -285,10 +285,9 @@ class Exchange:
         self._mode = mode = codec.mode_of(message)
         if mode == codec.HEADERS_ALONE:
             self._mode = "lean"
-        if message.HasField("metadata_context"):
-            hint = codec.read_metadata(message, codec.SUBSET_HINT)
-            if hint is not None and codec.SUBSET in hint:
-                self._subset = read_subset(hint[codec.SUBSET])
+        hint = codec.read_metadata(message, codec.SUBSET_HINT, codec.SUBSET)
+        if hint is not None:
+            self._subset = read_subset(hint)
         headers = message.request_headers
         self._headers = codec.read_headers(headers, self._context.intake.headers)
         if self._context.selected is not None and TEST_SELECTION in self._headers:
@@ -404,9 +403,7 @@ class Exchange:
         if self._mode == "standard":
             self._response = self._own_response(request.id, rename, placement)
         answer = self._answer_to(placement, request, length, is_decoded=is_decoded)
-        return _PlacedBody(
-            *(answer, body, request, placement, length, arrived_s, self._placed_s), is_decoded=is_decoded
-        )
+        return _PlacedBody(answer, body, request, placement, length, arrived_s, self._placed_s, is_decoded)
 
     async def _answer_body(self, *, trailers: bool = False) -> Iterable[bytes]:
         """Answer a complete body; `trailers` says that trailers follow the body.
@@ -587,7 +584,8 @@ class ExchangeService:
             uploading = True
             while True:
                 uploading = uploading and exchange.uploading
-                if uploading:
+                waits = uploading and not stream.has_message
+                if waits:
                     self._uploads.wait(exchange, task)
                 is_late = False
                 try:
@@ -595,7 +593,7 @@ class ExchangeService:
                         data, reading = await reading, None
                     elif exchange.streaming:
                         return await stream.relay(exchange.pass_on)
-                    elif uploading and exchange.awaits_end and not stream.has_message:
+                    elif waits and exchange.awaits_end:
                         reading = asyncio.create_task(stream.read())
                         is_late = not (await asyncio.wait((reading,), timeout=END_S))[0]
                         if not is_late:
@@ -612,7 +610,7 @@ class ExchangeService:
                     refusal = exchange.fail_upload()
                     exchange.before_last_write()
                     return refusal
-                if uploading:
+                if waits:
                     self._uploads.received(exchange)
                 if is_late:
                     work = exchange.end()

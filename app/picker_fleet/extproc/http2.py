@@ -795,9 +795,10 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(FRAME_SIZE_ERROR, "a malformed reset")
         if stream_id == 0 or stream_id > self._last_id:
             raise ConnectionFault(PROTOCOL_ERROR, "a reset of a stream that is not open")
-        if stream_id not in self._streams:
+        if stream_id in self._streams:
+            self._cancel(stream_id)
+        else:
             self._count_idle(1)
-        self._cancel(stream_id)
 
     def _on_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:

@@ -428,10 +428,11 @@ class GrpcStream:
 
     def drop(self) -> None:
         """Free everything that the ended stream holds."""
-        self._messages.clear()
-        self._partial = bytearray()
-        self._unread_bytes = 0
-        self._count()
+        if self._unread_bytes:
+            self._messages.clear()
+            self._partial = bytearray()
+            self._unread_bytes = 0
+            self._count()
 
     def _give_credit(self) -> None:
         """Reopen the window: the handler has read every complete message, so more data may come."""

@@ -369,6 +369,8 @@ def _of_place(text: bytes) -> Counts:
 def _most(one: Counts, other: Counts) -> Counts:
     if one == _UNKNOWN:
         return other
+    if other == _UNKNOWN:
+        return one
     prompt, completion = (
         max((count for count in counts if count is not None), default=None)
         for counts in zip(one, other, strict=True)
@@ -377,11 +379,9 @@ def _most(one: Counts, other: Counts) -> Counts:
 
 
 def _count(digits: bytes) -> int | None:
-    return (
-        int(digits)
-        if digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) <= _MAX_TOKENS
-        else None
-    )
+    if digits.isdigit() and len(digits) <= _MOST_DIGITS and (count := int(digits)) <= _MAX_TOKENS:
+        return count
+    return None
 
 
 class _Named(msgspec.Struct):
@@ -518,7 +518,7 @@ class Response:
         self._started_s = started_s
         self._placed_s = placed_s
         self._status = 0
-        self._hold_s, self._content_type = 0.0, ""
+        self._hold_s, self._content_type = 0.0, b""
         self._served: str | None = None
         self._first_byte_s: float | None = None
         self._usage = UsageReader()
@@ -546,14 +546,15 @@ class Response:
         found = codec.read_headers(headers, _WANTED)
         status = found.get(_STATUS, b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
-        self._content_type = found.get(_CONTENT_TYPE, b"").decode(errors="replace")
-        self._hold_s = hold_of(found.get(_RETRY_AFTER, b"").decode(errors="replace"))
-        about = codec.read_metadata(message, self._namespace)
-        served = (about or {}).get(codec.SERVED)
+        self._content_type = found.get(_CONTENT_TYPE, b"")
+        if _RETRY_AFTER in found:
+            self._hold_s = hold_of(found[_RETRY_AFTER].decode(errors="replace"))
+        served = codec.read_metadata(message, self._namespace, codec.SERVED)
         self._served = served if isinstance(served, str) and served else None
         added = self._client_headers
         if self._tells_served:
-            missing = "envoy lb metadata" if about is None else "destination endpoint served metadata"
+            named = self._namespace in message.metadata_context.filter_metadata
+            missing = "destination endpoint served metadata" if named else "envoy lb metadata"
             added = {**added, codec.TEST_SERVED: self._served or f"fail: missing {missing}"}
         if _ENCODING in found:
             self._rename = None  # model names cannot be found in compressed text
@@ -564,7 +565,7 @@ class Response:
 
     def _chunk(self, part: Any) -> list[bytes]:
         body, ended = part.body, part.end_of_stream
-        decoded = self._usage.add(body)
+        decoded = self._usage.add(body) if body else b""  # an empty chunk ends most answers
         if self._ids is not None and (ids := self._ids.add(decoded, ended=ended)) and self._status < 300:
             assert self._note_ids is not None
             self._note_ids(ids, self._served or self._picked)
@@ -584,26 +585,29 @@ class Response:
         ended_s = self._clock()
         prompt_tokens, completion_tokens = self._usage.tokens()
         fault = ""
-        if outcome is Outcome.COMPLETED:
-            has_usage = prompt_tokens is not None or completion_tokens is not None
+        has_usage = prompt_tokens is not None or completion_tokens is not None
+        if outcome is Outcome.COMPLETED and not (has_usage and self._status == 200):
             error = not has_usage and self._usage.tells_error()
             size = None if has_usage else self._usage.total
-            fault = fault_of(self._status, size, error, self._content_type)
+            fault = fault_of(self._status, size, error, self._content_type.decode(errors="replace"))
+        # Arguments by position: keywords take three times as long.
         self._settle(
             Completion(
-                id=self._request_id,
-                outcome=Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
-                status=self._status,
-                served=self._served,
-                prompt_tokens=prompt_tokens,
-                completion_tokens=completion_tokens,
-                duration_s=ended_s - self._started_s,
-                first_byte_s=self._first_byte_s,
-                service_s=ended_s - self._placed_s,
-                waited_s=self._waited_s,
-                target_model=self._target_model,
-                fault=fault,
-                hold_s=self._hold_s,
-                passed_over=self._picked if self._served not in (None, self._picked) else "",
+                self._request_id,
+                Outcome.UPSTREAM_FAILED if self._status >= 500 else outcome,
+                self._status,
+                self._served,
+                prompt_tokens,
+                completion_tokens,
+                ended_s - self._started_s,
+                self._first_byte_s,
+                "",
+                "",
+                ended_s - self._placed_s,
+                self._waited_s,
+                self._target_model,
+                fault,
+                self._hold_s,
+                self._picked if self._served not in (None, self._picked) else "",
             )
         )
