@@ -485,7 +485,7 @@ class Intake:
 
     def _cost(self, ask: Ask, model: str) -> tuple[float, bool]:
         """The cost of `ask` in the stock's unit, and whether it lacks the answer's tokens."""
-        is_one = isinstance(ask.read, bytes | None) and _is_one_sequence(ask.members)
+        is_one = isinstance(ask.read, bytes) and _is_one_sequence(ask.members)
         if not self._in_tokens:
             return 1.0 if is_one else float(cost.sequences(ask.members)), False
         most = self._longest.get(model, math.inf)

@@ -280,22 +280,23 @@ class _Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
+        self._head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header that the picker reads; trailers are ignored."""
-        self._count_head(len(name) + len(value) + 4)
+        self._head_bytes += len(name) + len(value) + 4
         known = self._wanted[name]
         if known and self._in_head:
             self._headers.setdefault(known, value)
 
-    def _count_head(self, size_bytes: int) -> None:
-        self._head_bytes += size_bytes
+    def _check_head(self) -> None:
+        """Refuse a head or trailers that have ended; `data_received` limits unfinished ones."""
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._fail(_head_too_large())
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._check_head()
         version = self._parser.get_http_version()
         if version not in _VERSIONS:
             self._fail(BadRequest(f"HTTP/{version} is not served here; HTTP/1.1 is"))
@@ -320,6 +321,7 @@ class _Connection(asyncio.Protocol):
                 self._fail(self._refused)
 
     def on_message_complete(self) -> None:
+        self._check_head()
         self._arriving = False
         self._rest_bytes = 0
         keep = self._parser.should_keep_alive()

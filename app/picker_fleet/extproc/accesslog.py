@@ -332,7 +332,8 @@ def _counts(usage: Any) -> tuple[int | None, int | None]:
         if prompt is None:
             prompt = max(total - (answer or 0), 0)
         return prompt, max(total - prompt, 0) if answer is None else answer
-    for source in PROMPT_SOURCES:
+    # OpenAI's API reports prompt and answer, and nothing else.
+    for source in () if prompt is not None and len(usage) == 2 else PROMPT_SOURCES:
         told = [count for key in source if (count := _tokens(usage, key)) is not None]
         if told:
             prompt = max(prompt or 0, sum(told))

@@ -80,9 +80,10 @@ def _unmarked(text: bytes) -> bytes:
 
 def _text(members: Mapping[str, msgspec.Raw | memoryview], name: str) -> memoryview | None:
     """The JSON text of the member `name`; None if it is missing or empty."""
-    if (member := members.get(name)) is None or (text := memoryview(member)) in _EMPTY:
+    member = members.get(name)
+    if member is None or (len(member) <= len(b"false") and bytes(member) in _EMPTY):
         return None
-    return text
+    return memoryview(member)
 
 
 def block_hashes(
