@@ -574,8 +574,8 @@ def _prefix(target_model: str, ask: Ask) -> tuple[bytes, ...]:
             members = _prompt_decoder.decode(_without_half_pairs(ask.text))
         except cost.MALFORMED:
             return ()
-    salt = memoryview(members.get("cache_salt", b""))[:_SALT_BYTES]
-    return block_hashes(target_model, prompt_bytes(members), salt=bytes(salt))
+    salt = bytes(memoryview(members["cache_salt"])[:_SALT_BYTES]) if "cache_salt" in members else b""
+    return block_hashes(target_model, prompt_bytes(members), salt=salt)
 
 
 class _PromptMembers(TypedDict, total=False):

@@ -94,9 +94,9 @@ def read_headers(message: Any, wanted: Collection[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for field in message.headers.headers:
         name = field.key
-        if name not in wanted:
-            name = name.lower()  # Envoy itself sends lower case
-        if name in wanted and name not in found:
+        if name not in wanted and (name := name.lower()) not in wanted:  # Envoy itself sends lower case
+            continue
+        if name not in found:
             found[name] = field.raw_value or field.value.encode()
     return found
 

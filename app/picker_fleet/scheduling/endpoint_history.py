@@ -62,7 +62,7 @@ def prompt_bytes(members: Mapping[str, msgspec.Raw | memoryview]) -> bytes:
     parts: list[bytes] = []
     room = MAX_PROMPT_BYTES
     for name in _BEFORE_MESSAGES:
-        if room > 0 and (text := _text(members, name)):
+        if name in members and room > 0 and (text := _text(members, name)):
             parts.append(_unmarked(bytes(text[:room])) + b"\x1e")
             room -= len(parts[-1])
     for name in _PROMPT_FIELDS:
