@@ -497,17 +497,17 @@ class Exchange:
         return answer
 
     def _pass_on(self, part: str | None, message: ProcessingRequest) -> Sequence[bytes]:
+        if self._response is not None and part is not None and part.startswith("response_"):
+            answers = self._response.pass_on(part, message)
+            if self._response.ended:
+                self._step = _DONE
+            return answers
         if part == "request_body" and self._way.kind == "session":
             chunk = message.request_body
             return [codec.streamed_request(chunk.body, ended=chunk.end_of_stream)]
         if part == "request_trailers":
             return [codec.REQUEST_TRAILERS]  # the request was answered before its trailers arrived
-        if self._response is None or part is None or not part.startswith("response_"):
-            return ()  # more of a request that is already answered
-        answers = self._response.pass_on(part, message)
-        if self._response.ended:
-            self._step = _DONE
-        return answers
+        return ()  # more of a request that is already answered
 
     def _own_response(
         self, request_id: str, rename: ModelRename | None, placement: Placement | None = None
